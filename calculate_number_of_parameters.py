@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if note is not None:
         print(note, file=sys.stderr)
-    from sdbench.models.parameters import ParameterCount, count_parameters
+    from sdbench.models.components import ParameterCount, count_parameters
     from sdbench.record.row import format_csv
 
     rows = count_parameters(architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import os
 import resource
@@ -11,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -114,15 +114,12 @@ def plain_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention": "sdpa",
         "vae_attention": "sdpa",
         "activation_checkpointing": "none",
-        "online": True,
+        "encodes_images": True,
     }
     profile_step = memory.profile_step
-
-    def profile_plain_step(architecture: Any, **options: Any) -> Any:
-        assert plain.keys() <= options.keys()
-        return profile_step(architecture, **{**options, **plain})
-
-    monkeypatch.setattr(memory, "profile_step", profile_plain_step)
+    monkeypatch.setattr(
+        memory, "profile_step", lambda step: profile_step(dataclasses.replace(step, **plain))
+    )
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def check_model(job: Job) -> Seen:
     from safetensors import safe_open
 
     from sdbench.models.architecture import resolve_architecture
-    from sdbench.models.parameters import count_parameters
+    from sdbench.models.components import count_parameters
 
     config = job.request.config
     architecture, note = resolve_architecture(

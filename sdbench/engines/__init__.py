@@ -3,13 +3,12 @@
 The `fit` of an engine places the model of a job on the device, makes optimizer and moving average,
 and trains until `watch.is_over`, for at most `job.num_steps` steps:
 
-    fit(job: TrainJob, config, watch: StepWatch, hooks: TrainingHooks | None) -> Measurements
+    fit(job: TrainJob, config: EngineConfig, watch: StepWatch, hooks: TrainingHooks | None)
+        -> Measurements
 
-The hooks of a run of train.py restore and save its state, and may leave the update of a step out; a
-measurement has none. An engine reads the micro-batch, precision, seed and speed-ups of the resolved
-config, and tells the watch of every step and of each phase within it. It returns the measurements
-of its rank, and raises `RunError` if the watch finds that the loss is not finite or the loop ends
-before its last step.
+An engine tells the watch of every step and of each phase within it. It returns the measurements of
+its rank, and raises `RunError` if the watch finds that the loss is not finite or the loop ends
+before its last step. What their loops share is `Training` in training.py.
 """
 
 from __future__ import annotations

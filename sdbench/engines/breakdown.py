@@ -1,4 +1,4 @@
-"""Tells what a rank waits for others from its own work: for their gradients and their losses."""
+"""Separates a rank's own work from its waits for the gradients and losses of other ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ class LastGradient:
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
-        """Prepare; hooks are set in profiled backward passes only.
-
-        Args:
-            weights: Parameters that get one gradient each in a backward pass.
-            clock: Is switched to `GRADIENT_COMMUNICATION` after the last gradient.
-        """
+        """Prepare; hooks are set in profiled backward passes only."""
         self._parameters = list(weights)
         self._clock = clock
         self._hooks: list[Any] = []
@@ -43,7 +38,7 @@ class LastGradient:
             ]
 
     def backward_ends(self) -> None:
-        """Remove the hooks, which measured steps do without, and switch to the phase `OTHER`."""
+        """Remove the hooks, so that measured steps have none, and switch to the phase `OTHER`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -56,12 +51,7 @@ class LastGradient:
 
 
 def mean_over_ranks(loss: torch.Tensor, clock: PhaseClock) -> torch.Tensor:
-    """The mean of the ranks' losses on every rank; `loss` is overwritten.
-
-    Args:
-        loss: Of this rank, on its device.
-        clock: The wait for the others is in the phase `RANK_WAIT`.
-    """
+    """The mean of the ranks' losses on every rank; `loss` is overwritten."""
     world_size = Ranks.from_environment().world_size
     if world_size == 1:
         return loss

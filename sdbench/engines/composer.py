@@ -12,70 +12,50 @@ from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import get_device
 
-from sdbench.engines.breakdown import LastGradient
 from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
-from sdbench.engines.device import find_device, reset_peak_memory
-from sdbench.engines.device_batches import Batches, make_batches
-from sdbench.engines.ema import ForeachEma
-from sdbench.engines.job import EmaSpec, TrainJob
-from sdbench.engines.optimizers import (
-    gradients_ready,
-    make_schedule,
-    optimizer_of,
-)
-from sdbench.engines.sharding import (
-    begin_microbatch,
-    held_weights,
-    make_ddp,
-    shard_weights,
-)
-from sdbench.engines.state import TrainingHooks, TrainState
+from sdbench.engines.device_batches import Batches, Prepare, make_batches
+from sdbench.engines.job import EmaSpec, EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.sharding import begin_microbatch, make_ddp
+from sdbench.engines.training import Training, find_device, reset_peak_memory
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP
 
 
 def fit(
-    job: TrainJob, config: Any, watch: StepWatch, hooks: TrainingHooks | None = None
+    job: TrainJob, config: EngineConfig, watch: StepWatch, hooks: TrainingHooks | None = None
 ) -> Measurements:
     """Train by Composer's trainer; see `sdbench.engines`."""
     device = get_device(None)
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
-    if config.sharding in FSDP:
-        shard_weights(job, config=config)
-    optimizer = optimizer_of(job, config, hooks, watch.phases)
-    # The optimizer's phase begins in WatchCallback.
-    optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
-
+    training = Training(job, config, watch, hooks)
+    # The optimizer's phase begins in TrainingCallback.
+    training.optimizer.register_step_post_hook(
+        lambda *_: watch.phases.switch(phases.OTHER) and None
+    )
     loader, callbacks = _loader_and_callbacks(job, config, watch, device)
-    algorithms, ema = [], None
+    algorithms = []
     if job.ema is not None and job.ema.implementation == "composer":
         algorithms.append(_composer_ema(job.ema, watch.phases))
-    elif job.ema is not None:
-        ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-    # Composer makes the scaler, later.
-    state = TrainState(job, optimizer, ema=ema, batches=loader, scaler=None, config=config)
-    if ema is not None:
-        callbacks.append(EmaCallback(ema, state, watch.phases))
-    if hooks is not None:
-        hooks.begins(state)
+    training.begin(loader)
+    if training.is_sharded:
+        callbacks.append(GradientSyncCallback(job, config))
     # The last callback, since it ends the step.
-    callbacks.append(WatchCallback(watch, job, state, hooks))
+    callbacks.append(TrainingCallback(training))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             clock=watch.phases,
             model=model,
             train_dataloader=loader,
-            optimizers=optimizer,
+            optimizers=training.optimizer,
             # A scheduler of torch counts its own steps; Composer's would be one batch behind.
-            schedulers=make_schedule(optimizer, job, state),
+            schedulers=training.schedule,
             step_schedulers_every_batch=True,
-            max_duration=f"{job.num_steps - state.num_steps}ba",
+            max_duration=f"{training.num_steps_left}ba",
             algorithms=algorithms,
             callbacks=callbacks,
             device=device,
@@ -93,7 +73,7 @@ def fit(
             progress_bar=False,
         )
     if config.precision == "amp_fp16":
-        state.use_scaler(trainer.state.scaler)
+        training.state.use_scaler(trainer.state.scaler)
     with watch.loop():
         trainer.fit()
     # Not after an error: it waits for all ranks, and one that failed would never come.
@@ -102,21 +82,18 @@ def fit(
 
 
 def _loader_and_callbacks(
-    job: TrainJob, config: Any, watch: StepWatch, device: Device
+    job: TrainJob, config: EngineConfig, watch: StepWatch, device: Device
 ) -> tuple[Any, list[Callback]]:
-    """Composer's data loader, and the callbacks of a batch in their order."""
-    loader: Any = job.loader
-    callbacks: list[Callback] = [DataWaitCallback(watch)]
+    """Composer's data loader, and the callbacks that load and prepare a batch, in order."""
     if config.copy_stream == "side":
-        loader = make_batches(
+        batches = make_batches(
             job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
         )
-        callbacks = [FetchAheadCallback(loader)]
-    elif job.prepare is not None:
-        callbacks.append(PrepareCallback(job, device))
-    if config.sharding in FSDP:
-        callbacks.append(GradientSyncCallback(job, config))
-    return loader, callbacks
+        return batches, [FetchAheadCallback(batches)]
+    callbacks: list[Callback] = [DataWaitCallback(watch)]
+    if job.prepare is not None:
+        callbacks.append(PrepareCallback(job.prepare, device))
+    return job.loader, callbacks
 
 
 def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
@@ -142,43 +119,36 @@ class ComposerDiffusion(ComposerModel):
         return self._loss(outputs)
 
 
-class WatchCallback(Callback):
-    """Passes Composer's events on to the watch, and ends the loop with `watch.is_over`."""
+class TrainingCallback(Callback):
+    """Passes Composer's events on to the training, and ends the loop with `watch.is_over`."""
 
-    def __init__(
-        self, watch: StepWatch, job: TrainJob, state: TrainState, hooks: TrainingHooks | None
-    ) -> None:
-        self._watch = watch
-        self._job = job
-        self._state = state
-        self._hooks = hooks
-        self._last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._watch = training.watch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """The loop is about to begin, and nothing draws random numbers any more."""
-        self._state.restore_random_state()
+        """The loop is about to begin; nothing else draws random numbers any more."""
+        self._training.state.restore_random_state()
         self._watch.loop_begins()
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """The gradients of a micro-batch are about to be computed."""
-        self._last_gradient.backward_begins()
+        self._training.last_gradient.backward_begins()
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        """The gradients are there; in the last micro-batch they are averaged over all ranks."""
-        self._last_gradient.backward_ends()
+        """The gradients are there; after the last micro-batch they are averaged over all ranks."""
+        self._training.last_gradient.backward_ends()
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """All gradients of the batch are there, and the optimizer is next."""
         self._watch.phases.switch(phases.OPTIMIZER)
-        self._state.is_skipped = False
-        gradients_ready(self._job, self._hooks, state.total_loss_dict["loss/train/total"])
+        self._training.state.is_skipped = False
+        self._training.gradients_ready(state.total_loss_dict["loss/train/total"])
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; the loss is the mean over all ranks."""
-        self._state.num_steps += 1
-        self._watch.step_ends(loss=state.total_loss_dict["loss/train/total"])
-        if self._hooks is not None:
-            self._hooks.step_ended(self._state)
+        self._training.update_average()
+        self._training.step_ended(state.total_loss_dict["loss/train/total"])
         if self._watch.is_over:
             state.stop_training()
 
@@ -212,13 +182,12 @@ class FetchAheadCallback(Callback):
 class PrepareCallback(Callback):
     """Prepares the whole batch of a step on the device, before Composer splits it."""
 
-    def __init__(self, job: TrainJob, device: Device) -> None:
-        self._prepare = job.prepare
+    def __init__(self, prepare: Prepare, device: Device) -> None:
+        self._prepare = prepare
         self._device = device
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """The step begins with a batch of the loader."""
-        assert self._prepare is not None
         with torch.no_grad():
             state.batch = self._prepare(self._device.batch_to_device(state.batch))
 
@@ -226,7 +195,7 @@ class PrepareCallback(Callback):
 class GradientSyncCallback(Callback):
     """Does for FSDP2 what Composer's `ddp_sync_strategy` does for DDP."""
 
-    def __init__(self, job: TrainJob, config: Any) -> None:
+    def __init__(self, job: TrainJob, config: EngineConfig) -> None:
         self._job = job
         self._config = config
         device_batch_size = job.images_per_step // Ranks.from_environment().world_size
@@ -242,19 +211,3 @@ class GradientSyncCallback(Callback):
         self._num_seen += 1
         is_last = self._num_seen == self._num_microbatches
         begin_microbatch(self._job, config=self._config, is_last=is_last)
-
-
-class EmaCallback(Callback):
-    """Updates the suite's own moving average."""
-
-    def __init__(self, ema: ForeachEma, state: TrainState, clock: PhaseClock) -> None:
-        self._ema = ema
-        self._state = state
-        self._clock = clock
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """The optimizer step is done, or was left out."""
-        if self._state.is_skipped:
-            return
-        with self._clock.phase(phases.EMA):
-            self._ema.update()

@@ -1,4 +1,4 @@
-"""Internals of Composer 0.32 that the engine changes, each with its reason."""
+"""Composer's trainer with the internals of release 0.32 that the engine changes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,12 @@ class TrainerThatDoesNotWait(Trainer):
     """Composer's trainer without its seven reads from the device in every step.
 
     It reads the loss twice, the number of images twice, the number of tokens, the time of the step,
-    and whether a rank has no more data. With each read the host waits for the device. None is
+    and whether a rank has no more data. The host waits for the device with each read. None is
     needed: all ranks have equally many batches of one size, and the times are not used.
     """
 
     def __init__(self, *, clock: PhaseClock, **options: Any) -> None:
-        """Make the trainer.
-
-        Args:
-            clock: Is told of the wait for the losses of other ranks.
-            **options: Of `composer.Trainer`.
-
-        Raises:
-            RunError: The installed Composer is another release.
-        """
+        """Make the trainer; `options` are those of `composer.Trainer`."""
         if not composer.__version__.startswith(KNOWN_VERSION):
             raise RunError(
                 f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "
@@ -80,7 +72,7 @@ class TrainerThatDoesNotWait(Trainer):
         total_loss_dict: dict[str, torch.Tensor],
         ddp_sync: bool = True,
     ) -> torch.Tensor:
-        """Compute the gradients of a batch as Composer does, but count images on the host."""
+        """Compute the gradients of a batch as Composer does, counting images on the host."""
         assert ddp_sync, "Composer asks for it with closures only"
         state = self.state
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
@@ -115,10 +107,9 @@ class TrainerThatDoesNotWait(Trainer):
 
 @contextlib.contextmanager
 def trainer_is_made(*, make_ddp: Any) -> Iterator[None]:
-    """A context for the constructor of the trainer, which wraps the model in DDP.
+    """A context for the constructor of the trainer, which wraps the model by `make_ddp`.
 
-    Args:
-        make_ddp: Wraps the model in place of Composer, which passes no options on to DDP.
+    Composer itself passes no options on to DDP.
     """
     with (
         mock.patch.object(dist_strategy, "DistributedDataParallel", make_ddp),

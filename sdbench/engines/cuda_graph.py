@@ -20,11 +20,9 @@ from sdbench.settings.compiling import NUM_GRAPH_STEPS
 
 
 def let_rates_change(optimizer: torch.optim.Optimizer, *, device: torch.device) -> None:
-    """Keep the learning rates in tensors on the device: a Python number is fixed in the graph.
+    """Keep the learning rates in tensors on the device: the graph would fix a Python number.
 
-    Args:
-        optimizer: Capturable; a schedule is made for it later.
-        device: The GPU.
+    Called before a schedule is made for the optimizer.
     """
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"], device=device)
@@ -55,11 +53,7 @@ class GraphedStep:
         self._loss = torch.empty(0)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Train on a batch; all batches have the same shapes.
-
-        Returns:
-            The batch's loss; the next call overwrites it.
-        """
+        """Train on a batch; all have the same shapes. The next call overwrites the loss."""
         self._num_calls += 1
         if self._clock.is_running:
             self._is_given_up = True

@@ -1,14 +1,15 @@
-"""Copies the batches of a loader to the device, and prepares them there."""
+"""Copies the batches of a loader to the device, prepares them there, and splits them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from sdbench.engines.job import EngineConfig
 from sdbench.measure import phases
 from sdbench.measure.watch import StepWatch
 
@@ -17,13 +18,51 @@ Prepare = Callable[[Batch], Batch]
 
 
 class Loader(Protocol):
-    """Yields the batches of one epoch per iteration, and knows its position."""
+    """Yields the batches of one epoch per iteration, and knows its position.
+
+    Attributes:
+        num_images_delivered: Images of all batches that were yielded.
+    """
+
+    num_images_delivered: int
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin an epoch, or continue the resumed one."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was yielded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position."""
+
+
+class MicroBatch(NamedTuple):
+    """A part of a step's batch.
+
+    Attributes:
+        tensors: On the device.
+        share: Of the batch's images. The loss is a mean, so a smaller micro-batch at the end counts
+            for less.
+        is_last: Whether the step ends with it.
+    """
+
+    tensors: Batch
+    share: float
+    is_last: bool
+
+
+def split_batch(batch: Batch, size: int) -> list[MicroBatch]:
+    """Split a batch into micro-batches of `size` images; the last one may be smaller."""
+    num_images = len(next(iter(batch.values())))
+    pieces = list(zip(*(data.split(size) for data in batch.values()), strict=True))
+    return [
+        MicroBatch(
+            dict(zip(batch, piece, strict=True)),
+            share=len(piece[0]) / num_images,
+            is_last=number == len(pieces),
+        )
+        for number, piece in enumerate(pieces, start=1)
+    ]
 
 
 class Batches:
@@ -43,7 +82,7 @@ class Batches:
             loader: Batches in main memory.
             device: Where the batches go.
             watch: Is told of the waits for the loader and of the copies.
-            prepare: Applied to each batch on the device, without gradients; None leaves it.
+            prepare: Applied to each batch on the device, without gradients.
         """
         self._loader = loader
         # Goes on also after an epoch without batches: one that was resumed at its end.
@@ -86,32 +125,25 @@ class Batches:
 
 
 class BatchesAhead(Batches):
-    """Batches that are copied to the GPU on a side stream, during the step before."""
+    """Batches that are copied to the GPU on a side stream, during the step before.
 
-    def __init__(
-        self,
-        loader: Loader,
-        *,
-        device: torch.device,
-        watch: StepWatch,
-        prepare: Prepare | None = None,
-        prepares_ahead: bool = False,
-    ) -> None:
+    The loader's batches must be in pinned memory: the host would wait for copies from other memory.
+    """
+
+    def __init__(self, loader: Loader, *, prepares_ahead: bool, **options: Any) -> None:
         """Prepare as `Batches` does.
 
         Args:
-            loader: Batches in pinned memory; the host would wait for copies from other memory.
-            device: A GPU.
-            watch: Also tells which step is the last.
-            prepare: As for `Batches`.
-            prepares_ahead: Do it on the side stream as well: what the step waits for, such as
-                gradients on their way, does not hold it up.
+            loader: Batches in pinned memory.
+            prepares_ahead: Prepare on the side stream too, so that it does not wait for what the
+                step waits for, such as the gradients of other ranks.
+            **options: Of `Batches`; the device is a GPU.
         """
-        super().__init__(loader, device=device, watch=watch, prepare=prepare)
+        super().__init__(loader, **options)
         self._prepares_ahead = prepares_ahead
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self._device)
         # The first batch is prepared by what the current stream has yet to build.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._ahead: Batch | None = None
         self._state: dict[str, Any] = {}
 
@@ -149,16 +181,8 @@ class BatchesAhead(Batches):
             self._ahead = self._prepared(copied) if self._prepares_ahead else copied
 
 
-def make_batches(
-    loader: Loader,
-    *,
-    device: torch.device,
-    watch: StepWatch,
-    config: Any,
-    prepare: Prepare | None = None,
-) -> Batches:
-    """Make `Batches`, or `BatchesAhead` as the config says; other arguments as theirs."""
-    shared: dict[str, Any] = {"device": device, "watch": watch, "prepare": prepare}
+def make_batches(loader: Loader, *, config: EngineConfig, **options: Any) -> Batches:
+    """Make `Batches`, or `BatchesAhead` if the config says so; `options` are those of `Batches`."""
     if config.copy_stream == "side":
-        return BatchesAhead(loader, prepares_ahead=config.encode_ahead, **shared)
-    return Batches(loader, **shared)
+        return BatchesAhead(loader, prepares_ahead=config.encode_ahead, **options)
+    return Batches(loader, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +27,11 @@ class ForeachEma:
         """Allocate the averages.
 
         Args:
-            weights: The weights that this rank averages, by name, placed or sharded. Of a weight
-                that FSDP has sharded each rank averages its own shard.
+            weights: The weights that this rank averages, by name, placed or sharded. Each rank
+                averages its own shard of a weight that FSDP has sharded.
             spec: Decay and interval.
         """
         self._weights = dict(weights)
-        self._interval_batches = spec.interval_batches
         self._spec = spec
         # Zeros: a checkpoint may be saved before the first update, and has only finite values.
         self._averages = [
@@ -56,10 +54,10 @@ class ForeachEma:
         if self.num_steps == 1:
             for average, weight in zip(self._averages, weights, strict=True):
                 average.copy_(weight)
-        if self.num_steps % self._interval_batches == 0:
+        if self.num_steps % self._spec.interval_batches == 0:
             decay = self._spec.decay
             if self._spec.warms_up:
-                num_updates = self.num_steps // self._interval_batches
+                num_updates = self.num_steps // self._spec.interval_batches
                 decay = min(decay, (1 + num_updates) / (10 + num_updates))
             update = get_ema_multi_avg_fn(decay)
             for first in range(0, len(weights), NUM_WEIGHTS_AT_ONCE):
@@ -67,23 +65,15 @@ class ForeachEma:
                 fp32 = [weight.float() for weight in weights[group]]
                 update(self._averages[group], fp32, self.num_steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The number of steps, and this rank's averages by name.
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """This rank's averages by name, in the memory of this object.
 
-        The tensors share memory with this object. The average of a sharded weight is a DTensor, so
-        that torch.distributed.checkpoint can load it on another number of ranks.
+        The average of a sharded weight is a DTensor, so that torch.distributed.checkpoint can load
+        it on another number of ranks.
         """
         named = zip(self._weights.items(), self._averages, strict=True)
-        return {
-            "num_steps": torch.tensor(self.num_steps),
-            "averages": {name: _placed(average, like=weight) for (name, weight), average in named},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned for weights with the same names and sharding."""
-        self.num_steps = int(state["num_steps"])
-        for name, average in zip(self._weights, self._averages, strict=True):
-            average.copy_(_local(state["averages"][name]))
+        return {name: _placed(average, like=weight) for (name, weight), average in named}
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`TrainJob`: what a task hands to an engine.
+"""`TrainJob`, what a task hands to an engine, and the settings and hooks that go with it.
 
 The task describes the optimizer and the moving average; they are made after the engine has placed
 or sharded the weights.
@@ -7,11 +7,54 @@ or sharded the weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from sdbench.engines.device_batches import Batch, Loader
+    from sdbench.engines.train_state import TrainState
+
+
+class EngineConfig(Protocol):
+    """The resolved settings that engines read."""
+
+    seed: int
+    precision: str
+    device_train_microbatch_size: int
+    optimizer: str
+    optimizer_params: str
+    master_weights: str
+    cuda_graph: bool
+    copy_stream: str
+    encode_ahead: bool
+    sharding: str
+    grad_sync: str
+    gather_ahead: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    ddp_bucket_mib: int
+    grad_compression: str
+
+
+class TrainingHooks(Protocol):
+    """What train.py does around the steps of a run; a measurement has no hooks."""
+
+    def begins(self, state: TrainState) -> None:
+        """Restore a state, if there is one: all is built and placed, and nothing trained yet."""
+
+    def gradients_ready(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Act on the gradients of a step before its update, which it may skip.
+
+        Args:
+            loss: Of this rank's batch, on the device.
+            norm: Of all gradients before they were clipped, on the device; None where they are not
+                clipped.
+        """
+
+    def step_ended(self, state: TrainState) -> None:
+        """Act after a step, which the watch has been told of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +101,32 @@ class TrainJob:
 
     Attributes:
         model: Maps a batch to the input of `loss`.
-        trained: What is trained of `model`, by the name of the sub-module. These weights are
-            averaged, sharded and saved.
+        trained: The trained sub-modules of `model` by name. Their weights are averaged, sharded
+            and saved.
         loss: Maps the model's output to a scalar.
         loader: Batches of this rank.
         make_optimizer: Makes the optimizer from torch's parameter groups, see
             `optimizers.parameter_groups`.
         schedule: `schedule(step)` is the multiplier of all learning rates; steps count from 0.
-        ema: The moving average of the trained weights to keep, or None.
+        ema: The moving average of the trained weights, or None.
         images_per_step: Global batch.
-        num_steps: Most optimizer steps that the run may take; the watch may end it earlier.
+        num_steps: Maximum number of optimizer steps; the watch may end the run earlier.
         flops_per_image: Model FLOPs of one image; a multiply-add counts as two.
         num_parameters: Weights of all sub-models.
         num_trainable_parameters: Trained weights.
         prepare: Applied to the whole batch of a step on the device, without gradients, before it is
-            split into micro-batches; None leaves the batch as it is.
+            split into micro-batches.
         sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.
-        max_gradient_norm: Largest norm of a step's gradients, over all trained weights and
-            micro-batches; larger ones are scaled down. None leaves them.
-        kept: Frozen weights that are saved as well, since they came from another run: on the CPU,
-            in the type that they came in, by the name ``<module>.<parameter>``.
+        max_gradient_norm: Gradients of a step with a larger norm, over all trained weights and
+            micro-batches, are scaled down to it.
+        kept: Frozen weights that are saved too, because they came from another run: on the CPU, in
+            the type they came in, by the name ``<module>.<parameter>``.
     """
 
     model: torch.nn.Module
     trained: Mapping[str, TrainedModule]
     loss: Callable[[Any], torch.Tensor]
-    loader: Iterable[Any]
+    loader: Loader
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     schedule: Callable[[int], float]
     ema: EmaSpec | None
@@ -92,7 +135,7 @@ class TrainJob:
     flops_per_image: float
     num_parameters: int
     num_trainable_parameters: int
-    prepare: Callable[[Any], Any] | None = None
+    prepare: Callable[[Batch], Batch] | None = None
     sharded_blocks: tuple[type[torch.nn.Module], ...] = ()
     max_gradient_norm: float | None = None
     kept: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)

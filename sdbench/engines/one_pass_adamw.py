@@ -1,8 +1,8 @@
 """`AdamWInOnePass`: AdamW on fp32 copies of bf16 weights, each number read and written once.
 
-torch's kernels make passes of their own for the gradients in fp32 and for the weights in bf16. Here
-a kernel in C++ does all in one: 28 bytes a weight. It is compiled when the first such optimizer is
-made, in about a second, for the processor at hand.
+torch's kernels make separate passes for the gradients in fp32 and for the weights in bf16. Here a
+kernel in C++ does all in one pass: 28 bytes a weight. It is compiled for this processor, in about a
+second, when the first such optimizer is made.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """Copy the weights, and compile the kernel.
-
-        Args:
-            groups: Parameter groups of torch, with bf16 weights on the CPU.
-            **settings: As `AdamWOfMasterWeights` takes them.
+        """Copy the weights, in bf16 on the CPU, and compile the kernel.
 
         Raises:
             ConfigError: The kernel cannot be compiled.
@@ -61,7 +57,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
     def update_in_backward(self) -> None:
         """Update each weight, and free its gradient, as soon as that is complete.
 
-        For steps of one backward pass whose gradients nobody looks at; `step` finds none.
+        For steps of one backward pass whose gradients nothing else reads; `step` finds none.
         """
         for index, weight in enumerate(self._weights):
 
@@ -116,7 +112,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
 
 
 def _has_same_order(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the elements of tensors of one shape lie in memory in the same order."""
+    """Return True if the elements of two tensors of one shape have the same order in memory."""
     strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(size == 1 or one == two for size, one, two in strides)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.torch_compat import AdamW
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
-
-if TYPE_CHECKING:
-    from sdbench.engines.job import TrainJob
-    from sdbench.engines.state import TrainingHooks, TrainState
-    from sdbench.measure.phases import PhaseClock
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
@@ -26,9 +21,6 @@ def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
         job: Its model has been placed or sharded.
         which: ``trainable``; or ``all``, which adds the frozen weights to the first group. They get
             no gradients, so that the optimizer leaves them alone.
-
-    Returns:
-        Groups with the keys ``params``, ``lr`` and ``weight_decay``.
     """
     groups = [
         {
@@ -46,7 +38,7 @@ def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
 def make_optimizer(
     groups: list[dict[str, Any]],
     *,
-    config: Any,
+    config: EngineConfig,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
@@ -57,9 +49,6 @@ def make_optimizer(
         config: The resolved config.
         betas: Decay of the means of the gradients and of their squares.
         eps: Added to the divisor of an update.
-
-    Returns:
-        The optimizer. Its state has the type of the tensors that it updates.
     """
     # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
     settings = {
@@ -68,7 +57,7 @@ def make_optimizer(
         "fused": None if config.optimizer == "adamw" else True,
         "capturable": config.cuda_graph,
     }
-    # With FSDP the weights that a rank holds are shards of the copies, see `shard_weights`.
+    # With FSDP a rank holds shards of the copies, see `shard_weights`.
     has_copies = config.master_weights == "fp32" and config.sharding not in FSDP
     optimizer_class = AdamWOfMasterWeights if has_copies else AdamW
     if config.sharding in ZERO1:
@@ -88,38 +77,21 @@ def make_optimizer(
     return optimizer_class(groups, **settings)
 
 
-def optimizer_of(
-    job: TrainJob, config: Any, hooks: TrainingHooks | None, clock: PhaseClock
-) -> torch.optim.Optimizer:
-    """Make the optimizer of a job whose model has been placed or sharded."""
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    if config.sharding in ZERO1:
-        optimizer.clock = clock
-    update_early(optimizer, job, config, hooks)
-    return optimizer
-
-
 def _group_of_node() -> torch.distributed.ProcessGroup:
     """The process group of this node's ranks; all ranks call it."""
     own, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
     return own
 
 
-def make_schedule(
-    optimizer: torch.optim.Optimizer, job: TrainJob, state: TrainState
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The job's schedule, from the step that `state` has come to."""
-    first = state.num_steps
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: job.schedule(first + step))
-
-
 def update_early(
-    optimizer: torch.optim.Optimizer, job: TrainJob, config: Any, hooks: TrainingHooks | None
+    optimizer: torch.optim.Optimizer,
+    job: TrainJob,
+    config: EngineConfig,
+    hooks: TrainingHooks | None,
 ) -> None:
-    """Have an optimizer that can do it update each weight within the backward pass.
+    """Have `AdamWInOnePass` update each weight within the backward pass, if that is all of a step.
 
-    Where the gradients of a step are complete in its one backward pass, and nobody else looks at
-    them: with one rank, one micro-batch, no clipping and no hooks.
+    It is with one rank, one micro-batch, no clipping, and no hooks that read the gradients.
     """
     if not hasattr(optimizer, "update_in_backward"):
         return
@@ -129,21 +101,12 @@ def update_early(
         optimizer.update_in_backward()
 
 
-def gradients_ready(job: TrainJob, hooks: TrainingHooks | None, loss: Tensor) -> None:
-    """Scale the gradients of a step down to the job's norm, if it has one, and tell the hooks."""
-    norm = None
-    if job.max_gradient_norm is not None:
-        weights = job.trained_weights().values()
-        norm = torch.nn.utils.clip_grad_norm_(weights, job.max_gradient_norm)
-    if hooks is not None:
-        hooks.gradients_ready(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
 class AdamWOfMasterWeights(torch.optim.Optimizer):
     """AdamW on fp32 copies of half-precision weights.
 
-    Neighbouring bf16 numbers differ by 2^-8 of their value, and most updates are less than half of
-    that: added to a bf16 weight they would be lost, and the copies add them up.
+    Neighbouring bf16 numbers differ by 2^-8 of their value. Most updates are less than half of
+    that: a bf16 weight would lose them, and the copies add them up. Checkpoints are made of
+    `masters` and `state` by `TrainState`.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
@@ -163,30 +126,15 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             self._weights += weights
             self._masters += masters
         self._adamw = AdamW(copied, **settings)
-        # By groups: of those a rank may have no weight, where others have the state of all.
+        # Groups without weights stay: other ranks may hold the state of all weights of a group.
         super().__init__(copied, self._adamw.defaults)
-        self._share()
-
-    def _share(self) -> None:
-        """Use the groups and the state of AdamW, which then reads what a schedule sets here."""
+        # Shared, so that AdamW reads what a schedule sets here.
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
 
     @property
     def masters(self) -> dict[int, Tensor]:
         """The fp32 copy of each weight, by the weight's id."""
         return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of AdamW, and `masters`: the copies, in the order of the weights."""
-        return {**super().state_dict(), "masters": [copy.detach() for copy in self._masters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state and the copies, and set the weights from the copies."""
-        self._adamw.load_state_dict(state_dict)
-        self._share()
-        _copy_all(state_dict["masters"], self._masters)
-        _copy_all(self._masters, self._weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,7 +147,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
-        _copy_all(self._masters, self._weights)
+        if self._weights:  # torch's function takes no empty list
+            torch._foreach_copy_(self._weights, self._masters)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,9 +158,3 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
                 weight.grad = None
             elif weight.grad is not None:
                 weight.grad.zero_()
-
-
-def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy values from tensor to tensor; torch's function takes no empty list."""
-    if targets:
-        torch._foreach_copy_(targets, sources)

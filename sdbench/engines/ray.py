@@ -9,7 +9,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as lightning
 import torch
@@ -18,18 +18,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
-from sdbench.engines.breakdown import LastGradient, mean_over_ranks
-from sdbench.engines.device import find_device, reset_peak_memory
-from sdbench.engines.device_batches import Batch, Batches, make_batches
-from sdbench.engines.ema import ForeachEma
-from sdbench.engines.job import TrainJob
-from sdbench.engines.optimizers import (
-    gradients_ready,
-    make_schedule,
-    optimizer_of,
-)
-from sdbench.engines.sharding import begin_microbatch, held_weights, shard_weights
-from sdbench.engines.state import TrainingHooks, TrainState
+from sdbench.engines.device_batches import Batches, MicroBatch, make_batches, split_batch
+from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.sharding import begin_microbatch
+from sdbench.engines.training import Training, find_device, reset_peak_memory
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
@@ -38,47 +30,29 @@ from sdbench.settings.parallel import FSDP
 
 
 def fit(
-    job: TrainJob, config: Any, watch: StepWatch, hooks: TrainingHooks | None = None
+    job: TrainJob, config: EngineConfig, watch: StepWatch, hooks: TrainingHooks | None = None
 ) -> Measurements:
     """Train by Lightning's trainer; see `sdbench.engines`."""
     ranks, device = Ranks.from_environment(), find_device()
     reset_peak_memory()
     job.model.to(device).train()
-    if ranks.world_size > 1 and config.sharding in FSDP:
-        shard_weights(job, config=config)
-    optimizer = optimizer_of(job, config, hooks, watch.phases)
+    training = Training(job, config, watch, hooks)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
-    optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
-    scaler = None
-    if config.precision == "amp_fp16":
-        scaler = torch.amp.GradScaler(device.type, enabled=True)  # torch 2.7 wants the word on CPUs
-    ema = None
-    if job.ema is not None:
-        ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
+    training.optimizer.register_step_post_hook(
+        lambda *_: watch.phases.switch(phases.OTHER) and None
+    )
     batches = make_batches(
         job.loader, device=device, watch=watch, config=config, prepare=job.prepare
     )
-    state = TrainState(job, optimizer, ema=ema, batches=batches, scaler=scaler, config=config)
-    if hooks is not None:
-        hooks.begins(state)
-    num_steps = job.num_steps - state.num_steps
-    microbatches = MicroBatches(
-        batches, config=config, num_steps=num_steps, images_per_step=job.images_per_step
-    )
+    training.begin(batches)
+    scaler = None
+    if config.precision == "amp_fp16":
+        scaler = torch.amp.GradScaler(device.type, enabled=True)  # torch 2.7 wants the word on CPUs
+        training.state.use_scaler(scaler)
+    microbatches = MicroBatches(batches, training)
     handlers = contextlib.ExitStack()
-    model = Diffusion(
-        job,
-        optimizer,
-        handlers=handlers,
-        config=config,
-        state=state,
-        scaler=scaler,
-        ema=ema,
-        watch=watch,
-        hooks=hooks,
-        batches=batches,
-    )
-    with _few_words():
+    model = Diffusion(training, batches, handlers=handlers, scaler=scaler)
+    with _quiet_lightning():
         trainer = lightning.Trainer(
             strategy=_make_strategy(config, ranks=ranks, device=device),
             plugins=_make_plugins(scaler, device=device, ranks=ranks),
@@ -110,8 +84,8 @@ def fit(
 
 
 @contextlib.contextmanager
-def _few_words() -> Iterator[None]:
-    """Leave out what Lightning says of its own devices, loaders and callbacks."""
+def _quiet_lightning() -> Iterator[None]:
+    """Silence what Lightning logs about its own devices, loaders and callbacks."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -119,7 +93,7 @@ def _few_words() -> Iterator[None]:
         yield
 
 
-def _make_strategy(config: Any, *, ranks: Ranks, device: torch.device) -> Strategy:
+def _make_strategy(config: EngineConfig, *, ranks: Ranks, device: torch.device) -> Strategy:
     if ranks.world_size == 1:
         return SingleDeviceStrategy(device)
     from sdbench.engines.ray_strategies import ConfiguredDDPStrategy, ShardedStrategy
@@ -142,96 +116,50 @@ def _make_plugins(
     return plugins
 
 
-class MicroBatch(NamedTuple):
-    """A part of a step's batch.
-
-    Attributes:
-        tensors: On the device.
-        share: Of the batch's images.
-        is_last: Whether the step ends with it.
-    """
-
-    tensors: Batch
-    share: float
-    is_last: bool
-
-
 class MicroBatches:
     """The micro-batches of a run, in order.
 
-    Its length is known, without which Lightning would fetch one ahead: the position in the data
+    The length is known: Lightning would fetch one ahead without it, and the position in the data
     would not be that of the batch trained on last.
     """
 
-    def __init__(
-        self, batches: Batches, *, config: Any, num_steps: int, images_per_step: int
-    ) -> None:
-        """Prepare; nothing is loaded yet.
-
-        Args:
-            batches: Of this rank, on its device.
-            config: The resolved config.
-            num_steps: Most steps of the run.
-            images_per_step: Global batch.
-        """
+    def __init__(self, batches: Batches, training: Training) -> None:
         self._batches = batches
-        self._size = config.device_train_microbatch_size
-        self._num_steps = num_steps
-        self._num_images = images_per_step // Ranks.from_environment().world_size
-        self.num_per_step = -(-self._num_images // self._size)
+        self._size = training.config.device_train_microbatch_size
+        self._num_steps = training.num_steps_left
+        num_images = training.job.images_per_step // Ranks.from_environment().world_size
+        self.num_per_step = -(-num_images // self._size)
 
     def __len__(self) -> int:
         return self._num_steps * self.num_per_step
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for _ in range(self._num_steps):
-            yield from self._split(next(self._batches))
-
-    def _split(self, batch: Batch) -> Iterator[MicroBatch]:
-        pieces = zip(*(data.split(self._size) for data in batch.values()), strict=True)
-        for number, piece in enumerate(pieces, start=1):
-            tensors = dict(zip(batch, piece, strict=True))
-            # The loss is a mean: a smaller micro-batch at the end counts for less.
-            share = len(piece[0]) / self._num_images
-            yield MicroBatch(tensors, share, is_last=number == self.num_per_step)
+            yield from split_batch(next(self._batches), self._size)
 
 
 class Diffusion(lightning.LightningModule):
-    """The job's model, loss and optimizer as a module of Lightning, which tells watch and hooks."""
+    """The job's model, loss and optimizer as a module of Lightning, whose events it passes on."""
 
     def __init__(
         self,
-        job: TrainJob,
-        optimizer: torch.optim.Optimizer,
+        training: Training,
+        batches: Batches,
         *,
         handlers: contextlib.ExitStack,
-        config: Any,
-        state: TrainState,
         scaler: torch.amp.GradScaler | None,
-        ema: ForeachEma | None,
-        watch: StepWatch,
-        hooks: TrainingHooks | None,
-        batches: Batches,
     ) -> None:
         super().__init__()
-        self.model = job.model
-        self._job = job
-        self._optimizer = optimizer
-        self._handlers = handlers
-        self._config = config
-        self._state = state
-        self._scaler = scaler
-        self._ema = ema
-        self._watch = watch
-        self._hooks = hooks
+        self.model = training.job.model
+        self._training = training
         self._batches = batches
-        self._schedule = make_schedule(optimizer, job, state)
-        self._last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
+        self._handlers = handlers
+        self._scaler = scaler
         self._losses: list[Tensor] = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer; its schedule is stepped at the end of a step."""
-        return self._optimizer
+        return self._training.optimizer
 
     def transfer_batch_to_device(
         self, batch: MicroBatch, device: torch.device, dataloader_idx: int
@@ -240,66 +168,56 @@ class Diffusion(lightning.LightningModule):
         return batch
 
     def on_train_start(self) -> None:
-        """The loop is about to begin, and nothing draws random numbers any more."""
+        """The loop is about to begin; nothing else draws random numbers any more."""
         self._handlers.close()
-        self._state.restore_random_state()
-        self._watch.loop_begins()
+        self._training.state.restore_random_state()
+        self._training.watch.loop_begins()
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """A micro-batch begins."""
         if not self._losses:
-            self._state.is_skipped = False
-        if self._config.sharding in FSDP:
-            begin_microbatch(self._job, config=self._config, is_last=batch.is_last)
+            self._training.state.is_skipped = False
+        if self._training.is_sharded:
+            begin_microbatch(
+                self._training.job, config=self._training.config, is_last=batch.is_last
+            )
 
     def training_step(self, batch: MicroBatch) -> Tensor:
         """The micro-batch's part of the loss; Lightning divides it by the number of them."""
-        loss = self._job.loss(self.model(batch.tensors)) * batch.share
+        loss = self._training.job.loss(self.model(batch.tensors)) * batch.share
         self._losses.append(loss.detach())
         return loss * self.trainer.accumulate_grad_batches
 
     def on_before_backward(self, loss: Tensor) -> None:
         """The gradients of a micro-batch are about to be computed."""
-        self._last_gradient.backward_begins()
+        self._training.last_gradient.backward_begins()
 
     def on_after_backward(self) -> None:
         """The gradients are there; in the last micro-batch they are averaged over all ranks."""
-        self._last_gradient.backward_ends()
+        self._training.last_gradient.backward_ends()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """All gradients of the step are there, and the update is next."""
-        self._watch.phases.switch(phases.OPTIMIZER)
+        self._training.watch.phases.switch(phases.OPTIMIZER)
         # Lightning leaves the scale of fp16 to fused optimizers, which take it away in their step.
         if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             self._scaler.unscale_(optimizer)
-        gradients_ready(self._job, self._hooks, self._step_loss())
+        self._training.gradients_ready(self._step_loss())
 
     def optimizer_zero_grad(
         self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Nothing: gradients are freed when the step ends, and not held during the next one."""
+        """Do nothing: gradients are freed when the step ends, not held during the next one."""
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """A micro-batch is done, and with the last one the step."""
         if batch.is_last:
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        self._schedule.step()
-        if self._ema is not None and not self._state.is_skipped:
-            with self._watch.phases.phase(phases.EMA):
-                self._ema.update()
-        loss = mean_over_ranks(self._step_loss(), self._watch.phases)
-        self._losses = []
-        self._batches.fetch_ahead()
-        self._state.num_steps += 1
-        self._watch.step_ends(loss=loss)
-        if self._hooks is not None:
-            self._hooks.step_ended(self._state)
-        if self._watch.is_over:
-            self.trainer.should_stop = True
+            loss, self._losses = self._step_loss(), []
+            self._training.optimizer.zero_grad(set_to_none=True)
+            self._training.end_step(loss, self._batches)
+            if self._training.watch.is_over:
+                self.trainer.should_stop = True
 
     def _step_loss(self) -> Tensor:
-        """The mean loss of the step's batch on this rank; never the tensor of a micro-batch."""
+        """The mean loss of the step's batch on this rank, a new tensor."""
         return torch.stack(self._losses).sum()

@@ -1,6 +1,6 @@
 """Lightning's strategies for ranks of Ray Train: DDP, and weights that FSDP2 has sharded.
 
-Ray's own `RayFSDPStrategy` is for FSDP1, which wants a GPU and keeps weights in flat tensors: its
+Ray's own `RayFSDPStrategy` is for FSDP1, which needs a GPU and keeps weights in flat tensors: its
 checkpoints would fit no other engine. The policies are the same: SHARD_GRAD_OP is --sharding
 grad_op, FULL_SHARD is full, HYBRID_SHARD is hybrid.
 """
@@ -8,19 +8,22 @@ grad_op, FULL_SHARD is full, HYBRID_SHARD is hybrid.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from ray.train.lightning import RayDDPStrategy
 
-from sdbench.engines.device import find_device
+from sdbench.engines.job import EngineConfig
 from sdbench.engines.sharding import make_ddp
+from sdbench.engines.training import find_device
 from sdbench.ranks.distributed import Ranks
 
 
 class RanksEnvironment(LightningEnvironment):
-    """Tells Lightning the rank of this process; nodes may have different numbers of ranks."""
+    """Tells Lightning the rank of this process; nodes may have different numbers of ranks.
+
+    Lightning would compute them from devices and nodes.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -44,13 +47,13 @@ class RanksEnvironment(LightningEnvironment):
         return self._ranks.local_rank
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: Lightning would take it from devices and nodes."""
+        """Do nothing."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing, for the same reason."""
+        """Do nothing."""
 
     def teardown(self) -> None:
-        """Nothing: the process goes on with its rank."""
+        """Do nothing: the process goes on with its rank."""
 
 
 class ConnectedStrategy(RayDDPStrategy):
@@ -65,7 +68,7 @@ class ConnectedStrategy(RayDDPStrategy):
 class ConfiguredDDPStrategy(ConnectedStrategy):
     """DDP with the options of the config."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
 
@@ -73,10 +76,10 @@ class ConfiguredDDPStrategy(ConnectedStrategy):
         return make_ddp(model, config=self._config)
 
     def _register_ddp_hooks(self) -> None:
-        """Nothing: `make_ddp` has registered those of the config."""
+        """Do nothing: `make_ddp` has registered those of the config."""
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a micro-batch that others of its step follow."""
+        """The context of each micro-batch of a step but the last."""
         if self._config.grad_sync == "every":
             return contextlib.nullcontext()
         return super().block_backward_sync()
@@ -86,8 +89,8 @@ class ShardedStrategy(ConnectedStrategy):
     """For a model that FSDP2 has sharded, which averages gradients by itself."""
 
     def configure_ddp(self) -> None:
-        """Nothing to wrap."""
+        """Do nothing."""
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to block: `begin_microbatch` has said what a micro-batch does."""
+        """An empty context: `begin_microbatch` decides what a micro-batch does."""
         return contextlib.nullcontext()

@@ -1,8 +1,8 @@
 """DDP and FSDP2: how the ranks share the work and the weights of one model.
 
-Both engines shard weights by torch's FSDP2 here, before the optimizer is made. Composer's own
-sharding (its `parallelism_config`) also changes optimizer, precision and torch itself, and the
-engines could not be compared. Composer does not use DDP for a model that FSDP2 has sharded.
+All engines shard weights by torch's FSDP2 here, before the optimizer is made. Composer's own
+sharding (its `parallelism_config`) also changes optimizer, precision and torch itself: the engines
+could not be compared. Composer does not use DDP for a model that FSDP2 has sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from sdbench.engines.job import TrainJob
+from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.engines.torch_compat import let_cpus_average_between_nodes
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import GATHERED_ONCE, WITHIN_NODE, ZERO1
@@ -41,14 +41,10 @@ class MicrobatchedDDP(DistributedDataParallel):
         return super().no_sync()
 
 
-def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> DistributedDataParallel:
-    """Wrap a module in DDP as the config says.
-
-    Args:
-        module: On its device, with the same weights on every rank.
-        config: The resolved config.
-        **options: More arguments of `DistributedDataParallel`.
-    """
+def make_ddp(
+    module: torch.nn.Module, *, config: EngineConfig, **options: Any
+) -> DistributedDataParallel:
+    """Wrap a module in DDP as the config says; `options` are those of `DistributedDataParallel`."""
     ddp = MicrobatchedDDP(
         module,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
@@ -62,12 +58,12 @@ def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> Distrib
     return ddp
 
 
-def shard_weights(job: TrainJob, *, config: Any) -> None:
+def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
     """Shard the weights of trained sub-models by FSDP2; each rank keeps those of frozen ones.
 
-    With fp32 copies of bf16 weights a rank holds its shards of the copies alone: the optimizer and
-    the average work on them, and FSDP2 gathers weights for a step in bf16. Gradients travel in
-    bf16, between CPUs in fp64, and are fp32 shards afterwards.
+    With fp32 copies of bf16 weights each rank holds only its shards of the copies. The optimizer
+    and the average work on them, and FSDP2 gathers weights for a step in bf16. Gradients are
+    reduced in bf16, between CPUs in fp64, and are fp32 shards afterwards.
 
     Args:
         job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;
@@ -112,14 +108,8 @@ def shard_weights(job: TrainJob, *, config: Any) -> None:
         shard(trained.module)
 
 
-def begin_microbatch(job: TrainJob, *, config: Any, is_last: bool) -> None:
-    """Tell FSDP2 of the next micro-batch: whether it reduces gradients, and to gather weights.
-
-    Args:
-        job: `shard_weights` has sharded it.
-        config: The resolved config.
-        is_last: Whether it is the last micro-batch of a step.
-    """
+def begin_microbatch(job: TrainJob, *, config: EngineConfig, is_last: bool) -> None:
+    """Tell FSDP2 whether the next micro-batch reduces gradients, and to gather weights for it."""
     for trained in job.trained.values():
         module: Any = trained.module  # fully_shard has added these methods
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")
@@ -127,11 +117,11 @@ def begin_microbatch(job: TrainJob, *, config: Any, is_last: bool) -> None:
             module.set_reshard_after_backward(is_last)
     if config.gather_ahead:
         for module in _sharded_modules(job):
-            module.unshard(async_op=True)  # a module that has its weights leaves it at that
+            module.unshard(async_op=True)  # no effect on a module that has its weights
 
 
 def forget_gathered(job: TrainJob) -> None:
-    """Leave to each rank its shards alone: after a forward pass FSDP2 may keep whole weights."""
+    """Free gathered weights, which FSDP2 may keep after a forward pass."""
     for module in _sharded_modules(job):
         module.reshard()
 
@@ -139,7 +129,7 @@ def forget_gathered(job: TrainJob) -> None:
 def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
     """The modules that gather their weights on their own, in the order of their registration.
 
-    Which is not that of the forward pass: in diffusers' U-Net the middle block comes behind those
+    The forward pass has another order: diffusers' U-Net registers the middle block after those
     that go up, and attentions before residual blocks.
     """
     for trained in job.trained.values():
@@ -155,7 +145,7 @@ def held_weights(
         job: Its model has been placed or sharded.
         optimizer: Made by `job.make_optimizer`. With fp32 copies (`masters`), the copies are
             returned.
-        sharding: A value of --sharding; with one of `ZERO1` a rank holds the state of some weights.
+        sharding: A value of --sharding; with ZeRO-1 a rank holds the state of some weights.
     """
     weights = job.trained_weights()
     # `optim` is the inner optimizer of torch's ZeroRedundancyOptimizer, for this rank's weights.

@@ -1,4 +1,4 @@
-"""Internals of torch that the engines change, each with its reason."""
+"""Internals of torch that the engines change: `AdamW`, and FSDP2 between nodes of CPUs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Make the optimizer as torch does.
-
-        Raises:
-            RunError: `_init_group` of the installed torch has other parameters.
-        """
+        """Make the optimizer as torch does, if its `_init_group` is the known one."""
         if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
             raise RunError(
                 f"torch {torch.__version__} is not known to this suite: its AdamW lists the "
@@ -70,7 +66,7 @@ def let_cpus_average_between_nodes() -> None:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether it is an unsharded CPU tensor with the channels last in memory."""
+    """Return True for an unsharded CPU tensor with the channels last in memory."""
     if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last)

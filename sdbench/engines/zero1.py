@@ -12,14 +12,14 @@ MESSAGE_BYTES = 250 * 2**20
 
 
 class Zero1(ZeroRedundancyOptimizer):
-    """torch's optimizer, which sends the weights that a rank has updated together.
+    """torch's optimizer, which sends all weights that a rank has updated in one message.
 
-    torch sends each of the 686 weights of a U-Net on its own; with two gloo ranks that took 35 ms a
-    step of `tiny` where this takes 8. Its views of weights in one buffer are no way around it: they
-    undo the channels_last layout. `_sync_params`, a private method, is overridden.
+    torch sends each of the 686 weights of a U-Net on its own: 35 ms a step of `tiny` with two gloo
+    ranks, and 8 ms in one message. Its views of weights in one buffer would undo the channels_last
+    layout. `_sync_params`, a private method, is overridden.
 
     Attributes:
-        clock: Of the phases; while it runs, the wait for ranks that still update theirs is one.
+        clock: Times the wait for ranks that still update their weights, while it runs.
     """
 
     clock: PhaseClock | None = None

@@ -1,7 +1,7 @@
 """`resolve_architecture`: finds the architecture and the weights of a model by its name.
 
-A name is that of a file in `architectures/`, a local folder in the layout of diffusers, or a hub
-id. Only a hub id needs the network. torch is not imported here.
+A name is that of a file in `architectures/`, a local diffusers folder, or a hub id. Only a hub id
+needs the network. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
-# Which numbers a seed gives for random weights on a CPU; whatever changes them counts it up, since
-# no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model. 2: one for
-# each block of 2^18 values.
+# Version of the numbers that a seed gives for random weights on a CPU. A change of them increases
+# it, because no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model.
+# 2: one for each block of 2^18 values.
 DRAWING = 2
 
-# Time-out of the one request that asks whether the hub has a model.
+# Time-out of the request for a model's files on the hub.
 HUB_TIMEOUT_S = 5.0
 
 CONFIG_FILES = {
@@ -54,7 +54,7 @@ class Architecture:
     Attributes:
         name: Built-in name, folder name or hub id.
         weights_folder: Local diffusers folder with safetensors weights; None: random weights.
-        part_folders: Those of parts that come from elsewhere.
+        part_folders: The same for parts that come from elsewhere, by part.
         tokenizer_folder: Folder of the model's own tokenizer; None: CLIP's.
         revision: Commit of the hub repository that the model came from.
         unet: Configuration of diffusers' UNet2DConditionModel.
@@ -76,10 +76,7 @@ class Architecture:
     tokenizer: dict[str, Any]
 
     def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
-        """What says whether the weights of parts are those of an earlier process, by part.
-
-        Each file is read from end to end: its time and place may change. A part with random
-        weights is left out.
+        """Checksums of the weight files of parts; parts with random weights are left out.
 
         Raises:
             OSError: A file cannot be read.
@@ -94,12 +91,12 @@ class Architecture:
         return known
 
     def weights_folder_of(self, part: str) -> Path | None:
-        """The diffusers folder whose weights a part has; None: random weights."""
+        """The diffusers folder with the weights of a part; None: random weights."""
         return self.part_folders.get(part, self.weights_folder)
 
     @property
     def random_parts(self) -> tuple[str, ...]:
-        """The parts whose weights are drawn."""
+        """The parts with random weights."""
         return tuple(part for part in WEIGHT_STEMS if self.weights_folder_of(part) is None)
 
     @property
@@ -118,13 +115,10 @@ class Architecture:
         return self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
 
     def check_image_size(self, size: int) -> None:
-        """Check that VAE and U-Net can halve the sides of an image as often as they do.
-
-        Args:
-            size: Side of the square image in pixels.
+        """Check that the side of a square image, in pixels, suits VAE and U-Net.
 
         Raises:
-            ConfigError: `size` is not a positive multiple of `image_size_multiple`.
+            ConfigError: It is not a positive multiple of `image_size_multiple`.
         """
         multiple = self.image_size_multiple
         if size > 0 and size % multiple == 0:
@@ -189,16 +183,16 @@ def _is_hub_id(model_name: str) -> bool:
     return bool(owner) and bool(name) and "/" not in name and owner not in (".", "..", "~")
 
 
+def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
+
+
 def _unknown_model(model_name: str) -> ConfigError:
     names = built_in_names()
     meant = nearest(model_name, names)
-    return ConfigError(
-        "there is no such model",
-        value=model_name,
-        allowed=f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
-        + (f", the nearest is {meant}" if meant else ""),
-        flag=MODEL_FLAG,
-    )
+    allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
+    allowed += f", the nearest is {meant}" if meant else ""
+    return _refusal("there is no such model", model_name, allowed)
 
 
 def _read_built_in(name: str) -> dict[str, Any]:
@@ -237,60 +231,48 @@ def _load_folder(
 def _read_part(folder: Path, file: str) -> dict[str, Any]:
     path = folder / file
     if not path.is_file():
-        raise ConfigError(
-            f"the model folder has no {file}",
-            value=str(folder),
-            allowed=f"a diffusers folder with {', '.join(CONFIG_FILES.values())}",
-            flag=MODEL_FLAG,
-        )
+        allowed = f"a diffusers folder with {', '.join(CONFIG_FILES.values())}"
+        raise _refusal(f"the model folder has no {file}", str(folder), allowed)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(
+        raise _refusal(
             f"{file} of the model folder is not JSON ({error})",
-            value=str(folder),
-            allowed="the file as diffusers or transformers saved it",
-            flag=MODEL_FLAG,
+            str(folder),
+            "the file as diffusers or transformers saved it",
         ) from error
 
 
 def _check_weights(folder: Path, *, stem: str) -> None:
     names = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
-        raise ConfigError(
+        raise _refusal(
             "the model folder has no safetensors weights, and other formats can carry code",
-            value=str(folder),
-            allowed=" or ".join(names),
-            flag=MODEL_FLAG,
+            str(folder),
+            " or ".join(names),
         )
 
 
 def _check_parts(parts: dict[str, dict[str, Any]], *, folder: Path) -> None:
     """Check that a folder holds a Stable Diffusion 1 or 2."""
+    unet, text_encoder = parts["unet"], parts["text_encoder"]
+    # Schedulers that were saved before the key existed mean "epsilon".
+    prediction_type = parts["scheduler"].get("prediction_type", "epsilon")
+    # Not equal in SDXL, whose U-Net reads the concatenated states of two text encoders.
+    width = (text_encoder.get("hidden_size"),)
     facts = [
-        ("U-Net class", parts["unet"].get("_class_name"), ("UNet2DConditionModel",)),
+        ("U-Net class", unet.get("_class_name"), ("UNet2DConditionModel",)),
         ("VAE class", parts["vae"].get("_class_name"), ("AutoencoderKL",)),
-        ("text encoder type", parts["text_encoder"].get("model_type"), ("clip_text_model",)),
-        # Schedulers that were saved before the key existed mean "epsilon".
-        (
-            "prediction type",
-            parts["scheduler"].get("prediction_type", "epsilon"),
-            PREDICTION_TYPES,
-        ),
-        # Not equal in SDXL, whose U-Net reads the states of two text encoders side by side.
-        (
-            "U-Net's cross_attention_dim",
-            parts["unet"].get("cross_attention_dim"),
-            (parts["text_encoder"].get("hidden_size"),),
-        ),
+        ("text encoder type", text_encoder.get("model_type"), ("clip_text_model",)),
+        ("prediction type", prediction_type, PREDICTION_TYPES),
+        ("U-Net's cross_attention_dim", unet.get("cross_attention_dim"), width),
     ]
     for what, value, allowed in facts:
         if value not in allowed:
-            raise ConfigError(
+            raise _refusal(
                 f"the {what} of {folder} is not that of a Stable Diffusion 1 or 2 model",
-                value=value,
-                allowed=" or ".join(str(item) for item in allowed),
-                flag=MODEL_FLAG,
+                value,
+                " or ".join(str(item) for item in allowed),
             )
 
 
@@ -298,11 +280,10 @@ def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
     token = tokenizer.get("pad_token")
     content = token["content"] if isinstance(token, dict) else token
     if content not in PAD_TOKEN_IDS:
-        raise ConfigError(
+        raise _refusal(
             f"the tokenizer of {folder} pads with a token that no Stable Diffusion model uses",
-            value=content,
-            allowed=" or ".join(PAD_TOKEN_IDS),
-            flag=MODEL_FLAG,
+            content,
+            " or ".join(PAD_TOKEN_IDS),
         )
     return PAD_TOKEN_IDS[content]
 
@@ -310,19 +291,15 @@ def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
 def _load_from_hub(
     model_name: str, *, revision: str | None, random_weights: bool
 ) -> tuple[Architecture, str | None]:
-    """Download a model, or take it from the hub's cache where the hub cannot be reached."""
+    """Download a model, or take it from the hub's cache if the hub cannot be reached."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     note = None
     try:
         folder = _download(model_name, revision=revision, random_weights=random_weights)
     except GatedRepoError as error:
-        raise ConfigError(
-            "this hub model asks for a login",
-            value=model_name,
-            allowed="a model that you may read, with your token in HF_TOKEN",
-            flag=MODEL_FLAG,
-        ) from error
+        allowed = "a model that you may read, with your token in HF_TOKEN"
+        raise _refusal("this hub model asks for a login", model_name, allowed) from error
     except RepositoryNotFoundError as error:
         raise _out_of_reach(model_name, why="the hub has no such model") from error
     except _connection_errors() as error:
@@ -349,7 +326,7 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 
 def _wanted_files(*, random_weights: bool) -> list[str]:
-    """Patterns of configurations, tokenizer and fp32 safetensors: no format can carry code."""
+    """Patterns of configurations, tokenizer and fp32 safetensors, which cannot carry code."""
     weights = [
         f"{part}/{stem}{end}"
         for part, stem in WEIGHT_STEMS.items()
@@ -378,12 +355,8 @@ def _download(model_name: str, *, revision: str | None, random_weights: bool) ->
     files = {sibling.rfilename for sibling in info.siblings or []}
     missing = sorted(set(CONFIG_FILES.values()) - files)
     if missing:
-        raise ConfigError(
-            f"the hub model lacks {', '.join(missing)}",
-            value=model_name,
-            allowed="a repository in the layout of diffusers",
-            flag=MODEL_FLAG,
-        )
+        allowed = "a repository in the layout of diffusers"
+        raise _refusal(f"the hub model lacks {', '.join(missing)}", model_name, allowed)
     return Path(
         huggingface_hub.snapshot_download(
             model_name,
@@ -408,10 +381,6 @@ def _cached(model_name: str, *, revision: str | None) -> Path | None:
 def _out_of_reach(model_name: str, *, why: str) -> ConfigError:
     built_in = _built_in_of_hub_id(model_name)
     random = f", or --random_weights, which builds {built_in} with random weights"
-    return ConfigError(
-        f"the model cannot be had: {why}",
-        value=model_name,
-        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach"
-        f"{random if built_in else ''}",
-        flag=MODEL_FLAG,
-    )
+    allowed = f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach"
+    allowed += random if built_in else ""
+    return _refusal(f"the model cannot be loaded: {why}", model_name, allowed)

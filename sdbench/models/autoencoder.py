@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_vae
-from sdbench.models.precision import PRECISIONS
+from sdbench.models.precision import PRECISIONS, autocast
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
     encode_images,
@@ -38,14 +36,6 @@ class Autoencoder(nn.Module):
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
     ) -> None:
-        """Wrap a VAE.
-
-        Args:
-            vae: The VAE.
-            kl_weight: Weight of the divergence.
-            autocast_dtype: Compute type, or None to compute in the weights' type.
-            memory_format: Layout of images.
-        """
         super().__init__()
         self.vae = vae
         self._kl_weight = kl_weight
@@ -78,18 +68,13 @@ class Autoencoder(nn.Module):
         return self._errors(mean, batch["image"])
 
     def _encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        with self._autocast(images.device):
+        with autocast(images.device, self._autocast_dtype):
             return encode_images(self.vae, images, memory_format=self._memory_format)
 
     def _errors(self, latents: Tensor, images: Tensor) -> Tensor:
-        with self._autocast(images.device):
+        with autocast(images.device, self._autocast_dtype):
             decoded = self.vae.decode(latents.to(self.vae.dtype)).sample
         return (decoded.float() - to_pixels(images, torch.float32)).square().mean((1, 2, 3))
-
-    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, self._autocast_dtype)
 
 
 def build_autoencoder(
@@ -102,19 +87,9 @@ def build_autoencoder(
     kl_weight: float,
     device: str | torch.device = "cpu",
 ) -> Autoencoder:
-    """Build a VAE that is ready to train.
+    """Build a VAE that is ready to train; arguments are as for `build_stable_diffusion`.
 
-    Args:
-        architecture: What to build; with a weights folder its weights are loaded, else drawn.
-        seed: Of the random weights; None draws none, for fake tensors.
-        precision: One of `PRECISIONS`.
-        memory_format: One of `MEMORY_FORMATS`.
-        attention: One of `components.ATTENTION`.
-        kl_weight: As `Autoencoder` takes it.
-        device: Device of the model.
-
-    Returns:
-        The model in training mode.
+    `kl_weight` is that of `Autoencoder`.
     """
     numbers, layout = PRECISIONS[precision], MEMORY_FORMATS[memory_format]
     weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)

@@ -22,12 +22,12 @@ from sdbench.models.compat import change_class
 
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
-# Of all sub-models, the kinds of which each has several; they hold none of each other.
+# Blocks of all sub-models, which do not contain each other.
 COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
-# A step of SD2 has 25 of different kinds and shapes, all codes of `Module._call_impl`. There are as
-# many of a smaller last micro-batch, of a validation (evaluation mode, no gradients), and of its
-# smaller last batch: 100. torch keeps 8 unless told otherwise, and 256 in any case
-# (accumulated_recompile_limit); it runs what is beyond without compiling.
+# A step of SD2 has 25 different kinds and shapes, all compiled for `Module._call_impl`. A smaller
+# last micro-batch, a validation (evaluation mode, no gradients) and its smaller last batch have as
+# many: 100. torch keeps 8 by default, and 256 at most (accumulated_recompile_limit); it runs what
+# is beyond without compiling.
 MAX_COMPILED_BLOCKS = 256
 
 # Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.
@@ -42,11 +42,7 @@ class KernelAttnProcessor(AttnProcessor2_0):
         self._kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute attention.
-
-        Raises:
-            RuntimeError: The kernel does not support these inputs.
-        """
+        """Compute attention; a RuntimeError if the kernel does not support these inputs."""
         with sdpa_kernel(self._kernel):
             return super().__call__(*args, **kwargs)
 
@@ -85,13 +81,10 @@ class _Unit:
 
 
 def drop_unit_divisions(model: nn.Module) -> None:
-    """Remove the divisions by 1.0 behind each attention and each residual block.
+    """Remove the divisions by 1.0 after each attention and residual block of a model, in place.
 
     diffusers divides by a scale that is 1.0 in every Stable Diffusion: 110 kernels and 0.28 GB of
     traffic an image in a forward and backward pass of SD2's U-Net at 512 px without compilation.
-
-    Args:
-        model: A U-Net or VAE of diffusers; changed in place. Other scales are left alone.
     """
     for module in model.modules():
         if isinstance(module, ResnetBlock2D) and module.output_scale_factor == 1.0:
@@ -120,14 +113,11 @@ class _LayoutKeepingTransformer(Transformer2DModel):
 
 
 def keep_layout(unet: nn.Module) -> None:
-    """Let the transformers of a U-Net hand on channels_last images.
+    """Keep channels_last images in the transformers of a U-Net, in place.
 
-    diffusers makes their output contiguous. Behind each of them sums, concatenations and
-    activations then have operands of two layouts, which torch's CPU kernels take one by one: its
-    gradient of SiLU ran at a sixth of the pace.
-
-    Args:
-        unet: diffusers' U-Net; changed in place, its weights and their names stay.
+    diffusers makes their output contiguous. Sums, concatenations and activations after them then
+    have operands of two layouts, which torch's CPU kernels take one by one: its gradient of SiLU
+    ran at a sixth of the speed.
     """
     for module in unet.modules():
         if type(module) is Transformer2DModel:
@@ -137,9 +127,9 @@ def keep_layout(unet: nn.Module) -> None:
 def _normalize(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, silu: bool
 ) -> Tensor:
-    """GroupNorm, followed by SiLU if `silu`, computed in fp32 and returned in the input's type.
+    """GroupNorm, and SiLU if `silu`, computed in fp32, in the input's type and layout.
 
-    It keeps the layout of the input; torch's CUDA kernel turns channels_last into contiguous.
+    torch's CUDA kernel turns channels_last into contiguous.
     """
     grouped = x.float().unflatten(1, (num_groups, -1))
     dims = tuple(range(2, grouped.ndim))
@@ -178,11 +168,7 @@ class _SiluOfVectors(nn.SiLU):
 
 
 def fuse_group_norms(model: nn.Module) -> None:
-    """Fuse each GroupNorm and the SiLU behind it into one kernel.
-
-    Args:
-        model: A U-Net or VAE of diffusers; changed in place, its weights and their names stay.
-    """
+    """Fuse each GroupNorm and the SiLU after it, in a U-Net or VAE of diffusers, in place."""
     for module in model.modules():
         if type(module) is nn.GroupNorm:
             change_class(module, FusedGroupNorm)
@@ -206,8 +192,8 @@ def checkpoint_activations(
 
     Args:
         unet: diffusers' U-Net; changed in place.
-        which: ``none``, ``transformer`` (the transformer blocks, whose activations are the largest
-            share) or ``full`` (these and the residual blocks).
+        which: ``none``, ``transformer`` (the transformer blocks, with most of the activations) or
+            ``full`` (these and the residual blocks).
         recompute: Makes the context around each recomputed block; not with torch.compile.
     """
     if which == "none":
@@ -225,11 +211,10 @@ def checkpoint_activations(
 
 
 def compile_blocks(model: nn.Module, *, mode: str) -> None:
-    """Compile each block of a sub-model; those of one kind and the same shapes share their code.
+    """Compile each block of a sub-model in place; blocks of one kind and shape share their code.
 
     Args:
-        model: A U-Net, text encoder or the encoder of a VAE; changed in place, the names of its
-            weights stay. What lies between its blocks is not compiled.
+        model: A U-Net, text encoder or the encoder of a VAE.
         mode: Of torch.compile.
     """
     torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS

@@ -6,11 +6,9 @@ from torch import nn
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Give a module another `forward`, in place: its weights, their names and its hooks stay.
+    """Give a module another `forward` in place; its weights, their names and its hooks stay.
 
-    Args:
-        module: Of a class of torch.
-        kind: Derived from that class, without a constructor of its own: it would not be run.
+    `kind` is derived from the module's class, without a constructor, which would not be run.
     """
     assert kind.__bases__ == (type(module),) and kind.__init__ is type(module).__init__
     module.__class__ = kind

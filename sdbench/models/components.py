@@ -1,11 +1,11 @@
-"""Makes U-Net, VAE and text encoder, with saved or random weights."""
+"""Makes U-Net, VAE and text encoder, with saved or random weights, and counts the weights."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -28,7 +28,7 @@ class Attention:
 
     Attributes:
         unet: diffusers' processor for the U-Net.
-        vae: diffusers' processor for the VAE. Its one head is 512 wide, too wide for the kernels of
+        vae: diffusers' processor for the VAE, whose one head is too wide, 512, for the kernels of
             flash attention and cuDNN.
         text: transformers' name of the implementation for the text encoder.
     """
@@ -82,24 +82,17 @@ def make_text_encoder(
 ) -> CLIPTextModel:
     """Make the text encoder, as `make_unet` makes the U-Net."""
     implementation = ATTENTION[attention].text
-    folder = architecture.weights_folder_of("text_encoder")
-    if weights is not None and folder is not None:
-        text_encoder = CLIPTextModel.from_pretrained(
-            folder / "text_encoder",
-            attn_implementation=implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            dtype=torch.float32,
-        )
-        weights.place(text_encoder)
-        return text_encoder
     config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
-    with torch.device("meta"):
-        text_encoder = CLIPTextModel(config)
-    if weights is not None:
-        # Models of transformers initialise their modules by this method.
-        draw_weights(text_encoder, weights, initialize=text_encoder._init_weights)
-    return text_encoder
+    return _make(
+        architecture,
+        part="text_encoder",
+        weights=weights,
+        load=functools.partial(
+            CLIPTextModel.from_pretrained, attn_implementation=implementation, dtype=torch.float32
+        ),
+        make=lambda: CLIPTextModel(config),
+        initialize=lambda text_encoder: text_encoder._init_weights,
+    )
 
 
 MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
@@ -112,20 +105,48 @@ MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
 def _make_diffusers_model(
     model_class: Any, architecture: Architecture, *, part: str, weights: Weights | None
 ) -> Any:
+    # low_cpu_mem_usage=True, the default, needs accelerate.
+    load = functools.partial(
+        model_class.from_pretrained, torch_dtype=torch.float32, low_cpu_mem_usage=False
+    )
+    make = functools.partial(model_class.from_config, getattr(architecture, part))
+    return _make(architecture, part=part, weights=weights, load=load, make=make)
+
+
+def _make(
+    architecture: Architecture,
+    *,
+    part: str,
+    weights: Weights | None,
+    load: Callable[..., Any],
+    make: Callable[[], Any],
+    initialize: Callable[[Any], Callable[..., object] | None] = lambda model: None,
+) -> Any:
+    """Load a sub-model from its folder, or make it on the meta device and draw its weights."""
     folder = architecture.weights_folder_of(part)
     if weights is not None and folder is not None:
-        model = model_class.from_pretrained(
-            folder / part,
-            use_safetensors=True,
-            local_files_only=True,
-            torch_dtype=torch.float32,
-            # True, the default, needs accelerate.
-            low_cpu_mem_usage=False,
-        )
+        model = load(folder / part, use_safetensors=True, local_files_only=True)
         weights.place(model)
         return model
     with torch.device("meta"):
-        model = model_class.from_config(getattr(architecture, part))
+        model = make()
     if weights is not None:
-        draw_weights(model, weights)
+        draw_weights(model, weights, initialize=initialize(model))
     return model
+
+
+class ParameterCount(NamedTuple):
+    """Numbers of all and of trained weights of one sub-model."""
+
+    sub_model: str
+    total: int
+    trainable: int
+
+
+def count_parameters(architecture: Architecture) -> list[ParameterCount]:
+    """Count the weights of U-Net (all trained), VAE and text encoder (frozen), by their shapes."""
+    counts = []
+    for part, make in MAKERS.items():
+        number = sum(parameter.numel() for parameter in make(architecture).parameters())
+        counts.append(ParameterCount(part, number, number if part == "unet" else 0))
+    return counts

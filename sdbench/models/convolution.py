@@ -2,7 +2,7 @@
 
 The deep levels of SD2's U-Net convolve 1280 channels of 4 x 4 or 8 x 8 pixels: 14.7 M weights for
 32 or 128 pixels of two images. oneDNN's kernels for their gradients took 1.4 s of a step of 4.3 s
-on two cores, and products of weights and patches, each of which moves the weights once, a quarter
+on two cores. Products of weights and patches, each of which moves the weights once, took a quarter
 of that (results/ladder.md).
 """
 
@@ -23,7 +23,7 @@ class ProductConv2d(nn.Conv2d):
         """Convolve (B, C, H, W).
 
         Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as
-        many pixels as output channels most of the time goes into reading the weights; with more,
+        many pixels as output channels, reading the weights takes most of the time; with more,
         torch's convolution is used, which makes no patches.
         """
         if 2 * _count_pixels(self, x) > self.out_channels:
@@ -149,11 +149,10 @@ def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
 
 
 def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
-    """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`.
+    """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`, in place.
 
     Args:
-        model: Changed in place; its weights and their names stay. Weights that are not
-            channels_last are copied in each pass.
+        model: Weights that are not channels_last are copied in each pass.
         wide: Replace them by `WideProductConv2d`, and 1 x 1 convolutions by `PixelConv2d`.
     """
     for module in model.modules():

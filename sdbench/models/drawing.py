@@ -1,4 +1,4 @@
-"""Pictures drawn by a model: diffusers' own pipeline and samplers around our sub-models."""
+"""Generates pictures by diffusers' own pipeline and samplers around our sub-models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLER_OPTIONS = {
 # Captions to token ids, (B, 77) int64.
 Tokenize = Callable[[Sequence[str]], np.ndarray]
 
-# As open-diffusion shows: more are too small to be looked at together.
+# As in open-diffusion: more are too small in one grid.
 MAX_PICTURES_OF_GRID = 64
 GRID_MARGIN_PX = 4
 CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
@@ -40,14 +40,14 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """How pictures are drawn.
+    """How pictures are generated.
 
     Attributes:
         image_size: Side of the square pictures in pixels.
         sampler: A key of `samplers.SAMPLERS`.
         num_steps: Steps of the sampler.
-        guidance_scale: Weight of the prompt in classifier-free guidance; 1 and less: none.
-        batch_size: Pictures that are drawn together.
+        guidance_scale: Weight of the prompt in classifier-free guidance; none up to 1.
+        batch_size: Pictures per call of the model.
     """
 
     image_size: int
@@ -58,14 +58,7 @@ class DrawingSettings:
 
 
 def make_sampler(name: str, schedule: Mapping[str, Any]) -> Any:
-    """Make a sampler for a noise schedule.
-
-    Args:
-        name: A key of `samplers.SAMPLERS`.
-        schedule: Configuration of the scheduler of the model in training.
-
-    Returns:
-        A scheduler of diffusers.
+    """Make a scheduler of diffusers, a key of `SAMPLERS`, for the noise schedule of a training.
 
     Raises:
         ConfigError: As `check_sampler`.
@@ -86,19 +79,19 @@ def draw(
     settings: DrawingSettings,
     check: Callable[[], None] = lambda: None,
 ) -> list[Image.Image]:
-    """Draw a batch of pictures.
+    """Generate a batch of pictures.
 
-    The noise that a picture begins with follows from its seed alone, and is drawn in fp32 on the
-    CPU: diffusers' pipeline gives the same picture for
+    The initial noise of a picture depends only on its seed, and is drawn in fp32 on the CPU:
+    diffusers' pipeline gives the same picture for
     ``generator=torch.Generator().manual_seed(seed)``. No other random numbers are drawn.
 
     Args:
-        model: With its encoders, in training or not; what it computes in is what it trains in.
+        model: With its encoders, in training or not; it computes in the precision it trains in.
         prompts: One per picture.
         seeds: One per picture.
         tokenize: Turns prompts into token ids.
-        settings: How to draw; `batch_size` is not looked at.
-        check: Called behind each step of the sampler; may raise.
+        settings: How to generate; `batch_size` has no effect.
+        check: Called after each step of the sampler; may raise.
 
     Returns:
         A picture per prompt, RGB.
@@ -111,7 +104,7 @@ def draw(
         unet=model.unet,
         scheduler=make_sampler(settings.sampler, model.scheduler.config),
         vae=model.vae,
-        # Prompts are encoded and latents decoded as in training, each in its encoder's type.
+        # Prompts are encoded and latents decoded here, each in its encoder's type.
         text_encoder=None,
         tokenizer=None,
         safety_checker=None,
@@ -160,21 +153,6 @@ def _draw_noise(model: StableDiffusion, seeds: Sequence[int], *, image_size: int
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
 
-def split_among_ranks(num_batches: int, ranks: Ranks) -> list[int | None]:
-    """Which batches this rank draws, by number.
-
-    The batches are the same for any number of ranks, and so are the pictures to the bit. Where the
-    weights are shared out all ranks have to call the model equally often, so that each rank gets
-    equally many entries.
-
-    Returns:
-        Numbers of batches; None stands for one that is drawn again and thrown away.
-    """
-    num_rounds = math.ceil(num_batches / ranks.world_size)
-    numbers = range(ranks.rank, num_rounds * ranks.world_size, ranks.world_size)
-    return [number if number < num_batches else None for number in numbers]
-
-
 def draw_samples(
     model: StableDiffusion,
     prompts: Sequence[str],
@@ -185,16 +163,16 @@ def draw_samples(
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
 ) -> list[Image.Image]:
-    """Draw a picture for each prompt, on all ranks together; picture i has the seed `seed` + i.
+    """Generate a picture for each prompt, on all ranks together; picture i has the seed `seed` + i.
 
     Args:
-        model: The same on every rank, or shared out among them.
+        model: The same on every rank, or sharded.
         prompts: One per picture.
         seed: Of the first picture.
         tokenize: Turns prompts into token ids.
-        settings: How to draw.
+        settings: How to generate.
         ranks: The place of this process; every rank has to call.
-        check: Called behind each step of the sampler, equally often on all ranks; may raise.
+        check: Called after each step of the sampler, equally often on all ranks; may raise.
 
     Returns:
         All pictures in order, on every rank.
@@ -217,18 +195,23 @@ def draw_share(
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
-    """Draw this rank's share of the pictures of `draw_samples`, which has the same arguments.
+    """Generate this rank's share of the pictures of `draw_samples`, which has the same arguments.
+
+    The batches are the same for any number of ranks, and so are the pictures to the bit. All ranks
+    call the model equally often, which sharded weights need: some generate a batch again, and drop
+    it. Every rank has to go on to the end.
 
     Yields:
-        Numbers of prompts, and their pictures; each number on one rank. Every rank has to go on to
-        the end.
+        Numbers of prompts, and their pictures; each number on one rank.
     """
     batches = [
         range(first, min(first + settings.batch_size, len(prompts)))
         for first in range(0, len(prompts), settings.batch_size)
     ]
-    for number in split_among_ranks(len(batches), ranks):
-        indices = batches[number or 0]
+    num_rounds = math.ceil(len(batches) / ranks.world_size)
+    for number in range(ranks.rank, num_rounds * ranks.world_size, ranks.world_size):
+        is_kept = number < len(batches)
+        indices = batches[number if is_kept else 0]
         pictures = draw(
             model,
             [prompts[index] for index in indices],
@@ -237,7 +220,7 @@ def draw_share(
             settings=settings,
             check=check,
         )
-        if number is not None:
+        if is_kept:
             yield indices, pictures
 
 
@@ -252,7 +235,7 @@ def make_grid(
     Args:
         pictures: At least one.
         num_columns: Pictures in a row; None makes about a square.
-        captions: A line below each picture, cut off where it is too long; none if empty.
+        captions: A line below each picture, cut to its width; empty: no captions.
     """
     if num_columns is None:
         num_columns = math.ceil(math.sqrt(len(pictures)))
@@ -277,7 +260,7 @@ def make_grid(
 
 
 def _load_font(size_px: int) -> ImageFont.FreeTypeFont:
-    """A font with most Latin, Greek and Cyrillic letters, which matplotlib carries."""
+    """Matplotlib's font, with most Latin, Greek and Cyrillic letters."""
     import matplotlib
 
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")

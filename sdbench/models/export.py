@@ -1,4 +1,4 @@
-"""A trained model as a folder that diffusers' StableDiffusionPipeline loads: safetensors only."""
+"""Writes a trained model as a folder that diffusers' StableDiffusionPipeline loads: safetensors."""
 
 from __future__ import annotations
 
@@ -23,39 +23,7 @@ from sdbench.models.learned_token import LEARNED_FILE_NAME
 from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
 
-# Prefixes of weights in a checkpoint, before `<module>.<parameter>`.
-TRAINED_PREFIX, AVERAGED_PREFIX, FROZEN_PREFIX = "model.", "ema.", "frozen."
 CARD_NAME = "README.md"
-
-
-def weights_of(tensors: Mapping[str, Tensor], *, use_ema: bool) -> dict[str, Tensor]:
-    """The trained weights among the tensors of a checkpoint, and the frozen ones that it keeps.
-
-    Args:
-        tensors: ``model.<module>.<parameter>``, ``ema.<module>.<parameter>`` and
-            ``frozen.<module>.<parameter>`` among others.
-        use_ema: Take the moving averages.
-
-    Returns:
-        By the name ``<module>.<parameter>``.
-
-    Raises:
-        ConfigError: There are no averages.
-    """
-    if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
-        raise ConfigError(
-            "the run kept no moving average of its weights",
-            value=True,
-            allowed="the weights themselves: --no_ema",
-            flag="--ema",
-        )
-    prefixes = (AVERAGED_PREFIX if use_ema else TRAINED_PREFIX, FROZEN_PREFIX)
-    return {
-        name.removeprefix(prefix): tensor
-        for prefix in prefixes
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
 
 
 def export(
@@ -74,12 +42,12 @@ def export(
     Args:
         model: With its encoders, not sharded. It is not changed.
         folder: New or empty.
-        trained: Weights that take the place of the model's, by the name ``<module>.<parameter>``.
+        trained: Replace weights of the model, by the name ``<module>.<parameter>``.
         tokenizer: With its pad token.
         dtype: Type of the weights: fp32, fp16 or bf16.
-        sampler: A key of `samplers.SAMPLERS`, what diffusers draws with unless told otherwise.
+        sampler: A key of `samplers.SAMPLERS`, diffusers' default for this model.
         card: Text of README.md.
-        learned: Rows (D,) of learned tokens, by token, to be in a file of their own besides.
+        learned: Rows (D,) of learned tokens, by token, for a separate file.
 
     Raises:
         ConfigError: The folder holds something or cannot be made, or as `check_sampler`.
@@ -88,7 +56,7 @@ def export(
     assert model.vae is not None and model.text_encoder is not None
     check_folder(folder)
     weights = model.state_dict() | trained
-    # Made of configurations alone: what training has changed in the modules stays out of it.
+    # Made of configurations only, without what training has changed in the modules.
     with torch.device("meta"):
         modules: dict[str, nn.Module] = {
             "unet": UNet2DConditionModel.from_config(model.unet.config),
@@ -113,14 +81,10 @@ def export(
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder is new or empty.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise a ConfigError unless a folder is new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            "there is something at the place of the model folder",
+            "the model folder exists and is not empty",
             value=str(folder),
             allowed="a new or an empty folder",
             flag="--folder",
@@ -129,11 +93,7 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
-    """Where to write what becomes a folder, with a card in it, when it is whole.
-
-    Args:
-        folder: New or empty.
-        card: Text of README.md.
+    """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole.
 
     Raises:
         ConfigError: It cannot be written.
@@ -143,7 +103,7 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         replace_file(partial / CARD_NAME, card)
-        partial.replace(folder)  # over an empty folder, too
+        partial.replace(folder)  # or an empty folder
     except OSError as error:
         raise ConfigError(
             f"the model folder cannot be written ({error.strerror or error})",
@@ -156,7 +116,7 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
 
 
 def convert(name: str, weight: Tensor, *, dtype: str) -> Tensor:
-    """A weight on the CPU, as a file has it, in this type.
+    """Convert a weight to a type, contiguous on the CPU.
 
     Raises:
         RunError: It is not finite in this type.
@@ -168,7 +128,7 @@ def convert(name: str, weight: Tensor, *, dtype: str) -> Tensor:
 
 
 def _fill(module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: str) -> None:
-    """Give a module on the meta device its weights; they are copied only to be converted."""
+    """Assign converted weights to a module on the meta device."""
     own = {}
     for name, weight in weights.items():
         if name.startswith(prefix):
@@ -184,17 +144,14 @@ def make_card(
     sampler: str | None,
     lora_file: str | None = None,
 ) -> str:
-    """The model card: where a model comes from, for those who find the folder.
+    """The model card: where a model comes from, in Markdown without secrets.
 
     Args:
         name: Of the model.
-        sections: Heading (Data, Settings, Figures) to facts.
-        commit: Of the suite that trained it; None if nobody knows.
+        sections: Facts by heading (Data, Settings, Figures).
+        commit: Of the suite that trained it; None if unknown.
         sampler: What the model was exported with.
         lora_file: Name of the file with its LoRA; None: the folder has the whole model.
-
-    Returns:
-        Markdown, without secrets.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (

@@ -24,9 +24,9 @@ class FlopsPerImage(NamedTuple):
     """Floating-point operations for one image; a multiply-add counts as two.
 
     Attributes:
-        unet_forward_backward: Of the U-Net.
-        vae_encode: Of the VAE's encoder.
-        text_encode: Of the text encoder, with its backward pass where it is trained.
+        unet_forward_backward: U-Net.
+        vae_encode: Encoder of the VAE.
+        text_encode: Text encoder, with its backward pass if it is trained.
     """
 
     unet_forward_backward: int
@@ -49,11 +49,8 @@ def count_flops(
         architecture: The model.
         image_size: Side of the square image in pixels.
         trained: The U-Net, with or without the text encoder.
-        lora: Trained in place of their weights, whose gradients are not computed then.
+        lora: Trained in place of their weights, whose gradients are not computed.
         learns_token: Only a new token of the text encoder is trained.
-
-    Returns:
-        Operations per image of each part of a training step.
     """
     latent_size = image_size // architecture.latent_factor
     num_tokens = architecture.text_encoder["max_position_embeddings"]

@@ -1,6 +1,6 @@
-"""A new token of a text encoder, of which nothing else is trained.
+"""A new token as the only trained weight of a text encoder: textual inversion.
 
-As textual inversion has it (Gal et al. 2022, arXiv 2208.01618).
+Gal et al. 2022, arXiv 2208.01618.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEARNED_FILE_NAME = "learned_embeds.safetensors"
 
 
 class _OneTokenMore(nn.Embedding):
-    """An embedding (V, D) with the token V, whose row `learned` (D,) is a weight of its own."""
+    """An embedding (V, D) with a token V, whose row `learned` (D,) is a separate weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed token ids of any shape (...) to (..., D)."""
@@ -27,11 +27,11 @@ class _OneTokenMore(nn.Embedding):
 
 
 def add_learned_token(text_encoder: CLIPTextModel, *, initial_id: int) -> None:
-    """Add a token to a text encoder in place, in fp32, and freeze all its weights.
+    """Add a token to a text encoder in place, in fp32, and freeze all other weights.
 
     Args:
-        text_encoder: Built, on its device.
-        initial_id: The token that the new one begins as.
+        text_encoder: On its device.
+        initial_id: The token whose row the new one begins with.
     """
     text_encoder.requires_grad_(False)
     embedding = text_encoder.get_input_embeddings()
@@ -40,17 +40,12 @@ def add_learned_token(text_encoder: CLIPTextModel, *, initial_id: int) -> None:
 
 
 def append_row(text_encoder: CLIPTextModel, row: Tensor) -> None:
-    """Make a new token one of the text encoder's own, in place.
-
-    Args:
-        text_encoder: Without a learned token.
-        row: Of the new token, (D,).
-    """
+    """Append the row (D,) of a new token to a text encoder without a learned one, in place."""
     rows = torch.cat([text_encoder.get_input_embeddings().weight.detach(), row[None]])
     text_encoder.set_input_embeddings(nn.Embedding.from_pretrained(rows))
     text_encoder.config.vocab_size = len(rows)
 
 
 def is_learned_row(name: str) -> bool:
-    """Whether a weight is the row of a new token, by its name in a model."""
+    """Return True for the name of the row of a new token in a model."""
     return name.endswith(".token_embedding.learned")

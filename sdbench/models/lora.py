@@ -1,4 +1,4 @@
-"""`add_lora`: LoRA (arXiv 2106.09685), trained matrices beside frozen linear layers, by peft."""
+"""`Lora` (arXiv 2106.09685): trained matrices beside frozen linear layers, by peft."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sdbench.models.weights import Weights, drawing_by
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-# Sub-models that may have LoRA, each with what its layers are given by.
+# Sub-models that may have LoRA, each with the flag of its layers.
 LAYERS_FLAGS = {"unet": "--lora_layers", "text_encoder": "--lora_text_encoder_layers"}
 # Added to the seed of a model; those of U-Net, VAE and text encoder are the seed itself, 1 and 2.
 SEED_OFFSETS = {"unet": 3, "text_encoder": 4}
 # Of the only adapter; peft has it in the names of its weights.
 ADAPTER = "default"
-# In the names of the weights of layers that have LoRA: the frozen weight, and the two matrices.
+# In the names of weights in layers with LoRA: the frozen weight, and the two matrices.
 BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
 
 
@@ -31,10 +31,12 @@ BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
 class Lora:
     """LoRA of a model.
 
+    A layer with the weight W computes with W + alpha / rank B A.
+
     Attributes:
-        rank: Of its matrices.
-        alpha: It is multiplied by alpha / rank.
-        layers: Sub-model and layers, as `add_lora` takes them.
+        rank: Of B A.
+        alpha: B A is multiplied by alpha / rank.
+        layers: Sub-model and names of its linear layers; for names with dots the end is enough.
     """
 
     rank: int
@@ -43,7 +45,7 @@ class Lora:
 
     @staticmethod
     def of(config: Any) -> Lora | None:
-        """What the config of a training run asks for; None: all weights are trained."""
+        """The LoRA that the config of a training run asks for; None if all weights are trained."""
         if config.lora_rank is None:
             return None
         layers = {"unet": config.lora_layers}
@@ -56,24 +58,48 @@ class Lora:
         )
 
     def add_to(self, parts: Mapping[str, nn.Module], *, seed: int | None) -> None:
-        """Add LoRA to sub-models in place, as `add_lora`.
+        """Add LoRA to sub-models in place, and freeze all their other weights.
+
+        The matrices A (rank, in) and B (out, rank) are in fp32, whatever the type of W. A is drawn
+        on the CPU, as peft draws it, and B is 0: the output of the module stays as it is. The
+        caller's random generators keep their state.
 
         Args:
-            parts: Among them those of `layers`.
-            seed: Of the model.
+            parts: U-Net of diffusers, CLIP text encoder of transformers, on their device.
+            seed: Of the model, the same on every rank; None draws nothing, for fake tensors.
 
         Raises:
-            ConfigError: As `check_layers`.
+            ConfigError: A name is that of no layer, or of one that is not linear.
         """
         for part, layers in self.layers:
-            add_lora(
-                parts[part],
-                rank=self.rank,
-                alpha=self.alpha,
-                layers=layers,
-                seed=None if seed is None else seed + SEED_OFFSETS[part],
-                flag=LAYERS_FLAGS[part],
-            )
+            _check_layers(parts[part], layers, flag=LAYERS_FLAGS[part])
+            self._add(parts[part], layers, seed=None if seed is None else seed + SEED_OFFSETS[part])
+
+    def _add(self, module: nn.Module, layers: Sequence[str], *, seed: int | None) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=list(layers))
+        # On the meta device: nothing is drawn, and nothing gets the type of the frozen weights.
+        # peft's own way to it, low_cpu_mem_usage, fails for fake tensors.
+        with torch.device("meta"):
+            inject_adapter_in_model(config, module, ADAPTER)
+        module.requires_grad_(False)
+        with drawing_by(seed, torch.device("cpu")):
+            for layer in lora_layers(module).values():
+                weights = Weights(seed=seed, device=layer.get_base_layer().weight.device)
+                matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+                if seed is not None:
+                    for matrix in matrices:
+                        matrix.to_empty(device="cpu")
+                    layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+                for matrix in matrices:
+                    if seed is None:
+                        weights.hold_places(matrix)
+                    else:
+                        weights.place(matrix)
+                    matrix.requires_grad_()
+                    change_class(matrix, _LinearInTypeOfInput)
+                layer.cast_input_dtype_enabled = False
 
 
 class _LinearInTypeOfInput(nn.Linear):
@@ -88,70 +114,8 @@ class _LinearInTypeOfInput(nn.Linear):
         return functional.linear(x, self.weight.to(x.dtype))
 
 
-def add_lora(
-    module: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    layers: Sequence[str],
-    seed: int | None,
-    flag: str = LAYERS_FLAGS["unet"],
-) -> None:
-    """Add LoRA to a U-Net or text encoder in place, and freeze all its other weights.
-
-    A layer with the weight W computes with W + alpha / rank B A. The matrices A (rank, in) and
-    B (out, rank) are in fp32, of whatever type W is. A is drawn on the CPU, as peft draws it, and B
-    is 0: the output of the module stays as it is. The caller's random generators keep their state.
-
-    Args:
-        module: A U-Net of diffusers or a CLIP text encoder of transformers, on its device.
-        rank: Of B A.
-        alpha: B A is multiplied by alpha / rank.
-        layers: Names of linear layers; of names with dots the end is enough.
-        seed: Of A, the same on every rank; None draws none, for fake tensors.
-        flag: What `layers` were given by.
-
-    Raises:
-        ConfigError: As `check_layers`.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    check_layers(module, layers, flag=flag)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers))
-    # On the meta device: nothing is drawn, and nothing gets the type of the frozen weights. peft's
-    # own way to it, low_cpu_mem_usage, fails for fake tensors.
-    with torch.device("meta"):
-        inject_adapter_in_model(config, module, ADAPTER)
-    module.requires_grad_(False)
-    with drawing_by(seed, torch.device("cpu")):
-        for layer in lora_layers(module).values():
-            weights = Weights(seed=seed, device=layer.get_base_layer().weight.device)
-            matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-            if seed is not None:
-                for matrix in matrices:
-                    matrix.to_empty(device="cpu")
-                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-            for matrix in matrices:
-                if seed is None:
-                    weights.hold_places(matrix)
-                else:
-                    weights.place(matrix)
-                matrix.requires_grad_()
-                change_class(matrix, _LinearInTypeOfInput)
-            layer.cast_input_dtype_enabled = False
-
-
-def check_layers(module: nn.Module, layers: Sequence[str], *, flag: str) -> None:
-    """Check that each of some names is the name, or its end, of linear layers of a module.
-
-    Args:
-        module: Without LoRA; it may be on the meta device.
-        layers: As `add_lora` takes them.
-        flag: What they were given by.
-
-    Raises:
-        ConfigError: One of them is the name of no layer, or of one that is not linear.
-    """
+def _check_layers(module: nn.Module, layers: Sequence[str], *, flag: str) -> None:
+    """Check that each name is that of linear layers of a module, or its end."""
     named = dict(module.named_modules())
     linear = sorted({_last(name) for name, inner in named.items() if isinstance(inner, nn.Linear)})
     for layer in layers:
@@ -169,25 +133,20 @@ def check_layers(module: nn.Module, layers: Sequence[str], *, flag: str) -> None
 
 
 def _last(name: str) -> str:
-    """What layers of this kind are called: the end of a name, such as to_q or to_out.0."""
+    """The end of a name that all layers of its kind share, such as to_q or to_out.0."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
-    """The layers of a module that have LoRA, by the names that they had without it."""
+    """The layers of a module that have LoRA, by their names without it."""
     from peft.tuners.lora import LoraLayer
 
     return {name: inner for name, inner in module.named_modules() if isinstance(inner, LoraLayer)}
 
 
 def merge_lora(module: nn.Module, *, weight: float = 1.0) -> None:
-    """Add LoRA to the weights beside it, and take it out of a module; in place.
-
-    Args:
-        module: In fp32.
-        weight: Factor of LoRA.
-    """
+    """Add `weight` times LoRA to the weights of an fp32 module, and remove it, in place."""
     for name, layer in lora_layers(module).items():
         layer.set_scale(ADAPTER, weight)
         layer.merge()
@@ -198,10 +157,10 @@ def merge_lora(module: nn.Module, *, weight: float = 1.0) -> None:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a weight of this name is one of LoRA."""
+    """Return True for the name of a weight of LoRA."""
     return any(matrix in name for matrix in MATRICES)
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a model; those beside LoRA by the names that they have without it."""
+    """The weights of a model; those beside LoRA by their names without it."""
     return {name.replace(BASE, "."): weight for name, weight in model.named_parameters()}

@@ -25,20 +25,15 @@ from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
-# Beginnings of the names of kohya's sd-scripts, networks/lora.py: LoRANetwork.LORA_PREFIX_*.
+# Prefixes of names in kohya's sd-scripts, networks/lora.py: LoRANetwork.LORA_PREFIX_*.
 KOHYA_PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
 
-# By sub-model, and within it by the name of the layer with `.lora_A.weight` or `.lora_B.weight`.
+# Weights by sub-model, and by name: that of the layer with `.lora_A.weight` or `.lora_B.weight`.
 LoraWeights = Mapping[str, Mapping[str, Tensor]]
 
 
 def lora_weights(weights: Mapping[str, Tensor], lora: Lora) -> dict[str, dict[str, Tensor]]:
-    """The weights of LoRA by sub-model, named as peft stores them.
-
-    Args:
-        weights: Of a training run, by ``<sub-model>.<parameter>``.
-        lora: What was trained.
-    """
+    """The weights of a training run, by ``<sub-model>.<parameter>``, as peft stores its LoRA."""
     return {
         part: {
             name.removeprefix(f"{part}.").replace(f".{ADAPTER}.", "."): weight
@@ -62,7 +57,7 @@ def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None
 
 
 def write_for_kohya(weights: LoraWeights, file: Path, *, lora: Lora) -> None:
-    """Write a file as kohya's sd-scripts do, which other programs read, too."""
+    """Write a file as kohya's sd-scripts do, which other programs read too."""
     stored: dict[str, Tensor] = {}
     for part, of_part in weights.items():
         for name, weight in of_part.items():
@@ -81,7 +76,7 @@ WRITERS: dict[str, Callable[..., None]] = {
 
 
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
-    """Check that files have LoRA for a model, whose weights are neither read nor made.
+    """Check that files have LoRA for a model, without reading or making its weights.
 
     Raises:
         ConfigError: A file is not there, is no LoRA, or is one of another model.
@@ -94,12 +89,7 @@ def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> N
 
 
 def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
-    """Add LoRA from files to the weights of a model in place; several add up.
-
-    Args:
-        model: In fp32, with its text encoder.
-        files: `check_lora_files` has found them to suit the model.
-    """
+    """Add LoRA from checked files to the weights of an fp32 model in place; several add up."""
     assert model.text_encoder is not None
     parts = {"unet": model.unet, "text_encoder": model.text_encoder}
     for file in files:
@@ -112,12 +102,12 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
 
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
-    """Have diffusers put the LoRA of a file beside the weights of sub-models."""
+    """Load the LoRA of a file beside the weights of sub-models, by diffusers."""
     path = Path(file.path)
     try:
         with safe_open(path, "pt") as stored:
             names = list(stored.keys())
-        with _few_words():
+        with _quiet_diffusers():
             tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
                 str(path.parent),
                 weight_name=path.name,
@@ -125,7 +115,7 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
                 local_files_only=True,
                 return_lora_metadata=True,
             )
-    except Exception as error:  # of any kind, from deep inside
+    except Exception as error:  # diffusers raises any kind
         raise _refusal(f"diffusers cannot read it as LoRA ({_first_line(error)})", file) from None
     if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
         raise _refusal("it is DoRA, whose scales diffusers would leave out", file)
@@ -141,7 +131,7 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
             continue
         options = {part: module, "network_alphas": alphas, "metadata": metadata}
         try:
-            with _few_words():
+            with _quiet_diffusers():
                 loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
         except Exception as error:
             what = f"it is of another model, or damaged ({_first_line(error)})"
@@ -160,15 +150,15 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says first; torch has it below a heading."""
+    """The first line of an error's message below its heading, if it has one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = next((line for line in lines if not line.endswith(":")), "it does not say why")
     return first.rstrip(".")
 
 
 @contextlib.contextmanager
-def _few_words() -> Iterator[None]:
-    """Keep to ourselves what diffusers logs of a file: an error is told in one sentence."""
+def _quiet_diffusers() -> Iterator[None]:
+    """Silence diffusers' log: an error is told in one sentence."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

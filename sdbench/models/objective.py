@@ -21,15 +21,15 @@ EPSILON, VELOCITY, SAMPLE = PREDICTION_TYPES
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a training run changes in the plain objective of its model; by default nothing.
+    """Changes of a training run to the objective of its model; by default none.
 
     Attributes:
-        prediction_type: One of `PREDICTION_TYPES`; None: that of the model's own schedule.
+        prediction_type: One of `PREDICTION_TYPES`; None: that of the model's schedule.
         min_snr_gamma: Limit of the signal-to-noise ratio in the weights of Hang et al. 2023 (arXiv
             2303.09556); None: every time step counts the same.
         offset_noise: Standard deviation of noise that is the same for all pixels of a channel,
             added to the noise of training.
-        zero_terminal_snr: Shift and scale the schedule so that the last time step is noise alone,
+        zero_terminal_snr: Shift and scale the schedule so that the last time step is pure noise,
             as Lin et al. 2023 (arXiv 2305.08891).
     """
 
@@ -39,16 +39,10 @@ class Objective:
     zero_terminal_snr: bool = False
 
     def schedule(self, scheduler: Mapping[str, Any]) -> dict[str, Any]:
-        """The noise schedule to train with, and to draw with afterwards.
-
-        Args:
-            scheduler: Configuration of the model's own, as diffusers has it.
-
-        Returns:
-            The configuration with the changes of this objective.
+        """Apply the changes of this objective to the configuration of a scheduler of diffusers.
 
         Raises:
-            ConfigError: Its last time step is noise alone, and the U-Net does not predict v.
+            ConfigError: The last time step is pure noise, and the U-Net does not predict v.
         """
         config = dict(scheduler)
         if self.prediction_type is not None:
@@ -59,17 +53,16 @@ class Objective:
             prediction_type = config.get("prediction_type", EPSILON)
             if prediction_type != VELOCITY:
                 raise ConfigError(
-                    "where the last time step is noise alone, only v says something about it",
+                    "only v can be predicted when the last time step is pure noise",
                     value=prediction_type,
                     allowed=VELOCITY,
                     flag="--prediction_type or --zero_terminal_snr",
                 )
-            # The spacing whose first step is the last time step of training.
+            # With this spacing sampling begins at the last time step of training.
             config[SPACING_KEY] = "trailing"
         return config
 
 
-# What every run did before there was a choice.
 PLAIN = Objective()
 
 
@@ -81,17 +74,10 @@ def target_of(
     signal_scale: Tensor,
     noise_scale: Tensor,
 ) -> Tensor:
-    """What the U-Net should predict.
+    """The target of the U-Net, of the shape of the latents (B, 4, H/8, W/8).
 
-    Args:
-        prediction_type: One of `PREDICTION_TYPES`.
-        latents: (B, 4, H/8, W/8), scaled.
-        noise: Of the same shape.
-        signal_scale: Factor of the latents in the noised latents, (B, 1, 1, 1).
-        noise_scale: Factor of the noise, (B, 1, 1, 1).
-
-    Returns:
-        A tensor of the shape of the latents.
+    The noised latents are `signal_scale` x `latents` + `noise_scale` x `noise`; the scales are
+    (B, 1, 1, 1).
     """
     if prediction_type == SAMPLE:
         return latents
@@ -105,18 +91,10 @@ def target_of(
 def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str) -> Tensor:
     """Weights of the squared error at each time step.
 
-    With SNR = p / (1 - p) the squared error of the latents counts min(SNR, gamma); what the same
-    error is worth in the other predictions follows: min(SNR, gamma) / SNR in the noise and
-    min(SNR, gamma) / (SNR + 1) in v. Where there is noise alone, it is 0 in v.
-
-    Args:
-        signal_power: p, the share of the signal in the power at each time step (diffusers'
-            `alphas_cumprod`).
-        gamma: Limit.
-        prediction_type: One of `PREDICTION_TYPES`.
-
-    Returns:
-        A tensor of the same shape.
+    With SNR = p / (1 - p) the squared error of the latents has the weight min(SNR, gamma). The same
+    error has min(SNR, gamma) / SNR in the noise and min(SNR, gamma) / (SNR + 1) in v, which is 0
+    for pure noise. p is `signal_power`, the share of the signal in the power at each time step
+    (diffusers' `alphas_cumprod`).
     """
     snr = signal_power / (1.0 - signal_power)
     divisors = {EPSILON: snr, VELOCITY: snr + 1.0, SAMPLE: 1.0}

@@ -1,4 +1,4 @@
-"""`replace_parts`: a model whose parts come from several places."""
+"""`replace_parts`: puts parts from elsewhere into a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replace_parts(
 
     Args:
         architecture: Of the model.
-        parts: Part to ``{"pretrained": model}``, whose configuration and weights it takes, or to
+        parts: By part, ``{"pretrained": model}``, whose configuration and weights it gets, or
             ``{"params": configuration}``, with random weights.
 
     Returns:
@@ -75,7 +75,7 @@ def _pad_token(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_params(part: str, params: Mapping[str, Any]) -> None:
-    """Make the part on the meta device: diffusers itself leaves unknown numbers out."""
+    """Make the part on the meta device; diffusers itself ignores unknown parameters."""
     import torch
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig
@@ -93,7 +93,7 @@ def _check_params(part: str, params: Mapping[str, Any]) -> None:
         try:
             with torch.device("meta"):
                 part_class(**params)
-        except Exception as error:  # of any kind, from deep inside
+        except Exception as error:  # diffusers raises any kind
             problem = str(error)
     if problem is not None:
         raise ConfigError(
@@ -106,24 +106,17 @@ def _check_params(part: str, params: Mapping[str, Any]) -> None:
 
 def _check_widths(architecture: Architecture) -> None:
     """Check that the U-Net can read latents and text."""
-    for part, key, value, allowed in (
-        (
-            "text encoder's states",
-            "cross_attention_dim",
-            architecture.unet.get("cross_attention_dim"),
-            architecture.text_encoder.get("hidden_size"),
-        ),
-        (
-            "VAE's latents",
-            "in_channels",
-            architecture.unet.get("in_channels"),
-            architecture.vae.get("latent_channels"),
-        ),
+    unet = architecture.unet
+    text_width = architecture.text_encoder.get("hidden_size")
+    latent_width = architecture.vae.get("latent_channels")
+    for part, key, allowed in (
+        ("text encoder's states", "cross_attention_dim", text_width),
+        ("VAE's latents", "in_channels", latent_width),
     ):
-        if value != allowed:
+        if unet.get(key) != allowed:
             raise ConfigError(
                 f"the U-Net's {key} is not the width of the {part}",
-                value=value,
+                value=unet.get(key),
                 allowed=str(allowed),
                 flag=PARTS_FLAG,
             )

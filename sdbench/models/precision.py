@@ -1,8 +1,11 @@
-"""The number formats of each precision."""
+"""The number formats of each precision, and autocast to one of them."""
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ class NumberFormats:
 
     Attributes:
         weights: Type of trained weights, their gradients and optimizer state; with LoRA, which is
-            in fp32, of the frozen weights beside it.
+            in fp32, type of the frozen weights beside it.
         autocast: Type that autocast computes in; None: no autocast.
     """
 
@@ -29,3 +32,8 @@ PRECISIONS = {
     "bf16": NumberFormats(torch.bfloat16, None),
 }
 ENCODER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Torch's autocast to a type; None: no autocast."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -1,7 +1,8 @@
 """`profile_step`: the memory that a training step allocates, operation by operation.
 
 A step is replayed on torch's fake tensors, without memory or arithmetic, and every allocation is
-counted. A replay takes seconds, so it is cached on disk by step, code and libraries.
+counted. A replay takes seconds, so it is cached on disk by step, code and libraries. torch's own
+`MemTracker` gives the peak of one micro-batch alone: it would replay each, twelve times slower.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,46 @@ FP32_ON_CUDA = frozenset(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step, as far as it decides which tensors are allocated.
+
+    Attributes:
+        architecture: The model.
+        image_size: Side of the square image in pixels.
+        precision: One of `PRECISIONS`.
+        encoder_dtype: One of `ENCODER_DTYPES`.
+        attention: `eager`, which keeps the attention matrices, `by_shape`, which keeps the
+            smaller ones, or another, which keeps none.
+        vae_attention: As `attention`, in the VAE.
+        on_cuda: Whether to allocate as on CUDA.
+        encodes_images: Whether images are encoded in the step, and captions with them.
+        trained: The trained sub-models: ``unet``, with or without ``text_encoder``; or only
+            ``vae``.
+        lora: Trained in place of their weights.
+        learns_token: Only a new token of ``text_encoder`` is trained, in fp32.
+        activation_checkpointing: As `blocks.checkpoint_activations` takes it.
+    """
+
+    architecture: Architecture
+    image_size: int
+    precision: str
+    encoder_dtype: str
+    attention: str
+    vae_attention: str
+    on_cuda: bool
+    encodes_images: bool
+    trained: tuple[str, ...] = ("unet",)
+    lora: Lora | None = None
+    learns_token: bool = False
+    activation_checkpointing: str = "none"
+
+    @property
+    def encodes_captions(self) -> bool:
+        """Whether captions are encoded in the step."""
+        return self.encodes_images or "text_encoder" in self.trained
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """Memory of a training step in bytes.
@@ -65,13 +106,13 @@ class StepProfile:
         timeline: After each operation the live bytes that do not depend on the micro-batch (weight
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
-        trained_start: Index of the first operation of a sub-model that is trained.
+        trained_start: Index of the first operation of a trained sub-model.
         trained_weights: Bytes of the trained weights, and so of all their gradients.
-        frozen_weights: Bytes of the others.
-        frozen_beside: Bytes of frozen weights in sub-models with LoRA, which are among the others.
+        frozen_weights: Bytes of the other weights.
+        frozen_beside: Bytes of frozen weights beside LoRA, included in `frozen_weights`.
         gathered_weights: Bytes of the trained weights that FSDP gathers at the same time: those
             outside of blocks, and two blocks, one of which is gathered ahead.
-        gathered_beside: The same of the frozen weights beside them.
+        gathered_beside: The same for the frozen weights beside LoRA.
     """
 
     timeline: list[tuple[int, int, int]]
@@ -87,12 +128,7 @@ class _AllocationLog(TorchDispatchMode):
     """After each operation logs the bytes of live tensors that the step has allocated."""
 
     def __init__(self, existing: list[torch.Tensor], *, num_images: int) -> None:
-        """Begin a log.
-
-        Args:
-            existing: Tensors that are not counted.
-            num_images: Images of the step. A tensor whose size it divides is counted per image.
-        """
+        """Begin a log; a tensor whose size `num_images` divides is counted per image."""
         super().__init__()
         self.timeline: list[tuple[int, int, int]] = []
         self.gradient_bytes = 0
@@ -137,98 +173,76 @@ class _CudaAutocastRules(TorchFunctionMode):
 
 
 @functools.cache
-def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
-    """Replay a training step, or read the replay of an earlier process from the cache.
-
-    Args:
-        architecture: The model.
-        **options: As of `estimate_peak_memory`: `trained`, `lora`, `learns_token`, `image_size`,
-            `precision`, `encoder_dtype`, `attention`, `vae_attention` and
-            `activation_checkpointing`; `on_cuda`,
-            whether to allocate as on CUDA; `online`, whether images are encoded in the step.
-    """
+def profile_step(step: Step) -> StepProfile:
+    """Replay a training step, or read the replay of an earlier process from the cache."""
     try:
         folder = private_folder(REPLAYS_FOLDER)
     except ConfigError:  # the plan has a note of it
-        return _replay_step(architecture, **options)
-    path = folder / f"{_fingerprint(architecture, options)}.json"
+        return _replay_step(step)
+    path = folder / f"{_fingerprint(step)}.json"
     try:
         return StepProfile(**json.loads(path.read_text()))
     except (OSError, ValueError):  # not there, or cut off
-        profile = _replay_step(architecture, **options)
+        profile = _replay_step(step)
     with contextlib.suppress(OSError), new_file(path) as new:  # a full or read-only disk
         new.write_text(json.dumps(dataclasses.asdict(profile)))
     return profile
 
 
-def _fingerprint(architecture: Architecture, options: dict[str, Any]) -> str:
+def _fingerprint(step: Step) -> str:
     """Hash of what a replay depends on: the step, this code, and the libraries."""
-    parts = (architecture.unet, architecture.vae, architecture.text_encoder, architecture.scheduler)
+    model = _without_weights(step.architecture)
+    known = repr(dataclasses.replace(step, architecture=dataclasses.replace(model, name="")))
     modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
-    digest = hashlib.sha256(repr((parts, architecture.tokenizer, options, versions)).encode())
+    digest = hashlib.sha256(repr((known, versions)).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _replay_step(
-    architecture: Architecture,
-    *,
-    trained: Sequence[str],
-    lora: Lora | None,
-    learns_token: bool,
-    image_size: int,
-    precision: str,
-    encoder_dtype: str,
-    attention: str,
-    vae_attention: str,
-    on_cuda: bool,
-    online: bool,
-    activation_checkpointing: str,
-) -> StepProfile:
-    alike: dict[str, Any] = {"seed": None, "precision": precision, "memory_format": "contiguous"}
+def _without_weights(architecture: Architecture) -> Architecture:
+    """The architecture without the files of a folder, which a replay does not need."""
+    return dataclasses.replace(
+        architecture, weights_folder=None, part_folders={}, tokenizer_folder=None, revision=None
+    )
+
+
+def _replay_step(step: Step) -> StepProfile:
+    bare, trained = _without_weights(step.architecture), step.trained
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
     attention, vae_attention = (
-        kind if kind in ("eager", "by_shape") else "sdpa" for kind in (attention, vae_attention)
+        kind if kind in ("eager", "by_shape") else "sdpa"
+        for kind in (step.attention, step.vae_attention)
     )
-    # Without the weights of a folder, which are not needed.
-    bare = dataclasses.replace(architecture, weights_folder=None, part_folders={})
+    alike: dict[str, Any] = {
+        "seed": None,
+        "precision": step.precision,
+        "memory_format": "contiguous",
+    }
     with FakeTensorMode():
         model: StableDiffusion | Autoencoder
-        if "vae" not in trained:
-            trains_text = "text_encoder" in trained
+        if "vae" in trained:
+            model = build_autoencoder(bare, kl_weight=1.0, attention=vae_attention, **alike)
+        else:
             model = build_stable_diffusion(
                 bare,
-                encoder_dtype=encoder_dtype,
+                encoder_dtype=step.encoder_dtype,
                 attention=attention,
                 vae_attention=vae_attention,
-                encoders=online or trains_text,
+                encoders=step.encodes_captions,
                 trained=trained,
-                lora=lora,
-                initial_token_id=0 if learns_token else None,
+                lora=step.lora,
+                initial_token_id=0 if step.learns_token else None,
                 **alike,
             )
-            if not online:
+            if not step.encodes_images:
                 model.vae = None
             # Recomputation in the backward pass does not see the modes that are active around it.
-            rules = _CudaAutocastRules if on_cuda else None
-            checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
-        else:
-            model = build_autoencoder(bare, kl_weight=1.0, attention=vae_attention, **alike)
-        num_images = _choose_num_images(model)
-        make_batch = functools.partial(
-            _make_batch,
-            architecture,
-            num_images=num_images,
-            image_size=image_size,
-            has_images=online,
-            has_captions=online or "text_encoder" in trained,
-        )
+            rules = _CudaAutocastRules if step.on_cuda else None
+            checkpoint_activations(model.unet, which=step.activation_checkpointing, recompute=rules)
         modules = [model.get_submodule(name) for name in trained]
-        timeline, trained_start = _replay(
-            model, modules, make_batch, num_images=num_images, on_cuda=on_cuda
-        )
+        timeline, trained_start = _replay(model, modules, step)
         return StepProfile(
             timeline=timeline,
             trained_start=trained_start,
@@ -243,22 +257,18 @@ def _replay_step(
 def _choose_num_images(model: torch.nn.Module) -> int:
     """Images of the replayed step: a prime that divides the size of no weight.
 
-    It divides the size of each tensor that is proportional to the images, and of no tensor with the
-    size of a weight (a gradient, a copy in another type).
+    It tells tensors that are proportional to the images from those with the size of a weight (a
+    gradient, a copy in another type).
     """
     sizes = {tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
     return next(prime for prime in PRIMES if all(size % prime for size in sizes))
 
 
 def _replay(
-    model: Any,
-    trained: Sequence[torch.nn.Module],
-    make_batch: Callable[[], dict[str, torch.Tensor]],
-    *,
-    num_images: int,
-    on_cuda: bool,
+    model: Any, trained: Sequence[torch.nn.Module], step: Step
 ) -> tuple[list[tuple[int, int, int]], int]:
     """Run one step on fake tensors; returns `timeline` and `trained_start` of its profile."""
+    num_images = _choose_num_images(model)
     log = _AllocationLog([*model.parameters(), *model.buffers()], num_images=num_images)
     starts: list[int] = []
     handles = []
@@ -271,9 +281,9 @@ def _replay(
         handles.append(
             module.register_forward_pre_hook(lambda *_: starts.append(len(log.timeline)))
         )
-    rules = _CudaAutocastRules() if on_cuda else contextlib.nullcontext()
+    rules = _CudaAutocastRules() if step.on_cuda else contextlib.nullcontext()
     with log, rules:
-        model.loss(*model(make_batch())).backward()
+        model.loss(*model(_make_batch(step, num_images=num_images))).backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
@@ -281,28 +291,22 @@ def _replay(
     return log.timeline, min(starts, default=0)
 
 
-def _make_batch(
-    architecture: Architecture,
-    *,
-    num_images: int,
-    image_size: int,
-    has_images: bool,
-    has_captions: bool,
-) -> dict[str, torch.Tensor]:
+def _make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     """A batch of images or moments, and of captions or text embeddings."""
+    architecture, size = step.architecture, step.image_size
     num_tokens = architecture.text_encoder["max_position_embeddings"]
-    latent_size = image_size // architecture.latent_factor
+    latent_size = size // architecture.latent_factor
     latent_shape = (num_images, architecture.unet["in_channels"], latent_size, latent_size)
-    image_shape = (num_images, architecture.vae["in_channels"], image_size, image_size)
+    image_shape = (num_images, architecture.vae["in_channels"], size, size)
     width = architecture.unet["cross_attention_dim"]
-    if has_images:
+    if step.encodes_images:
         pictures = {"image": torch.empty(image_shape, dtype=torch.uint8)}
     else:
         pictures = {
             "latent_mean": torch.empty(latent_shape),
             "latent_logvar": torch.empty(latent_shape),
         }
-    if has_captions:
+    if step.encodes_captions:
         return pictures | {"input_ids": torch.empty(num_images, num_tokens, dtype=torch.int64)}
     return pictures | {"text_embedding": torch.empty(num_images, num_tokens, width)}
 
@@ -314,7 +318,7 @@ def _num_gathered_bytes(model: torch.nn.Module, *, trained: bool) -> int:
 
 
 def _num_bytes(module: torch.nn.Module, *, trained: bool) -> int:
-    """Bytes of the weights of a module that are trained, or of those that are not."""
+    """Bytes of the trained weights of a module, or of the frozen ones."""
     return sum(
         parameter.nbytes for parameter in module.parameters() if parameter.requires_grad == trained
     )

@@ -1,4 +1,4 @@
-"""The samplers that draw pictures, by name, and which noise schedules each can follow."""
+"""The samplers by name, and the noise schedules that each can follow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ SAMPLERS = {
 
 
 def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
-    """Check that a sampler can follow a noise schedule.
-
-    Args:
-        name: A key of `SAMPLERS`.
-        schedule: Configuration of a scheduler of diffusers.
+    """Check that a sampler, a key of `SAMPLERS`, can follow the schedule of a diffusers scheduler.
 
     Raises:
-        ConfigError: It knows neither predictions of the sample nor zero terminal SNR.
+        ConfigError: It supports neither prediction of the sample nor zero terminal SNR.
     """
     predicts_sample = schedule.get("prediction_type") == SAMPLE
     if name == "pndm" and (predicts_sample or schedule.get(ZERO_TERMINAL_SNR_KEY)):

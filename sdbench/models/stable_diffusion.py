@@ -20,7 +20,7 @@ from sdbench.models.components import make_text_encoder, make_unet, make_vae
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
-from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
+from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS, autocast
 from sdbench.models.weights import Weights
 
 MEMORY_FORMATS = {
@@ -58,13 +58,13 @@ class StableDiffusion(nn.Module):
 
         Args:
             unet: Predicts noise or velocity from noised latents, time steps and text states.
-            vae: Turns images into latents, or None.
-            text_encoder: Turns token ids into text states, or None.
-            scheduler: Gives the noise schedule and the prediction type; kept for drawing.
+            vae: Turns images into latents.
+            text_encoder: Turns token ids into text states.
+            scheduler: Noise schedule and prediction type.
             scaling_factor: Multiplies latents, to about unit variance.
-            autocast_dtype: Compute type of the U-Net, or None to compute in the weights' type.
+            autocast_dtype: Compute type of the U-Net; None computes in the weights' type.
             memory_format: Layout of images and latents.
-            objective: Decides the noise that is added and the weights of time steps.
+            objective: Noise that is added, and weights of time steps.
             phase: Entered around the work of each sub-model.
         """
         super().__init__()
@@ -92,7 +92,7 @@ class StableDiffusion(nn.Module):
         self._add_buffer("loss_weights", weights)
 
     def train(self, mode: bool = True) -> StableDiffusion:
-        """Switch the sub-models that are trained; frozen ones stay in evaluation mode."""
+        """Set the mode of the trained sub-models; frozen ones stay in evaluation mode."""
         super().train(mode)
         for module in self.children():
             if not _is_trained(module):
@@ -140,7 +140,7 @@ class StableDiffusion(nn.Module):
             noise: Of the shape of the latents.
 
         Returns:
-            The prediction in the compute type and the target in fp32, of the shape of the latents.
+            The prediction in the compute type and the target in fp32, of the same shape.
         """
         signal_scale = self.signal_scale[timesteps].view(-1, 1, 1, 1)
         noise_scale = self.noise_scale[timesteps].view(-1, 1, 1, 1)
@@ -162,14 +162,11 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode_means(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Encode a batch without drawing anything.
-
-        Args:
-            batch: As `forward` takes it.
+        """Encode a batch of `forward` without random numbers.
 
         Returns:
-            The scaled means of the latents (B, 4, H/8, W/8) in fp32, or the latents themselves
-            where a batch has no moments, and the text states (B, 77, D).
+            The scaled means of the latents (B, 4, H/8, W/8) in fp32, or the latents themselves if
+            the batch has no moments, and the text states (B, 77, D).
         """
         return self._latents(batch, draw=torch.zeros_like), self.text_states(batch)
 
@@ -183,7 +180,7 @@ class StableDiffusion(nn.Module):
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Do not tell of phases while the block runs: it is no part of a training step."""
+        """Enter no phases within the block, which is no part of a training step."""
         phase, self._phase = self._phase, _unobserved
         try:
             yield
@@ -194,15 +191,14 @@ class StableDiffusion(nn.Module):
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
         """Encode the images and captions of a batch by frozen encoders, ahead of training on it.
 
-        Captions stay as they are where the text encoder is trained.
+        Captions stay token ids if the text encoder is trained.
 
         Args:
-            batch: `image` and `input_ids`, as `forward` takes them.
+            batch: `image` and `input_ids`, as for `forward`.
             encoder_batch_size: Images per call of an encoder.
 
         Returns:
-            `latent_mean`, `latent_logvar` and `text_embedding` or `input_ids`, as `forward` takes
-            them.
+            `latent_mean`, `latent_logvar` and `text_embedding` or `input_ids`, as for `forward`.
         """
         assert self.text_encoder is not None
         moments = [self.moments(images) for images in batch["image"].split(encoder_batch_size)]
@@ -218,7 +214,7 @@ class StableDiffusion(nn.Module):
 
     @staticmethod
     def loss(prediction: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean squared error, computed in fp32; of weighted samples if there are weights (B,)."""
+        """Mean squared error in fp32, weighted by sample if there are weights (B,)."""
         prediction, target = prediction.float(), target.float()
         if weights is None:
             return nn.functional.mse_loss(prediction, target)
@@ -226,17 +222,15 @@ class StableDiffusion(nn.Module):
         return (weights * errors.flatten(1).mean(1)).mean()
 
     def _add_buffer(self, name: str, value: Tensor | None) -> None:
-        # Not persistent: the schedule is configuration, no weight of a checkpoint.
+        # Not persistent: the schedule is configuration and does not belong in a checkpoint.
         self.register_buffer(name, None if value is None else value.float(), persistent=False)
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Compute in `autocast_dtype` within the block, if there is one."""
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, self.autocast_dtype)
+        return autocast(device, self.autocast_dtype)
 
     def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as for the U-Net if the encoder is in fp32, as in the reference; else none."""
+        """Autocast as for the U-Net if the encoder is in fp32, as in the reference."""
         if encoder.dtype == torch.float32:
             return self.autocast(encoder.device)
         return torch.autocast(encoder.device.type, enabled=False)
@@ -252,14 +246,7 @@ class StableDiffusion(nn.Module):
         return sample_latents(mean, logvar, noise=draw(mean), scaling_factor=self.scaling_factor)
 
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance of the latents of images.
-
-        Args:
-            images: As `forward` takes them.
-
-        Returns:
-            Both (B, 4, H/8, W/8) in fp32, not scaled.
-        """
+        """As `encode_images`, by the model's VAE."""
         assert self.vae is not None, "images need a model that was built with its encoders"
         with self._phase("vae_encode"), self._encoder_autocast(self.vae):
             return encode_images(self.vae, images, memory_format=self.memory_format)
@@ -280,7 +267,7 @@ def _is_trained(module: nn.Module) -> bool:
 def encode_images(
     vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
 ) -> tuple[Tensor, Tensor]:
-    """Mean and log-variance of the latents of images.
+    """Encode images.
 
     Args:
         vae: The VAE.
@@ -288,7 +275,7 @@ def encode_images(
         memory_format: Layout of the VAE's input.
 
     Returns:
-        Both (B, 4, H/8, W/8) in fp32, not scaled.
+        Mean and log-variance of the latents, both (B, 4, H/8, W/8) in fp32, not scaled.
     """
     images = to_pixels(images, vae.dtype, memory_format=memory_format)
     distribution = vae.encode(images).latent_dist
@@ -301,7 +288,7 @@ def to_pixels(
     *,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """Images (B, 3, H, W), uint8 in 0..255 or float in [-1, 1], in [-1, 1] and of this type."""
+    """Convert images (B, 3, H, W), uint8 in 0..255 or float in [-1, 1], to floats in [-1, 1]."""
     if images.dtype == torch.uint8:
         images = images.to(dtype) / 127.5 - 1.0
     return images.to(dtype, memory_format=memory_format)
@@ -319,7 +306,7 @@ def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor, scaling_facto
 
 
 def _draw_noise(like: Tensor) -> Tensor:
-    """Standard normal fp32 noise that does not depend on the layout, as that of randn_like does."""
+    """Standard normal fp32 noise; randn_like's would depend on the layout of `like`."""
     return torch.randn(like.shape, device=like.device)
 
 
@@ -342,23 +329,23 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights of the U-Net are drawn on `device`, which is fast, and those of the encoders as
-    `build_encoders` says; with LoRA those of the U-Net, too.
+    Random weights of the U-Net are drawn on `device`, which is fast; those of the encoders, and
+    with LoRA those of the U-Net, on the CPU, see `build_encoders`.
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded, else drawn.
-        seed: Of the random weights; None draws none, for fake tensors. The caller's random
+        seed: Of the random weights; None draws nothing, for fake tensors. The caller's random
             generators keep their state.
         precision: One of `PRECISIONS`. The caller sets torch's global switch for TF32.
         encoder_dtype: One of `ENCODER_DTYPES`, for frozen encoders.
         memory_format: One of `MEMORY_FORMATS`, for U-Net and VAE.
         attention: One of `components.ATTENTION`.
-        vae_attention: The same for the VAE; None: that of the others.
-        encoders: Whether to build VAE and text encoder; precomputed latents need none.
+        vae_attention: The same for the VAE; None: as the others.
+        encoders: Whether to build VAE and text encoder, which precomputed latents do not need.
         trained: Names of the sub-models to train; the others are frozen.
-        lora: Trained in their place, beside their frozen weights; None: the weights are trained.
-        initial_token_id: With ``text_encoder`` trained: of it a new token alone is, which begins as
-            this one. None: there is none.
+        lora: Trained in place of their weights.
+        initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
+            row of this one; None: there is no new token.
         device: Device of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
@@ -367,7 +354,7 @@ def build_stable_diffusion(
         The model in training mode.
 
     Raises:
-        ConfigError: As `lora.check_layers`.
+        ConfigError: As `Lora.add_to`.
     """
     numbers = PRECISIONS[precision]
     layout = MEMORY_FORMATS[memory_format]
@@ -429,16 +416,16 @@ def build_encoders(
 ) -> tuple[AutoencoderKL, CLIPTextModel]:
     """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
 
-    Random weights are drawn on the CPU: no checkpoint has those of a frozen encoder, so that an
+    Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
     export, or a run that goes on elsewhere, has to draw the same.
 
     Args:
         architecture: What to build.
-        seed: Of the whole model, as there.
+        seed: As for `build_stable_diffusion`, as the other arguments.
         encoder_dtype: One of `ENCODER_DTYPES`.
-        memory_format: One of `MEMORY_FORMATS`, for the VAE.
+        memory_format: Of the VAE.
         attention: One of `components.ATTENTION`.
-        vae_attention: The same for the VAE; None: that of the text encoder.
+        vae_attention: The same for the VAE; None: as the text encoder.
         device: Device of both.
         text_dtype: Type of the text encoder's weights; None: that of `encoder_dtype`.
 
@@ -446,7 +433,7 @@ def build_encoders(
         Both frozen and in evaluation mode.
     """
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    # A seed each, so that no sub-model's weights depend on how many another one draws.
+    # A seed each, so that the weights of a sub-model do not depend on another one's size.
     vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
     vae_weights = Weights(
         seed=vae_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"

@@ -1,8 +1,8 @@
-"""Draws random weights part by part, without a second copy of the model.
+"""`draw_weights`: draws random weights part by part, without a second copy of the model.
 
-A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and brought
+A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and moved
 to its final device and type before the next one. On a CPU all threads draw, each a block of a
-tensor: SD2 has 1.29 billion weights, which one core draws in 4 s.
+tensor: one core draws the 1.29 billion weights of SD2 in 4 s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Values that a generator draws, 1 MiB in fp32: few enough for a core's cache, and so many that
 # seeding a generator, 5 us, is little beside the 0.7 ms of drawing them.
 BLOCK_SIZE = 2**18
-# torch's generator of a CPU takes so many bits of a seed.
+# Bits of a seed that torch's CPU generator uses.
 SEED_BITS = 32
 
 
@@ -34,8 +34,8 @@ class Weights:
         device: Device of the weights.
         dtype: Type of floating-point weights.
         memory_format: Layout of four-dimensional weights.
-        drawn_on: Device whose generator draws; None: `device`. A kind of GPU has numbers of its
-            own.
+        drawn_on: Device whose generator draws; None: `device`. The numbers depend on the kind of
+            GPU.
     """
 
     seed: int | None
@@ -46,7 +46,7 @@ class Weights:
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place."""
-        # Not diffusers' `to`, which warns of modules to keep in fp32 where there are none.
+        # Not diffusers' `to`, which warns of modules to keep in fp32 although there are none.
         nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
 
     def hold_places(self, module: nn.Module) -> None:
@@ -71,9 +71,9 @@ def draw_weights(
 ) -> None:
     """Draw the weights of a model that is on the meta device, in place.
 
-    Other types round the fp32 numbers that a seed gives. On a CPU they depend on the seed alone,
-    and not on the number of threads: `architecture.DRAWING` names what they are. The caller's
-    random generators keep their state.
+    Other types round the fp32 numbers that a seed gives. On a CPU these depend only on the seed,
+    not on the number of threads; `architecture.DRAWING` is their version. The caller's random
+    generators keep their state.
 
     Args:
         model: Made under ``torch.device("meta")``.
@@ -129,10 +129,10 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 class _DrawingByBlocks(TorchDispatchMode):
-    """Has the tensors of a CPU that are drawn within it drawn by blocks, in several threads.
+    """Draws the CPU tensors within the block by blocks, in several threads.
 
-    The blocks of all tensors are numbered, and each has a generator of its own, whose seed is a
-    number of the model plus that of the block: no two blocks of a model share one.
+    The blocks of all tensors are numbered. Each has its own generator, whose seed is a number of
+    the model plus that of the block: no two blocks of a model share one.
     """
 
     def __init__(self, seed: int, threads: Executor) -> None:

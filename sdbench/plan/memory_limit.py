@@ -10,8 +10,8 @@ from collections.abc import Callable
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
 from sdbench.models.lora import Lora
-from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
-from sdbench.models.replay import REPLAYS_FOLDER
+from sdbench.models.memory import MemoryEstimate, RankOptions, estimate_peak_memory
+from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
 from sdbench.settings.parallel import WITHIN_NODE
 
@@ -31,33 +31,36 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     device_batch = config.batch_size // draft.ranks.world_size
     encodes_images = config.step_has_encoders and not config.has_subject
     is_ahead = encoder_batch != "microbatch" and encodes_images
-    return estimate_peak_memory(
-        draft.architecture,
+    step = Step(
+        architecture=draft.architecture,
         image_size=config.image_size,
-        micro_batch=microbatch,
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         attention=config.attention,
         vae_attention=config.attention_of_vae,
-        optimizer=config.optimizer,
-        use_ema=config.use_ema,
-        num_ranks=draft.ranks.world_size,
-        device_type=draft.machine.device_type,
-        encoders=encodes_images,
+        on_cuda=draft.on_gpu,
+        encodes_images=encodes_images,
         trained=config.trained_parts,
         # A mistake in its layers is found here, before any weights are built.
         lora=Lora.of(config),
         learns_token=config.learned_token is not None,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+    options = RankOptions(
+        micro_batch=microbatch,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
-        activation_checkpointing=config.activation_checkpointing,
+        optimizer=config.optimizer,
         master_weights=config.master_weights == "fp32",
+        use_ema=config.use_ema,
+        num_ranks=draft.ranks.world_size,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         sharding=config.sharding,
         num_sharing_ranks=draft.ranks.local_world_size
         if config.sharding in WITHIN_NODE
         else draft.ranks.world_size,
     )
+    return estimate_peak_memory(step, options)
 
 
 def check_memory(draft: Draft) -> MemoryEstimate:

@@ -1,12 +1,12 @@
-"""A checkpoint on disk: its files, and reading them.
+"""`Checkpoint`: the files of a checkpoint on disk, the names of its tensors, and reading them.
 
     step_00000120/            has this name only when it is whole
         checkpoint.json       step, facts about the run, size and CRC-32 of each other file
         .metadata             where each part of each tensor is, by torch.distributed.checkpoint
         __<rank>_0.distcp     the parts that a rank has written
 
-Tensors are read with weights_only. `.metadata` is a pickle, and the unpickler that reads it knows
-only the classes that it consists of.
+Tensors are read with weights_only. `.metadata` is a pickle; the unpickler that reads it knows only
+the classes that it consists of.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ from sdbench.ranks.distributed import Ranks, gather
 SCHEMA_VERSION = 1
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
+# Prefixes of weights, before `<module>.<parameter>`: trained, the fp32 copies that an optimizer
+# keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
+TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
+AVERAGED_PREFIX, FROZEN_PREFIX = "ema.", "frozen."
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
-# The names in a pickle that `.metadata` needs. None of them does anything but make a value.
+# The names in a pickle that `.metadata` needs. Each of them only makes a value.
 KNOWN_TO_PICKLE = {
     (known.__module__, known.__qualname__): known
     for known in (
@@ -69,13 +73,13 @@ class Checkpoint:
 
     Attributes:
         folder: Where it is.
-        step: After which it was made.
+        step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
         files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
-        is_finite: Whether all values were found finite as they were written. Versions of this
-            suite that did not look wrote nothing about it.
-        ranks: Who reads it.
-        is_checked: Whether the checksums of all files have been found right.
+        is_finite: Whether all values were finite when they were written. Versions of this suite
+            that did not check wrote nothing about it.
+        ranks: The ranks that read it.
+        is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
     """
 
@@ -91,10 +95,6 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
         """Open a checkpoint.
-
-        Args:
-            folder: Of the checkpoint.
-            ranks: Who reads it.
 
         Raises:
             ConfigError: A file is missing or has another size, or the description is damaged.
@@ -120,7 +120,7 @@ class Checkpoint:
         return cls(folder=folder, ranks=ranks, **content)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What was saved: the whole size and the dtype of each tensor, on the meta device.
+        """The saved tensors on the meta device, with their whole size and dtype.
 
         Raises:
             ConfigError: `.metadata` is damaged.
@@ -131,28 +131,21 @@ class Checkpoint:
         }
 
     def check_share(self) -> None:
-        """Check the checksums of this rank's share of the files, which it reads from end to end.
+        """Check the checksums of this rank's share of the files.
 
         The ranks of each node check all files: a disk or a cache may fail on one node alone, and
         what has been read here is loaded from memory.
-
-        Raises:
-            ConfigError: A file is damaged or cannot be read.
         """
-        for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
+        for name in self._share_of(self.files):
             self._check_file(name)
 
     def check_share_of_values(self) -> None:
-        """Check that this rank's share of the values is finite; nothing where a save has done that.
-
-        Raises:
-            ConfigError: A tensor has a value that is not finite, or `.metadata` is damaged.
-        """
+        """Check that this rank's share of the values is finite, unless its save has done that."""
         if self.is_finite:
             return
         metadata = self._read_metadata()
-        saved = sorted(metadata.state_dict_metadata.items())
-        for name, like in saved[self.ranks.local_rank :: self.ranks.local_world_size]:
+        for name in self._share_of(metadata.state_dict_metadata):
+            like = metadata.state_dict_metadata[name]
             tensor = torch.empty(like.size, dtype=like.properties.dtype)
             self._read({name: tensor}, metadata)
             if find_not_finite([(name, tensor)]) is not None:
@@ -163,15 +156,18 @@ class Checkpoint:
                     flag="--resume",
                 )
 
+    def _share_of(self, names: Iterable[str]) -> list[str]:
+        return sorted(names)[self.ranks.local_rank :: self.ranks.local_world_size]
+
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
 
-        Checksums are checked where that has not been done before. Nothing is loaded where one rank
-        finds fault.
+        Checksums are checked first, unless they have been. If one rank finds a fault, nothing is
+        loaded.
 
         Args:
-            tensors: Any of those that were saved, by name, on any device. DTensors may be shared
-                out in another way, or among another number of ranks, than when they were saved.
+            tensors: Saved tensors, by name, on any device. DTensors may have other placements, or
+                another number of ranks, than when they were saved.
 
         Raises:
             ConfigError: A file is damaged, or a tensor was not saved or had another size or dtype.
@@ -221,10 +217,39 @@ class Checkpoint:
         try:
             with (self.folder / METADATA_NAME).open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except Exception as error:  # a pickle that is not what it should be may raise anything
+        except Exception as error:  # a damaged pickle may raise anything
             what = f"it is no description of tensors ({error})"
             raise _damaged(self.folder / METADATA_NAME, what) from None
         return metadata
+
+
+def weights_of(tensors: Mapping[str, torch.Tensor], *, use_ema: bool) -> dict[str, torch.Tensor]:
+    """The trained weights among the tensors of a checkpoint, and the frozen ones that it keeps.
+
+    Args:
+        tensors: By their names in the checkpoint. fp32 copies take the place of bf16 weights.
+        use_ema: Take the moving averages.
+
+    Returns:
+        By the name ``<module>.<parameter>``.
+
+    Raises:
+        ConfigError: There are no averages.
+    """
+    if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
+        raise ConfigError(
+            "the run kept no moving average of its weights",
+            value=True,
+            allowed="the weights themselves: --no_ema",
+            flag="--ema",
+        )
+    trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
+    return {
+        name.removeprefix(prefix): tensor
+        for prefix in (*trained, FROZEN_PREFIX)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 class _Reader(dcp.FileSystemReader):
@@ -239,7 +264,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what `.metadata` consists of, and nothing else."""
+    """Knows only what `.metadata` consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in KNOWN_TO_PICKLE:
@@ -250,17 +275,7 @@ class _Unpickler(pickle.Unpickler):
 def write_description(
     folder: Path, *, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Write `checkpoint.json` for finite values, and bring the folder to the disk.
-
-    Args:
-        folder: Of the checkpoint.
-        step: As in `Checkpoint`.
-        facts: As in `Checkpoint`; secrets are left out.
-        files: As in `Checkpoint`.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write `checkpoint.json` without secrets, for finite values, and sync the folder to disk."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -274,10 +289,10 @@ def write_description(
 
 
 def find_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is not finite; None where all are finite.
+    """The name of the first tensor with a value that is not finite; None if all are finite.
 
-    Each is read once, on its device, and nothing is allocated but two numbers for each. Of a
-    tensor with a NaN both are NaN. On a CPU this takes a third of the time of a norm.
+    Each is read once, on its device, and only its minimum and maximum are allocated, both NaN if
+    one value is. On a CPU this takes a third of the time of a norm.
     """
     ends = [
         (name, torch.aminmax(tensor))
@@ -291,21 +306,13 @@ def find_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file as it is read back.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Size and checksum of a file as it is read back."""
     crc32, num_bytes = crc32_of(path)
     return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
 
 
 def synchronize(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in the background, found again, and removed in their time.
+"""`Checkpoints` of a run: saved in the background, found again, and removed when they are old.
 
 <run>/checkpoints/step_00000120/             a whole checkpoint
 <run>/checkpoints/.step_00000130.writing/    one that is being written, or was when it was killed
@@ -30,6 +30,7 @@ from sdbench.state.writer import (
     NotFinite,
     find_remains,
     hide,
+    num_bytes_of,
     remove,
     remove_remains,
 )
@@ -46,13 +47,13 @@ class SaveReport:
     """How a save has ended.
 
     Attributes:
-        step: After which the checkpoint was made.
+        step: Step after which the checkpoint was made.
         duration_s: From its beginning to its end.
-        stall_s: For how long of that training on this rank stood still.
+        stall_s: How long training on this rank stood still for it.
         is_copied: Whether this rank's part was copied in memory before it was written.
-        num_bytes: Of the tensors, of all ranks; 0 where it failed.
+        num_bytes: Of the tensors, of all ranks; 0 if it failed.
         error: Why there is no checkpoint; None if all went well.
-        not_finite: The tensor for whose values there is none; None if they were finite.
+        not_finite: The tensor whose values are the error; None if they were finite.
     """
 
     step: int
@@ -65,41 +66,24 @@ class SaveReport:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values were finite, as far as was looked."""
+        """Whether all values were finite, as far as they were checked."""
         return self.not_finite is None
-
-
-@dataclasses.dataclass
-class _Save:
-    """A save under way.
-
-    Attributes:
-        step: As in `SaveReport`.
-        stall_s: So far.
-        writer: Of this rank.
-        ended: Gives duration, bytes, error and what is not finite, as in `SaveReport`.
-    """
-
-    step: int
-    stall_s: float
-    writer: CheckpointWriter
-    ended: concurrent.futures.Future[tuple[float, int, str | None, str | None]]
 
 
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    A save is written in a thread while training goes on. Where the host's memory has room for a
-    copy of what this rank writes, the thread copies it first, and keeps that memory for the next
-    save. Else it reads the tensors in place. Nothing of the state changes between two optimizer
-    steps, so training waits for either no sooner than before the next one::
+    A save is written in a thread while training goes on. If the host's memory has room for a copy
+    of what this rank writes, the thread copies it first, and keeps that memory for the next save.
+    Else it reads the tensors in place. The state does not change between two optimizer steps, so
+    training waits for either only before the next one::
 
         checkpoints.begin_save(step, tensors, facts)
         loss.backward()
         checkpoints.wait_until_read()
         optimizer.step()
 
-    A process that ends waits for a save under way, unless it is killed.
+    A process that ends waits for the current save, unless it is killed.
     """
 
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
@@ -108,8 +92,8 @@ class Checkpoints:
         Args:
             folder: Of the run; seen by all ranks.
             ranks: The place of this process.
-            keep: How many checkpoints stay, the newest ones; at least 1.
-            keep_every: Those of every so many steps stay besides; None: none do.
+            keep: How many of the newest checkpoints are kept; at least 1.
+            keep_every: Checkpoints of multiples of this many steps are kept too.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
@@ -120,23 +104,23 @@ class Checkpoints:
         self._group = torch.distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._buffers: dict[Any, torch.Tensor] = {}
-        self._save: _Save | None = None
+        # Of the current save: its writer, its end, and how long training has stood still for it.
+        self._writer: CheckpointWriter | None = None
+        self._ended: concurrent.futures.Future[SaveReport] | None = None
+        self._stall_s = 0.0
         self._reports: list[SaveReport] = []
         self._held: set[int] = set()
         # The newest one that was found whole to its last byte, by its save or as it was read.
         self._verified: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole to its last byte. All ranks call it.
+        """The newest checkpoint that is whole to its last byte, the same on all ranks, which call.
 
-        All checksums are checked, and the values where the save has not; a file that one rank
-        cannot read counts for all. What is passed over is printed.
-
-        Returns:
-            The checkpoint, the same on all ranks; None where none has been saved.
+        All checksums are checked, and the values if the save has not; a file that one rank cannot
+        read counts for all. What is passed over is printed.
 
         Raises:
-            ConfigError: All of them are damaged.
+            ConfigError: All checkpoints are damaged.
         """
         steps = broadcast(_list_steps(self.folder), self._ranks)
         found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
@@ -157,9 +141,9 @@ class Checkpoints:
 
         Args:
             step: Optimizer steps taken.
-            tensors: The state by name: tensors that all ranks have alike, DTensors, and tensors
-                under a name that this rank alone gives. All of it, at each save. Must not change
-                until `wait_until_read` returns; those of at most 64 KiB may at once.
+            tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
+                tensors under a name that only this rank gives. Must not change until
+                `wait_until_read` returns; those of at most 64 KiB may at once.
             facts: More about the run, as JSON has it; those of the first rank are saved.
 
         Raises:
@@ -171,14 +155,14 @@ class Checkpoints:
         started_s = time.perf_counter()
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
+            if num_bytes_of(tensor) <= SMALL_BYTES:
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
         make_room = functools.partial(self._make_room, step)
-        path = _path_of(self.folder, step)
-        writer = CheckpointWriter(path, step=step, facts=facts, make_room=make_room)
-        ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
-        self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
+        path = self.path_of(step)
+        self._writer = CheckpointWriter(path, step=step, facts=facts, make_room=make_room)
+        self._ended = self._thread.submit(self._write, started_s, self._writer, planner, tensors)
+        self._stall_s = time.perf_counter() - started_s
 
     def path_of(self, step: int) -> Path:
         """The folder of a checkpoint."""
@@ -195,16 +179,16 @@ class Checkpoints:
     @property
     def is_reading(self) -> bool:
         """Whether a save still reads the tensors, which must not change yet."""
-        return self._save is not None and not self._save.writer.is_read.is_set()
+        return self._writer is not None and not self._writer.is_read.is_set()
 
     def wait_until_read(self) -> None:
         """Wait until the tensors may change. Call it before each optimizer step."""
         if self.is_reading:
             with self._standing_still():
-                self._save.writer.is_read.wait()
+                self._writer.is_read.wait()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one.
+        """Wait for the current save, if there is one.
 
         Raises:
             RunError: It failed, on all ranks alike.
@@ -217,43 +201,34 @@ class Checkpoints:
             )
 
     def poll(self) -> list[SaveReport]:
-        """The saves that have ended since the last call. All ranks call it behind the same steps.
+        """The saves that have ended since the last call. All ranks call it after the same steps.
 
         A save has ended once it has on all ranks: they get the same reports from the same call, and
-        act on an error together. One that acted a step earlier would leave the others waiting.
+        act on an error together. A rank that acted a step earlier would leave the others waiting.
         """
-        if self._save is not None:
-            is_under_way = not self._save.ended.done()
+        if self._ended is not None:
+            is_under_way = not self._ended.done()
             if not maximum_on_hosts(int(is_under_way), self._ranks):
                 self._collect()
         reports, self._reports = self._reports, []
         return reports
 
     def _collect(self) -> SaveReport | None:
-        """Wait for the save under way, and note how it has ended."""
-        if self._save is None:
+        """Wait for the current save, and note how it has ended."""
+        if self._ended is None:
             return None
         with self._standing_still():
-            duration_s, num_bytes, error, not_finite = self._save.ended.result()
-        report = SaveReport(
-            self._save.step,
-            duration_s,
-            self._save.stall_s,
-            self._save.writer.is_copied,
-            num_bytes,
-            error,
-            not_finite,
-        )
+            ended = self._ended.result()
+        report = dataclasses.replace(ended, stall_s=self._stall_s)
         self._reports.append(report)
-        self._save = None
+        self._writer = self._ended = None
         return report
 
     @contextlib.contextmanager
     def _standing_still(self) -> Iterator[None]:
-        assert self._save is not None
         started_s = time.perf_counter()
         yield
-        self._save.stall_s += time.perf_counter() - started_s
+        self._stall_s += time.perf_counter() - started_s
 
     def _write(
         self,
@@ -261,8 +236,8 @@ class Checkpoints:
         writer: CheckpointWriter,
         planner: dcp.SavePlanner,
         tensors: dict[str, torch.Tensor],
-    ) -> tuple[float, int, str | None, str | None]:
-        """Save, in the thread: seconds, bytes, the error, and the tensor that is not finite."""
+    ) -> SaveReport:
+        """Save, in the thread; the report has no stall yet."""
         num_bytes, error, not_finite = 0, None, None
         try:
             metadata = dcp.save(
@@ -277,7 +252,7 @@ class Checkpoints:
                 for saved in metadata.state_dict_metadata.values()
             )
         except (dcp.CheckpointException, Exception) as caught:
-            error, not_finite = self._name(caught), _find_not_finite(caught)
+            error, not_finite = self._describe(caught)
         finally:
             writer.is_read.set()
         if self._ranks.rank == 0:
@@ -285,47 +260,50 @@ class Checkpoints:
                 self._verified = {writer.step}
                 self._remove_old(writer.step)
             remove_remains(self.folder)
-        return time.perf_counter() - started_s, num_bytes, error, not_finite
+        duration_s = time.perf_counter() - started_s
+        return SaveReport(
+            writer.step, duration_s, 0.0, writer.is_copied, num_bytes, error, not_finite
+        )
 
-    def _name(self, error: BaseException) -> str:
-        """An error in a line, with the rank that it is of where there are several."""
-        where = ""
+    def _describe(self, error: BaseException) -> tuple[str, str | None]:
+        """An error in a line, with its rank if there are several, and the tensor not finite."""
+        where, not_finite = "", None
         if isinstance(error, dcp.CheckpointException):
-            rank, (error, _) = next(iter(error.failures.items()))
-            where = f"rank {rank}: " if self._ranks.world_size > 1 else ""
+            failures = [failure for failure, _ in error.failures.values()]
+            not_finite = next((str(one) for one in failures if isinstance(one, NotFinite)), None)
+            where = f"rank {next(iter(error.failures))}: " if self._ranks.world_size > 1 else ""
+            error = failures[0]
         if isinstance(error, NotFinite):
-            return f"{where}{error} is not finite"
-        return where + (str(error).splitlines() or [type(error).__name__])[0]
+            return f"{where}{error} is not finite", not_finite
+        return where + (str(error).splitlines() or [type(error).__name__])[0], not_finite
 
     def _remove_old(self, step: int) -> None:
         """Remove the checkpoints that are not to be kept beside this newest one.
 
-        Those of later steps are of a course that was given up, and stay for the user to remove.
+        Checkpoints of later steps, from which the run went back, stay for the user to remove.
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         for old in steps[: -self._keep]:
             if not self._stays(old):
-                with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
-                    hide(_path_of(self.folder, old))
+                with contextlib.suppress(OSError):  # one checkpoint too many does no harm
+                    hide(self.path_of(old))
 
     def _make_room(self, step: int, num_bytes: int) -> None:
-        """Remove the oldest checkpoints until so many bytes are free for one of this step.
+        """Remove the oldest checkpoints until this many bytes are free for one of this step.
 
-        Only as long as another one stays that was found whole: else the run would have none if it
-        was killed now. None is removed where all of them together would not suffice.
+        Only while another one stays that was found whole: else a run that is killed now would have
+        none. Nothing is removed if all of them together would not suffice.
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         if not self._verified & set(steps):
             return
-        removable = {
-            old: _path_of(self.folder, old)
-            for old in steps
-            if old not in self._verified and not self._stays(old)
-        }
-        files = (file for path in removable.values() for file in path.iterdir())
+        removable = [
+            self.path_of(old) for old in steps if old not in self._verified and not self._stays(old)
+        ]
+        files = (file for path in removable for file in path.iterdir())
         if shutil.disk_usage(self.folder).free + sum(f.stat().st_size for f in files) < num_bytes:
             return
-        for path in removable.values():
+        for path in removable:
             if shutil.disk_usage(self.folder).free >= num_bytes:
                 return
             remove(path)
@@ -335,25 +313,13 @@ class Checkpoints:
         return is_kept or old in self._held
 
 
-def _find_not_finite(error: BaseException) -> str | None:
-    """The tensor of some rank for whose values a save failed; None where it failed otherwise."""
-    if not isinstance(error, dcp.CheckpointException):
-        return None
-    named = [str(one) for one, _ in error.failures.values() if isinstance(one, NotFinite)]
-    return named[0] if named else None
-
-
 def find_newest(run: Path) -> Checkpoint | None:
     """The newest checkpoint of a run whose files have the right sizes, for this process alone.
 
-    Args:
-        run: Folder of the run.
-
-    Returns:
-        The checkpoint, of which only the description has been read; None where there is none.
+    Only its description has been read.
 
     Raises:
-        ConfigError: All of them are damaged.
+        ConfigError: All checkpoints are damaged.
     """
     folder = run / FOLDER_NAME
     return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
@@ -368,16 +334,9 @@ def tell_of_passed_over(found: Checkpoint | None) -> None:
 def _newest_of(
     folder: Path, steps: Sequence[int], *, ranks: Ranks, reads_all: bool
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of these steps; all ranks find the same.
+    """The newest whole checkpoint of these rising steps; all ranks find the same.
 
-    Args:
-        folder: Of the checkpoints.
-        steps: In rising order.
-        ranks: Who takes part.
-        reads_all: Check the checksums of all files, and not their sizes alone.
-
-    Raises:
-        ConfigError: None is whole.
+    `reads_all` checks the checksums of all files, and not only their sizes.
     """
     passed_over: list[str] = []
     for step in reversed(steps):

@@ -16,14 +16,10 @@ LOCK_NAME = ".lock"
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder while the block runs. For one process of a run, its first rank.
+    """Hold the lock of a run's folder while the block runs; called by the first rank.
 
-    The system frees the lock when the process ends, however it ends. It is the process's own:
-    workers that it has forked do not keep it (`fcntl.flock` would let them), and the process itself
-    must not lock the folder again.
-
-    Args:
-        folder: Of the run; it is there.
+    The system frees the lock when the process ends, however it ends. Forked workers do not keep it
+    (with `fcntl.flock` they would). The process must not lock the folder a second time.
 
     Raises:
         ConfigError: Another process has the lock.

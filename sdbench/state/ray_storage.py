@@ -15,22 +15,16 @@ from sdbench.state.checkpoints import Checkpoints
 class RayStorage:
     """The copies of a run's checkpoints in the storage of its Ray Train run, under the same names.
 
-    The first rank copies: the folder of the run is seen by all ranks.
+    The first rank copies; all ranks see the folder of the run.
     """
 
     def __init__(self, checkpoints: Checkpoints, *, ranks: Ranks) -> None:
-        """Copy nothing yet.
-
-        Args:
-            checkpoints: Those of the run.
-            ranks: The place of this process, a worker of Ray Train.
-        """
         self._checkpoints = checkpoints
         self._folder = checkpoints.folder
         self._ranks = ranks
 
     def fetch(self) -> None:
-        """Copy the newest checkpoint here, unless it or a later one is here. All ranks call it."""
+        """Copy the newest checkpoint here, unless the folder has it or a later one. All call it."""
         stored = ray.train.get_checkpoint()
         if stored is not None and self._ranks.rank == 0:
             name = os.path.basename(stored.path)
@@ -43,16 +37,13 @@ class RayStorage:
                 shutil.rmtree(hidden, ignore_errors=True)
                 stored.to_directory(hidden)
                 hidden.rename(self._folder / name)
-        gather(None, self._ranks)  # nobody looks for checkpoints before it is there
+        gather(None, self._ranks)  # no rank looks for checkpoints before it is there
 
     def keep(self, step: int) -> None:
-        """Begin to copy a whole checkpoint. All ranks call it behind the same step.
+        """Begin to copy the checkpoint of a step. All ranks call it after the same step.
 
-        The checkpoint is held until it is copied: a store that is slower than the saves would
-        otherwise find it removed as an old one, and Ray ends the run for that.
-
-        Args:
-            step: Of the checkpoint.
+        The checkpoint is held until it is copied: with a store slower than the saves it would be
+        removed as an old one, for which Ray ends the run.
 
         Raises:
             RuntimeError: The copy before has failed.

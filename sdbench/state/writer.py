@@ -26,9 +26,9 @@ from sdbench.state.checkpoint import (
     write_description,
 )
 
-# What a tensor takes in a file beside its values.
+# Size of a tensor in a file, beyond its values.
 OVERHEAD_BYTES = 2048
-# Of the host's free memory that the copies of a save may take. The rest is for what a step
+# Share of the host's free memory that the copies of a save may take. The rest is for what a step
 # allocates, and for pages on their way to the disk.
 MAX_SHARE_OF_COPIES = 0.8
 
@@ -60,9 +60,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
             folder: Of the checkpoint when it is whole.
             step: As in `Checkpoint`.
             facts: As in `Checkpoint`.
-            make_room: Removes older checkpoints, where it may, until so many bytes are free.
+            make_room: Removes older checkpoints, if it may, until this many bytes are free.
         """
-        # Files are brought to the disk here, after `is_read` has been set. The planner copies.
+        # Files are synced to disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
         super().__init__(hidden, sync_files=False, per_thread_copy_ahead=0)
         self._folder = folder
@@ -73,13 +73,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.is_copied = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make room: what an earlier save has left goes."""
+        """Remove what an earlier save has left."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             remove_remains(self._folder.parent)
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Make room on the disk, on the first rank, or refuse what it cannot take."""
+        """Make room on the disk, on the first rank, or refuse what does not fit."""
         num_bytes = sum(
             item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
             + OVERHEAD_BYTES
@@ -94,12 +94,12 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
-        """Write this rank's part, and bring it to the disk, unless a value is not finite."""
+        """Write this rank's part, and sync it to disk, unless a value is not finite."""
         assert isinstance(planner, CopyingPlanner)
         self.is_copied = planner.copy(plan)
         if self.is_copied:
             self.is_read.set()
-        # What is written is looked at, in this thread: where there are copies, training goes on.
+        # Values are checked in this thread: if they are copies, training goes on meanwhile.
         parts = ((item.index.fqn, planner.resolve_data(item)) for item in plan.items)
         bad = find_not_finite(parts)
         if bad is not None:
@@ -107,7 +107,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner).value()
         except RuntimeError as error:
-            # Of a failed write torch.save only says where it was; the reason is what came before.
+            # torch.save only says where a write failed; the reason is the error before.
             raise error.__context__ or error from None
         self.is_read.set()
         files = {}
@@ -126,7 +126,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         for _, described in results:
             files |= described
         write_description(self.path, step=self.step, facts=self._facts, files=files)
-        Checkpoint.open(self.path)  # which it must stand before it gets its name
+        Checkpoint.open(self.path)  # which checks it before it gets its name
         hide(self._folder)  # a run that went back to an earlier step comes here again
         self.path.rename(self._folder)
         synchronize(self._folder.parent)
@@ -137,7 +137,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class CopyingPlanner(dcp.DefaultSavePlanner):
-    """Copies what this rank writes to host memory, where there is room for that.
+    """Copies what this rank writes to host memory, if there is room.
 
     Memory is copied far faster than a disk writes, so training goes on sooner.
     """
@@ -158,27 +158,27 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self, plan: dcp.SavePlan) -> bool:
-        """Copy the tensors of this rank's plan, and wait until that is done.
+        """Copy the tensors of this rank's plan, and wait for that.
 
         Returns:
-            Whether there was room. If not, they are read in place.
+            False if there was no room: they are read in place.
         """
         resolve = super().resolve_data
         tensors = {item.index: resolve(item).detach() for item in plan.items}
-        missing = [
-            tensor.numel() * tensor.element_size()
+        missing = {
+            index: tensor
             for index, tensor in tensors.items()
             if not _fits(self._buffers.get(index), tensor)
-        ]
+        }
         free_bytes = psutil.virtual_memory().available / self._num_sharing
-        if sum(missing) > MAX_SHARE_OF_COPIES * free_bytes:
+        if sum(map(num_bytes_of, missing.values())) > MAX_SHARE_OF_COPIES * free_bytes:
             self._buffers.clear()
             return False
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)  # of this thread
         with torch.cuda.stream(self._stream):
             for index, tensor in tensors.items():
-                if not _fits(self._buffers.get(index), tensor):
+                if index in missing:
                     self._buffers[index] = torch.empty_like(
                         tensor, device="cpu", pin_memory=tensor.is_cuda
                     )
@@ -193,28 +193,33 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item) if copied is None else copied
 
 
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; a DTensor counts as a whole."""
+    return tensor.numel() * tensor.element_size()
+
+
 def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and (buffer.size(), buffer.dtype) == (tensor.size(), tensor.dtype)
 
 
 def hide(folder: Path) -> None:
-    """Take a checkpoint, if it is there, out of the way of those who look for one."""
+    """Rename a checkpoint, if it is there, so that no search finds it."""
     if folder.exists():
         folder.rename(folder.with_name(f".{folder.name}.removing"))
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; a kill leaves remains of it that nobody takes for one."""
+    """Remove a checkpoint; a kill leaves only hidden remains."""
     hide(folder)
     shutil.rmtree(folder.with_name(f".{folder.name}.removing"), ignore_errors=True)
 
 
 def find_remains(folder: Path) -> list[Path]:
-    """Parts of checkpoints that a save or a removal has left when it was killed."""
+    """Parts of checkpoints that a killed save or removal has left."""
     return sorted(folder.glob(".step_*"))
 
 
 def remove_remains(folder: Path) -> None:
-    """Remove them."""
+    """Remove what `find_remains` finds."""
     for remains in find_remains(folder):
         shutil.rmtree(remains, ignore_errors=True)

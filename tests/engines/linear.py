@@ -5,6 +5,8 @@ A linear model on fixed data, so that nothing but the engine is under test.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from sdbench.engines.job import TrainedModule, TrainJob
 from sdbench.measure.watch import make_watch
+from sdbench.ranks.distributed import Ranks, gather
 
 BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
 LEARNING_RATE = 0.05
@@ -35,18 +38,26 @@ class Pairs(Dataset):
 
 
 class CountingLoader(DataLoader):
-    """Counts images as the sources' loader does."""
+    """Counts images and resumes as the sources' loader does, and draws nothing of torch's."""
 
-    num_images_delivered = 0
+    num_images_delivered = num_resumed = 0
+
+    def __init__(self, dataset, **options):
+        super().__init__(dataset, generator=torch.Generator(), **options)
 
     def __iter__(self):
-        for batch in super().__iter__():
+        num_to_skip, self.num_resumed = self.num_resumed, 0
+        for batch in itertools.islice(super().__iter__(), num_to_skip // self.batch_size, None):
             self.num_images_delivered += len(batch["input"])
             yield batch
 
     def state_dict(self):
         """Where it is."""
         return {"num_images": self.num_images_delivered}
+
+    def load_state_dict(self, state):
+        """Go on there."""
+        self.num_images_delivered = self.num_resumed = state["num_images"]
 
 
 class LinearModel(torch.nn.Module):
@@ -119,6 +130,62 @@ def watch_with(*observers):
     return make_watch(
         num_warmup_steps=2, num_measured_steps=3, cuda_device=None, observers=observers
     )
+
+
+class Hooks:
+    """Keep the state of a run and what would be saved of it; may skip the update of a step."""
+
+    def __init__(self, *, skipped_step=None):
+        self.skipped_step = skipped_step
+        self.saved = []  # facts and tensors after each step
+
+    def begins(self, state):
+        """Keep the state."""
+        self.state = state
+
+    def gradients_ready(self, loss, norm):
+        """Skip the update."""
+        if self.state.num_steps + 1 == self.skipped_step:
+            self.state.skip_update()
+
+    def step_ended(self, state):
+        """Keep copies."""
+        tensors = {name: whole(tensor) for name, tensor in state.tensors().items()}
+        self.saved.append((state.facts(), tensors))
+
+
+class ResumingHooks(Hooks):
+    """Begin with what others have saved."""
+
+    def __init__(self, facts, tensors):
+        super().__init__()
+        self._facts, self._tensors = facts, tensors
+
+    def begins(self, state):
+        """Load it, as train.py loads a checkpoint."""
+        super().begins(state)
+        targets = state.prepare_to_load(self._facts, saved=self._tensors)
+        for name, target in targets.items():
+            target.copy_(self._tensors[name])
+        state.loaded(targets, self._facts)
+
+
+def losses_of(measurements) -> list[float]:
+    """Of each step."""
+    return [step.loss for step in measurements.timings.steps]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, put together from its parts if the ranks have sharded it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def gather_average(averages: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole averages of all ranks by name, on every rank; each of them calls it."""
+    own = {name: whole(average).cpu() for name, average in averages.items()}
+    of_ranks = gather(own, Ranks.from_environment())
+    return {name: average for of_rank in of_ranks for name, average in of_rank.items()}
 
 
 def train_by_hand() -> tuple[list[float], list[torch.Tensor]]:

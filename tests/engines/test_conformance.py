@@ -17,7 +17,9 @@ import benchmark
 from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.device_batches import Batches
+from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainedModule
+from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import PHASES
 from sdbench.measure.watch import make_watch
 from sdbench.record.store import load_record
@@ -28,9 +30,11 @@ from tests.engines.linear import (
     MICROBATCH,
     NUM_FEATURES,
     NUM_STEPS,
+    Hooks,
     LinearModel,
     Pairs,
     average_by_hand,
+    losses_of,
     make_config,
     make_parts,
     mean_squared_error,
@@ -57,15 +61,12 @@ class Listener:
         self.indices.append(index)
 
 
-def losses_of(measurements) -> list[float]:
-    return [step.loss for step in measurements.timings.steps]
-
-
 @each_engine
-def test_losses_weights_and_counts_are_those_of_the_reference(engine):
+@pytest.mark.parametrize("microbatch", [MICROBATCH, 3, 100])  # 3 + 3 + 2, and all 8 at once
+def test_losses_weights_and_counts_are_those_of_the_reference(engine, microbatch):
     listener = Listener()
-    job = make_parts()
-    measurements = load_engine(engine)(job, make_config(), watch_with(listener))
+    job, config = make_parts(), make_config(device_train_microbatch_size=microbatch)
+    measurements = load_engine(engine)(job, config, watch_with(listener))
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(job.model.unet.weight.detach()[0], weights[-1])
@@ -77,17 +78,6 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     assert sum(step.step_time_s for step in measurements.timings.measured) == pytest.approx(
         measurements.timings.window_s, abs=1e-3
     )
-
-
-@each_engine
-@pytest.mark.parametrize("microbatch", [3, 100])  # 3 + 3 + 2, and all 8 at once
-def test_micro_batches_of_any_size_give_the_loss_of_the_whole_batch(engine, microbatch):
-    config = make_config(device_train_microbatch_size=microbatch)
-    job = make_parts()
-    measurements = load_engine(engine)(job, config, watch_with())
-    losses, weights = train_by_hand()
-    assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(job.model.unet.weight.detach()[0], weights[-1])
 
 
 @each_engine
@@ -199,29 +189,6 @@ def test_nothing_is_read_from_the_device_within_the_window(engine, monkeypatch):
     assert [num - num_reads[0] for num in num_reads[1:]] == [1, 2, 2, 2, 3]
 
 
-class Hooks:
-    """Keep the state of a run; leave the update of a step out."""
-
-    def __init__(self, *, skipped_step=None, facts=None):
-        self.facts = facts
-        self.weights = []
-        self._skipped_step = skipped_step
-
-    def begins(self, state):
-        self._state = state
-        if self.facts is not None:
-            state.went_back(self.facts)
-
-    def gradients_ready(self, loss, norm):
-        if self._state.num_steps + 1 == self._skipped_step:
-            self._state.skip_update()
-
-    def step_ended(self, state):
-        self.facts = state.facts()
-        (*_, weight) = (w for name, w in state.tensors().items() if name == "model.unet.weight")
-        self.weights.append(weight.clone())
-
-
 @pytest.fixture
 def cpu_scaler(monkeypatch):
     """The gradient scaler of fp16, which a GPU has, on a CPU; its scale doubles every two steps."""
@@ -233,56 +200,62 @@ def cpu_scaler(monkeypatch):
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: make(enabled=enabled))
 
 
+class HooksThatGoBack(Hooks):
+    """Begin with the facts of another run."""
+
+    def __init__(self, facts):
+        super().__init__()
+        self._facts = facts
+
+    def begins(self, state):
+        super().begins(state)
+        state.went_back(self._facts)
+
+
 @each_engine
 def test_the_scale_of_fp16_losses_is_saved_and_restored(engine, cpu_scaler):
-    config = make_config(precision="amp_fp16")
-    first = Hooks()
-    load_engine(engine)(make_parts(), config, watch_with(), first)
+    def facts_of_scale(hooks):
+        load_engine(engine)(make_parts(), make_config(precision="amp_fp16"), watch_with(), hooks)
+        facts, _ = hooks.saved[-1]
+        return facts, (facts["scaler"]["scale"], facts["scaler"]["_growth_tracker"])
+
+    facts, found = facts_of_scale(Hooks())
     # Five steps: doubled twice, and one step towards the next time.
-    assert (first.facts["scaler"]["scale"], first.facts["scaler"]["_growth_tracker"]) == (4096, 1)
-    second = Hooks(facts=first.facts)
-    load_engine(engine)(make_parts(), config, watch_with(), second)
-    assert (second.facts["scaler"]["scale"], second.facts["scaler"]["_growth_tracker"]) == (
-        32768,
-        0,
-    )
+    assert found == (4096, 1)
+    _, found = facts_of_scale(HooksThatGoBack(facts))
+    assert found == (32768, 0)
 
 
 @each_engine
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_an_update_is_left_out_of_weights_and_average(engine, precision, cpu_scaler):
+def test_a_skipped_update_changes_neither_weights_nor_average(engine, precision, cpu_scaler):
     hooks = Hooks(skipped_step=3)
     job = make_parts(ema=EmaSpec("foreach", HALF_LIFE_BATCHES), max_gradient_norm=1.0)
     load_engine(engine)(job, make_config(precision=precision), watch_with(), hooks)
-    changes = [not torch.equal(*pair) for pair in itertools.pairwise(hooks.weights)]
+    weights = [tensors["model.unet.weight"] for _, tensors in hooks.saved]
+    changes = [not torch.equal(*pair) for pair in itertools.pairwise(weights)]
     assert changes == [True, False, True, True]
-    assert hooks.facts["num_steps"] == NUM_STEPS
-    assert hooks.facts["ema_num_steps"] == NUM_STEPS - 1
+    facts, _ = hooks.saved[-1]
+    assert (facts["num_steps"], facts["ema_num_steps"]) == (NUM_STEPS, NUM_STEPS - 1)
 
 
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize(
     ("engine", "implementation"),
-    [("composer", "composer"), ("composer", "foreach"), ("torch", "foreach")],
+    [("composer", "composer"), *((engine, "foreach") for engine in ENGINES)],
 )
 def test_the_average_is_that_of_the_closed_form(engine, implementation, interval, monkeypatch):
-    fit = load_engine(engine)
-    module = importlib.import_module(f"sdbench.engines.{engine}")
-    kept = []
-    name = {"composer": "EMA", "foreach": "ForeachEma"}[implementation]
-    original = getattr(module, name)
-
-    def remember(*args, **kwargs):
-        kept.append(original(*args, **kwargs))
-        return kept[0]
-
-    monkeypatch.setattr(module, name, remember)
+    fit, hooks, kept = load_engine(engine), Hooks(), []
+    if implementation == "composer":
+        module = importlib.import_module("sdbench.engines.composer")
+        original = module.EMA
+        monkeypatch.setattr(module, "EMA", lambda **kw: kept.append(original(**kw)) or kept[0])
     spec = EmaSpec(implementation, HALF_LIFE_BATCHES, interval)
-    fit(make_parts(ema=spec), make_config(), watch_with())
+    fit(make_parts(ema=spec), make_config(), watch_with(), hooks)
     if implementation == "composer":
         average = kept[0].ema_model.named_parameters_dict["model.unet.weight"]
     else:
-        average = kept[0].state_dict()["averages"]["unet.weight"]
+        average = hooks.state.averages["unet.weight"]
     _, weights = train_by_hand()
     expected = average_by_hand(weights, half_life=HALF_LIFE_BATCHES, interval=interval)
     torch.testing.assert_close(average.detach()[0], expected)
@@ -290,14 +263,12 @@ def test_the_average_is_that_of_the_closed_form(engine, implementation, interval
 
 
 @each_engine
-def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, monkeypatch):
-    from sdbench.engines.optimizers import AdamWOfMasterWeights
-
+def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine):
     class InBf16(LinearModel):
         def forward(self, batch):
             return self.unet(batch["input"].bfloat16()).float(), batch["target"]
 
-    copies, kept = [], []
+    copies = []
 
     def make_optimizer(groups):
         optimizer = AdamWOfMasterWeights(groups)
@@ -306,19 +277,16 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
         optimizer.register_step_post_hook(lambda *_: copies.append(weight.detach().clone()))
         return optimizer
 
-    fit = load_engine(engine)
-    module = importlib.import_module(f"sdbench.engines.{engine}")
-    original = module.ForeachEma
-    monkeypatch.setattr(module, "ForeachEma", lambda *args: kept.append(original(*args)) or kept[0])
     job = make_parts(
         model=InBf16().bfloat16(),
         make_optimizer=make_optimizer,
         ema=EmaSpec("foreach", HALF_LIFE_BATCHES),
     )
-    fit(job, make_config(), watch_with())
+    hooks = Hooks()
+    load_engine(engine)(job, make_config(), watch_with(), hooks)
     assert len(copies) == NUM_STEPS + 1
     expected = average_by_hand(copies, half_life=HALF_LIFE_BATCHES, interval=1)
-    torch.testing.assert_close(kept[0].state_dict()["averages"]["unet.weight"], expected)
+    torch.testing.assert_close(hooks.state.averages["unet.weight"], expected)
     in_bf16 = average_by_hand(
         [copy.bfloat16().float() for copy in copies], half_life=HALF_LIFE_BATCHES, interval=1
     )
@@ -335,14 +303,12 @@ def test_a_composer_that_is_not_known_is_refused(monkeypatch):
 
 
 def test_the_average_of_bf16_weights_is_kept_in_fp32():
-    from sdbench.engines.ema import ForeachEma
-
     weight = torch.ones(3, dtype=torch.bfloat16)
     ema = ForeachEma({"weight": weight}, EmaSpec("foreach", half_life_batches=1000))
     ema.update()
     weight += 1
     ema.update()
-    average = ema.state_dict()["averages"]["weight"]
+    average = ema.averages["weight"]
     assert average.dtype == torch.float32
     # 1 + (1 - d), which bf16 would round to 1.
     torch.testing.assert_close(average, torch.full((3,), 2 - 0.5 ** (1 / 1000)))
@@ -362,8 +328,6 @@ SLEEPS_S = {
 
 
 def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
-    from sdbench.engines.ema import ForeachEma
-
     def slow(phase, function):
         def slowed(*args, **kwargs):
             sleep(SLEEPS_S[phase])
@@ -386,7 +350,13 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
         "unet_forward", slow("unet_forward", job.model.unet.forward)
     )
     monkeypatch.setattr(Batches, "_copy", slow("host_to_device", Batches._copy))
-    monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__, sleep))
+    getitem = Pairs.__getitem__
+    slow_pair = slow("data_wait", getitem)  # one of a batch
+
+    def getitem_of_batch(self, index):
+        return (getitem if index % BATCH_SIZE else slow_pair)(self, index)
+
+    monkeypatch.setattr(Pairs, "__getitem__", getitem_of_batch)
     monkeypatch.setattr(torch.Tensor, "backward", slow("backward", torch.Tensor.backward))
     monkeypatch.setattr(torch.optim.SGD, "step", slow("optimizer", torch.optim.SGD.step))
     monkeypatch.setattr(ForeachEma, "update", slow("ema", ForeachEma.update))
@@ -395,25 +365,13 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
     assert measurements.breakdown["seconds"] == {**dict.fromkeys(PHASES, 0), **SLEEPS_S}
 
 
-def slow_items(getitem, sleep):
-    """Spread the loader's sleep over the samples of a batch."""
-
-    def slowed(self, index):
-        sleep(SLEEPS_S["data_wait"] / BATCH_SIZE)
-        return getitem(self, index)
-
-    return slowed
-
-
 @pytest.mark.parametrize(
     "what",
     [
         pytest.param((), id="all"),
         pytest.param(("--lora_rank", "4", "--lr", "0.01"), id="lora", marks=pytest.mark.slow),
         pytest.param(
-            ("--task", "dreambooth", "--train_text_encoder"),
-            id="dreambooth",
-            marks=pytest.mark.slow,
+            ("--task", "dreambooth", "--train_text_encoder"), id="text", marks=pytest.mark.slow
         ),
     ],
 )

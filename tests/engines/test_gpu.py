@@ -11,6 +11,7 @@ from tests.engines.linear import (
     NUM_STEPS,
     CountingLoader,
     Pairs,
+    losses_of,
     make_config,
     make_parts,
     train_by_hand,
@@ -18,10 +19,6 @@ from tests.engines.linear import (
 )
 
 pytestmark = pytest.mark.gpu
-
-
-def losses_of(measurements) -> list[float]:
-    return [step.loss for step in measurements.timings.steps]
 
 
 @pytest.mark.parametrize("encode_ahead", [False, True])

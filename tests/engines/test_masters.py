@@ -11,17 +11,17 @@ import torch
 
 import benchmark
 from sdbench.engines import load_engine
-from sdbench.engines import torch as engine
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.setting import BF16
-from tests.engines.averages import gather_average
 from tests.engines.linear import (
     NUM_STEPS,
     SCHEDULE,
+    Hooks,
     LinearModel,
     average_by_hand,
+    gather_average,
     make_config,
     make_parts,
     watch_with,
@@ -45,7 +45,7 @@ class OnesModel(LinearModel):
 
 
 def train(sharding):
-    """The copies behind each step, whole, and their average on the first rank."""
+    """Copies and weights after each step, and the average, all whole."""
     ranks = Ranks.from_environment()
     config = make_config(
         sharding=sharding,
@@ -55,14 +55,6 @@ def train(sharding):
         device_train_microbatch_size=1,
     )
     model = OnesModel().bfloat16()
-    emas = []
-
-    class Kept(engine.ForeachEma):
-        def __init__(self, weights, spec):
-            super().__init__(weights, spec)
-            emas.append(self)
-
-    original, engine.ForeachEma = engine.ForeachEma, Kept
     job = make_parts(
         num_ranks=ranks.world_size,
         rank=ranks.rank,
@@ -72,36 +64,16 @@ def train(sharding):
         make_optimizer=lambda groups: make_optimizer(groups, config=config),
         ema=EmaSpec("foreach", half_life_batches=2, interval_batches=2),
     )
-    states = States()
-    try:
-        engine.fit(job, config, watch_with(), states)
-    finally:
-        engine.ForeachEma = original
-    return {"copies": states.copies, "model": states.model, "average": gather_average(emas[0])}
-
-
-class States:
-    """Keeps what would be saved behind each step."""
-
-    def __init__(self):
-        self.copies, self.model = [], []
-
-    def begins(self, state):
-        """Nothing is restored."""
-
-    def gradients_ready(self, loss, norm):
-        """No update is left out."""
-
-    def step_ended(self, state):
-        """Keep copies and weights."""
-        tensors = {name: whole(tensor) for name, tensor in state.tensors().items()}
-        for prefix, kept in (("fp32.", self.copies), ("model.", self.model)):
-            kept.append({n.removeprefix(prefix): t for n, t in tensors.items() if prefix in n})
-
-
-def whole(tensor):
-    """A copy of it, put together from its parts if the ranks have shared it out."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+    hooks = Hooks()
+    load_engine("torch")(job, config, watch_with(), hooks)
+    found = {
+        prefix: [
+            {n.removeprefix(prefix): one for n, one in tensors.items() if n.startswith(prefix)}
+            for _, tensors in hooks.saved
+        ]
+        for prefix in ("fp32.", "model.")
+    }
+    return found | {"average": gather_average(hooks.state.averages)}
 
 
 @pytest.fixture(scope="module")
@@ -140,18 +112,18 @@ def test_copies_and_their_average_are_those_of_the_closed_forms(sharding, reques
         assert not torch.equal(expected[-1].bfloat16().double(), expected[-1])
         for of_rank in found:
             for step in range(NUM_STEPS):
-                weight = of_rank["model"][step][name]
+                weight = of_rank["model."][step][name]
                 assert weight.dtype == torch.bfloat16
                 torch.testing.assert_close(
                     weight, expected[step + 1].bfloat16(), rtol=2**-8, atol=0
                 )
-                if name in of_rank["copies"][step]:
-                    copy = of_rank["copies"][step][name]
+                if name in of_rank["fp32."][step]:
+                    copy = of_rank["fp32."][step][name]
                     assert torch.equal(weight, copy.bfloat16())
                     torch.testing.assert_close(copy.double(), expected[step + 1], rtol=0, atol=2e-7)
         average = average_by_hand(expected, half_life=2, interval=2)
         torch.testing.assert_close(found[0]["average"][name].double(), average, rtol=0, atol=2e-7)
-    assert set().union(*(of_rank["copies"][-1] for of_rank in found)) == names
+    assert set().union(*(of_rank["fp32."][-1] for of_rank in found)) == names
 
 
 TINY = (

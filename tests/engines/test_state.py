@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from sdbench.engines import load_engine
+from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.device_batches import make_batches
-from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
 from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import VAE_ENCODE
@@ -22,60 +19,61 @@ from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
     CountingLoader,
+    Hooks,
+    LinearModel,
     Pairs,
+    ResumingHooks,
+    losses_of,
     make_config,
     make_parts,
     watch_with,
 )
 
-NUM_BEFORE, NUM_AFTER = 3, 3
+NUM_BEFORE = 3
 
 
-class Training:
-    """bf16 weights in two groups, their fp32 copies, a schedule and an average."""
+class NoisyModel(LinearModel):
+    """bf16 weights, and noise from torch's generator."""
 
-    def __init__(self) -> None:
-        self.weights = [torch.linspace(-1, 1, 12).bfloat16().requires_grad_() for _ in range(2)]
-        rates = (1e-2, 1e-3)
-        self.optimizer = AdamWOfMasterWeights(
-            [{"params": [w], "lr": lr} for w, lr in zip(self.weights, rates, strict=True)],
-            weight_decay=0.1,
-        )
-        self.schedule = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        masters = self.optimizer.masters.values()
-        self.ema = ForeachEma(dict(zip("ab", masters, strict=True)), EmaSpec("foreach", 2, 2))
-        self.parts = {"optimizer": self.optimizer, "schedule": self.schedule, "ema": self.ema}
+    def __init__(self):
+        super().__init__()
+        self.bfloat16()
 
-    def train(self, steps):
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            for weight in self.weights:
-                weight.grad = torch.randn(12, generator=generator).bfloat16()
-            self.optimizer.step()
-            self.schedule.step()
-            self.ema.update()
-
-    def save(self) -> bytes:
-        file = io.BytesIO()
-        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file)
-        return file.getvalue()
-
-    def load(self, saved: bytes) -> None:
-        state = torch.load(io.BytesIO(saved), weights_only=True)
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
+    def forward(self, batch):
+        noise = torch.randn_like(batch["input"])
+        return self.unet((batch["input"] + noise).bfloat16()).float(), batch["target"]
 
 
-def test_training_goes_on_as_if_it_had_not_been_stopped():
-    uninterrupted, stopped, resumed = Training(), Training(), Training()
-    uninterrupted.train(range(NUM_BEFORE + NUM_AFTER))
-    stopped.train(range(NUM_BEFORE))
-    resumed.load(stopped.save())
-    assert all(map(torch.equal, resumed.weights, stopped.weights))
-    resumed.train(range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
-    assert resumed.save() == uninterrupted.save()  # bit for bit
-    assert all(map(torch.equal, resumed.weights, uninterrupted.weights))
-    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
+def train(engine, hooks, *, num_steps=NUM_STEPS, num_before=0):
+    """Train fp32 copies of bf16 weights, with an average, whose rate halves after three steps."""
+    job = make_parts(
+        model=NoisyModel(),
+        make_optimizer=lambda groups: AdamWOfMasterWeights(groups, weight_decay=0.1),
+        ema=EmaSpec("foreach", half_life_batches=2, interval_batches=2),
+        num_steps=num_steps,
+    )
+    watch = make_watch(
+        num_warmup_steps=0,
+        num_measured_steps=num_steps - num_before,
+        num_steps=num_steps - num_before,
+        cuda_device=None,
+        observers=[],
+    )
+    return losses_of(load_engine(engine)(job, make_config(master_weights="fp32"), watch, hooks))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_goes_on_as_if_it_had_not_been_stopped(engine):
+    uninterrupted, stopped = Hooks(), Hooks()
+    losses = train(engine, uninterrupted)
+    assert train(engine, stopped, num_steps=NUM_BEFORE) == losses[:NUM_BEFORE]
+    resumed = ResumingHooks(*stopped.saved[-1])
+    assert train(engine, resumed, num_before=NUM_BEFORE) == losses[NUM_BEFORE:]
+    for found, expected in zip(resumed.saved, uninterrupted.saved[NUM_BEFORE:], strict=True):
+        assert found[0] == expected[0]
+        assert found[1].keys() == expected[1].keys()
+        for name, tensor in found[1].items():
+            assert torch.equal(tensor, expected[1][name]), name  # bit for bit
 
 
 @pytest.fixture

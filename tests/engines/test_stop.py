@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -44,15 +45,12 @@ def terminal_signals():
 
 
 def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
-    """Train while signals arrive.
+    """Train while signals arrive; returns the exception that ends it, and the weights.
 
     Args:
         engine: Of `ENGINES`.
         signals: Number of a micro-batch, from 1, to the signal that arrives in it.
-        ends_with: The exception that the run ends with.
-
-    Returns:
-        It, and the weights that are left.
+        ends_with: Class of the exception.
     """
     num_losses = 0
 
@@ -99,7 +97,7 @@ def test_a_loop_that_breaks_after_a_signal_was_stopped():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_signal_behind_the_loop_does_not_disturb_the_end_that_the_first_one_has_caused():
+def test_a_signal_after_the_loop_does_not_disturb_the_end_that_the_first_one_has_caused():
     with pytest.raises(Terminated) as caught, stop_signals_raise():
         try:
             with stop.stop_signals_ask():
@@ -109,12 +107,16 @@ def test_a_signal_behind_the_loop_does_not_disturb_the_end_that_the_first_one_ha
     assert caught.value.__context__ is None
 
 
-def test_a_step_that_does_not_end_is_broken_off(monkeypatch):
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_step_that_does_not_end_is_broken_off(asks_first, monkeypatch):
+    """And outside a loop, where no step is to be ended, the first signal is obeyed."""
     monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.1)
     monkeypatch.setattr(stop, "PATIENCE_S", 0.5)
-    with pytest.raises(Terminated) as caught, stop_signals_raise(), stop.stop_signals_ask():
+    loop = stop.stop_signals_ask() if asks_first else contextlib.nullcontext()
+    with pytest.raises(Terminated) as caught, stop_signals_raise(), loop:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        if asks_first:
+            time.sleep(60)
         raise AssertionError("still here")
     assert caught.value.number == signal.SIGTERM
 
@@ -127,12 +129,6 @@ def test_a_loop_that_ends_in_time_gets_no_reminder(monkeypatch):
     monkeypatch.setattr(os, "kill", lambda *signal: signals.append(signal))
     time.sleep(0.6)
     assert signals == []
-
-
-def test_outside_a_loop_the_first_signal_is_obeyed():
-    with pytest.raises(Terminated), stop_signals_raise():
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("still here")
 
 
 @pytest.mark.parametrize(
@@ -162,11 +158,7 @@ class ReadsAtStep4:
 
 
 def train_rank(engine, fault, *, rank) -> tuple[str, int]:
-    """Train until the other rank is signalled, or has a loss that is not a number.
-
-    Returns:
-        Name of the exception that ended the run, and the steps that this rank has trained.
-    """
+    """Train until rank 1 is signalled or has a loss of NaN; the exception's name, and the steps."""
     num_losses = 0
 
     def loss(output):

@@ -11,12 +11,18 @@ import torch
 import torch.distributed.checkpoint
 from torch.distributed.fsdp import FSDPModule
 
-from sdbench.engines import ENGINES
+from sdbench.engines import ENGINES, training
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
-from tests.engines.averages import gather_average
-from tests.engines.linear import NUM_FEATURES, make_config, make_parts, watch_with
+from tests.engines.linear import (
+    NUM_FEATURES,
+    gather_average,
+    make_config,
+    make_parts,
+    watch_with,
+    whole,
+)
 
 MASTERS = {"precision": "bf16", "master_weights": "fp32"}
 # Name of a case to the settings in which it differs from plain DDP.
@@ -132,12 +138,6 @@ def is_gathering(module):
     )
 
 
-def whole(tensor):
-    """A copy of a tensor, put together from its parts if the ranks have shared it out."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
 def shape_here(weight):
     """Of what this rank holds of a weight."""
     return tuple((weight.to_local() if hasattr(weight, "to_local") else weight).shape)
@@ -174,27 +174,29 @@ def train(engine, case, *, folder):
     module = importlib.import_module(f"sdbench.engines.{engine}")
     kept = []
 
-    class Kept(module.ForeachEma):
+    class Kept(training.ForeachEma):
         def __init__(self, weights, spec):
             super().__init__(weights, spec)
             kept.append(self)
             recorder.updated = {n.removeprefix("unet."): one for n, one in weights.items()}
 
-    original, module.ForeachEma = module.ForeachEma, Kept
+    original, training.ForeachEma = training.ForeachEma, Kept
     ranks = Ranks.from_environment()
     parts, config, gradients = make_case(case, num_ranks=ranks.world_size, rank=ranks.rank)
     recorder = WeightRecorder(parts.model.unet)
     try:
         measurements = module.fit(parts, config, watch_with(recorder))
     finally:
-        module.ForeachEma = original
+        training.ForeachEma = original
     (ema,) = kept
-    torch.distributed.checkpoint.save(ema.state_dict(), checkpoint_id=folder / f"{engine}-{case}")
+    torch.distributed.checkpoint.save(ema.averages, checkpoint_id=folder / f"{engine}-{case}")
     return {
         "losses": [step.loss for step in measurements.timings.steps],
         "gradients": gradients,
         "weights": recorder.weights,
-        "average": {n.removeprefix("unet."): average for n, average in gather_average(ema).items()},
+        "average": {
+            n.removeprefix("unet."): average for n, average in gather_average(ema.averages).items()
+        },
         "held": recorder.held,
         "was_gathering": parts.model.was_gathering,
         "shapes": recorder.shapes,

@@ -15,9 +15,10 @@ from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings, draw
-from sdbench.models.export import export, make_card, weights_of
+from sdbench.models.export import export, make_card
 from sdbench.models.objective import Objective
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.state.checkpoint import weights_of
 from tests.refusals import refused
 
 TINY, _ = resolve_architecture("tiny")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.components import make_text_encoder, make_unet
+from sdbench.models.components import make_unet
 from sdbench.models.drawing import make_sampler
 from sdbench.models.flops import count_flops
-from sdbench.models.lora import Lora, add_lora, is_lora
+from sdbench.models.lora import Lora, is_lora
 from sdbench.models.lora_files import WRITERS, check_lora_files, fuse_lora_files, lora_weights
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
@@ -90,7 +90,7 @@ def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
     drawn = {}
     for dtype in (torch.float32, torch.bfloat16):
         unet = make_unet(TINY, weights=Weights(seed=1, dtype=dtype))
-        add_lora(unet, rank=4, alpha=4.0, layers=UNET_LAYERS, seed=3)
+        Lora(4, 4.0, (("unet", UNET_LAYERS),)).add_to({"unet": unet}, seed=0)
         assert unet.dtype == dtype
         latents = torch.zeros(1, 4, 8, 8, dtype=dtype)
         states = torch.zeros(1, 77, TINY.unet["cross_attention_dim"], dtype=dtype)
@@ -108,7 +108,7 @@ def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
 @pytest.mark.parametrize("layer", ["nope", "conv1", "o_q"])
 def test_a_name_of_no_linear_layer_is_refused(layer) -> None:
     with refused("--lora_layers", value=layer):
-        add_lora(make_unet(TINY), rank=4, alpha=4.0, layers=("to_q", layer), seed=None)
+        Lora(4, 4.0, (("unet", ("to_q", layer)),)).add_to({"unet": make_unet(TINY)}, seed=None)
 
 
 def test_the_flops_are_those_of_a_step() -> None:
@@ -211,10 +211,3 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
             save_file(content, path, metadata=metadata)
         with refused("--lora", value=str(path)):
             check_lora_files([LoraFile(str(path))], TINY)
-
-
-def test_a_text_encoder_has_lora_too() -> None:
-    text_encoder = make_text_encoder(TINY, weights=Weights(seed=1))
-    add_lora(text_encoder, rank=2, alpha=2.0, layers=("fc1",), seed=4)
-    free = [name for name, weight in text_encoder.named_parameters() if weight.requires_grad]
-    assert free and all(".fc1.lora_" in name for name in free)

@@ -14,8 +14,8 @@ from sdbench.measure import ceilings
 from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
+from sdbench.models.components import count_parameters
 from sdbench.models.flops import count_flops
-from sdbench.models.parameters import count_parameters
 from sdbench.tasks.profile.events import StepEvents
 from sdbench.tasks.profile.printout import add_figures
 from sdbench.tasks.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sdbench.data.pipeline.loader import CheckedLoader
-    from sdbench.engines.state import TrainState
+    from sdbench.engines.train_state import TrainState
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
 
 STOP, SKIP, BACK = "stop", "skip", "back"

@@ -22,7 +22,7 @@ from sdbench.data.remote import identify
 from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
-from sdbench.engines.state import TrainState
+from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import (
     MAX_PICTURES_OF_GRID,
     DrawingSettings,

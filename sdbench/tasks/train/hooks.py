@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sdbench.engines.job import TrainJob
-    from sdbench.engines.state import TrainState
+    from sdbench.engines.train_state import TrainState
     from sdbench.measure.watch import StepWatch
     from sdbench.run.progress import StepProgress
     from sdbench.settings.recipe import TrainConfig

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import MAKERS
-from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
 from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
-from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
+from sdbench.state.checkpoint import (
+    AVERAGED_PREFIX,
+    COPIES_PREFIX,
+    DESCRIPTION_NAME,
+    FROZEN_PREFIX,
+    TRAINED_PREFIX,
+    Checkpoint,
+    weights_of,
+)
 from sdbench.state.checkpoints import find_newest, tell_of_passed_over
-
-# Of the copies that an optimizer keeps of bf16 weights.
-COPIES_PREFIX = "fp32."
 
 
 def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
@@ -72,14 +76,7 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
         ConfigError: There are no averages, or a file is damaged.
     """
     trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
-    tensors = _read(checkpoint, (*trained, FROZEN_PREFIX))
-    # The fp32 copies of bf16 weights are what was trained.
-    tensors |= {
-        name.replace(COPIES_PREFIX, TRAINED_PREFIX, 1): copy
-        for name, copy in tensors.items()
-        if name.startswith(COPIES_PREFIX)
-    }
-    return weights_of(tensors, use_ema=use_ema)
+    return weights_of(_read(checkpoint, (*trained, FROZEN_PREFIX)), use_ema=use_ema)
 
 
 def _read(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> dict[str, Tensor]:

@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sdbench.engines.device_batches import Loader
 from sdbench.engines.ema import ForeachEma
-from sdbench.engines.job import TrainJob
+from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.engines.sharding import forget_gathered, held_weights
 from sdbench.models.precision import PRECISIONS
 from sdbench.ranks.distributed import Ranks
 
-# Ranks take seeds beside one another: more than there are ranks.
+# Larger than the number of ranks, whose seeds are consecutive.
 SEEDS_OF_A_STEP = 1_000_003
-
-
-class Positioned(Protocol):
-    """A source of batches that can be resumed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position behind the batch that was trained on last."""
-
-
-class TrainingHooks(Protocol):
-    """What is done around the steps of a run that is meant to last."""
-
-    def begins(self, state: TrainState) -> None:
-        """All is built and placed, and nothing is trained yet: the moment to restore a state."""
-
-    def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:
-        """All gradients of a step are there, and its update is next.
-
-        Called in every step, before optimizer, scaler and average change the state. It may leave
-        the update out.
-
-        Args:
-            loss: Of this rank's batch, on the device.
-            norm: Of all gradients before they were clipped, on the device; None where it is not
-                known, as the gradients are not clipped.
-        """
-
-    def step_ended(self, state: TrainState) -> None:
-        """A step has ended and the watch knows of it."""
 
 
 class TrainState:
     """The state of one rank between two steps.
 
     Attributes:
-        num_steps: Steps trained, those before a resume included.
-        is_skipped: Whether the update of the step under way, or of the last one, is left out.
+        num_steps: Steps trained, including those before a resume.
+        is_skipped: Whether the update of the current or the last step is skipped.
     """
 
     def __init__(
@@ -62,34 +34,29 @@ class TrainState:
         optimizer: torch.optim.Optimizer,
         *,
         ema: ForeachEma | None,
-        batches: Positioned,
-        scaler: torch.amp.GradScaler | None,
-        config: Any,
+        batches: Loader,
+        config: EngineConfig,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            job: With the model as it was placed, or shared out.
-            optimizer: Of the job's trained weights.
-            ema: Their moving average, if there is one.
-            batches: Know the position in the data.
-            scaler: Of the gradients of fp16; None where the engine keeps it to itself.
-            config: The resolved config.
-        """
+        """Join the parts; the job's model has been placed or sharded."""
         self.num_steps = 0
+        self.is_skipped = False
         self._job = job
         self._optimizer = optimizer
         self._ema = ema
         self._batches = batches
-        self._scaler = scaler
+        self._scaler: torch.amp.GradScaler | None = None
         self._config = config
         self._random_states: dict[str, Tensor] = {}
         self._loaded_scale: dict[str, Any] = {}
-        self.is_skipped = False
+
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Save the scale of fp16 losses too, and restore it if one was loaded."""
+        self._scaler = scaler
+        self._load_scale()
 
     def skip_update(self) -> None:
-        """Leave out the update of the step under way; called when its gradients are there."""
-        # The optimizers leave a weight without a gradient alone, its decay included.
+        """Skip the update of the current step; called when its gradients are there."""
+        # The optimizers leave a weight without a gradient alone, without decay.
         self._optimizer.zero_grad(set_to_none=True)
         self.is_skipped = True
 
@@ -99,53 +66,55 @@ class TrainState:
         norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Save the scale of fp16 losses as well, and restore what was loaded of it."""
-        self._scaler = scaler
-        self._load_scale()
-
     @property
     def position(self) -> dict[str, Any]:
-        """The position in the data behind the batch that was trained on last."""
+        """The position in the data after the batch that was trained on last."""
         return self._batches.state_dict()
 
     @property
     def averages(self) -> dict[str, Tensor] | None:
         """The averages that this rank keeps, by the name of the weight; None without an EMA."""
-        return None if self._ema is None else self._ema.state_dict()["averages"]
+        return None if self._ema is None else self._ema.averages
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank by name, which share memory with the run's own.
 
         ``model.*``, ``fp32.*``, ``ema.*`` and ``optimizer.*`` end in the name of a trained weight,
-        ``frozen.*`` in that of one the job keeps; ``random.<rank>.*`` are copies, and ``model.*``
-        where FSDP shares out fp32 copies. Under ZeRO-1 a rank has a part of the optimizer and the
-        average; what several ranks have is the same on each.
+        ``frozen.*`` in the name of a weight that the job keeps. ``random.<rank>.*`` are copies, and
+        so is ``model.*`` if FSDP shards fp32 copies. With ZeRO-1 each rank has a part of the
+        optimizer and the average; what several ranks have is equal on all of them.
         """
+        # Here, since a measurement does without torch.distributed.checkpoint.
+        from sdbench.state.checkpoint import (
+            AVERAGED_PREFIX,
+            COPIES_PREFIX,
+            FROZEN_PREFIX,
+            TRAINED_PREFIX,
+        )
+
         forget_gathered(self._job)
         weights = self._job.trained_weights()
-        named = {f"model.{name}": weight.detach() for name, weight in weights.items()}
-        named |= {f"frozen.{name}": weight for name, weight in self._job.kept.items()}
+        named = {TRAINED_PREFIX + name: weight.detach() for name, weight in weights.items()}
+        named |= {FROZEN_PREFIX + name: weight for name, weight in self._job.kept.items()}
         held = held_weights(self._job, self._optimizer, sharding=self._config.sharding)
-        # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
-        states = getattr(self._optimizer, "optim", self._optimizer).state
         has_copies = self._config.master_weights == "fp32"
         dtype = PRECISIONS[self._config.precision].weights
+        states = self._optimizer_states()
         for name, weight in held.items():
             if has_copies:
-                named[f"fp32.{name}"] = weight.detach()
+                named[COPIES_PREFIX + name] = weight.detach()
             if weight is weights[name] and has_copies:
-                # FSDP makes the weight of the copy for each step. It is saved as the others are.
-                named[f"model.{name}"] = weight.detach().to(dtype)
-            # Some optimizers have no state. One that has some has it of each weight.
+                # FSDP makes the weight from the copy in each step. It is saved like the others.
+                named[TRAINED_PREFIX + name] = weight.detach().to(dtype)
+            # An optimizer has state for all weights or, like plain SGD, for none.
             assert weight in states or not states, f"the optimizer has no state of {name}"
             for key, value in states.get(weight, {}).items():
                 named[f"optimizer.{key}.{name}"] = value
-        named |= {f"ema.{name}": average for name, average in (self.averages or {}).items()}
+        named |= {AVERAGED_PREFIX + name: one for name, one in (self.averages or {}).items()}
         return named | _random_states()
 
     def facts(self) -> dict[str, Any]:
-        """The rest of the state, as JSON; the same on every rank."""
+        """The rest of the state as JSON, equal on all ranks."""
         return {
             "num_steps": self.num_steps,
             "world_size": Ranks.from_environment().world_size,
@@ -159,11 +128,11 @@ class TrainState:
     ) -> dict[str, Tensor]:
         """The tensors to load into, as `tensors`.
 
-        Random states are among them where this number of ranks has saved them for these devices.
+        Random states are among them if the same number of ranks has saved them for these devices.
 
         Args:
-            facts: What `facts` gave when the state was saved.
-            saved: Names of the tensors that were saved.
+            facts: What `facts` returned when the state was saved.
+            saved: Names of the saved tensors.
         """
         self.make_optimizer_state()
         named = self.tensors()
@@ -183,25 +152,20 @@ class TrainState:
         self.went_back(facts)
 
     def went_back(self, facts: Mapping[str, Any]) -> None:
-        """Take over what belongs to weights that were loaded into `tensors`; the rest goes on.
+        """Take over the facts of weights that were loaded into `tensors`.
 
-        Args:
-            facts: What `facts` gave when they were saved.
+        Steps, data and random numbers go on.
         """
         if self._ema is not None:
             self._ema.num_steps = facts["ema_num_steps"]
         self._loaded_scale = facts["scaler"] or {}
         self._load_scale()
 
-    def _load_scale(self) -> None:
-        if self._scaler is not None and self._loaded_scale:
-            self._scaler.load_state_dict(self._loaded_scale)
-
     def restore_random_state(self) -> None:
-        """Set torch's generators as they were saved; called when nothing else draws any more.
+        """Set torch's generators as they were saved; called after the last other random draw.
 
-        Those that were not saved, for another number of ranks or another device, begin anew: with a
-        seed of this step's own, lest the noise of the first steps comes again.
+        Those that were not saved, for another number of ranks or another device, get a seed of
+        this step: the noise of the first steps must not come again.
         """
         if self.num_steps > 0:
             torch.manual_seed(torch.initial_seed() + SEEDS_OF_A_STEP * self.num_steps)
@@ -213,10 +177,9 @@ class TrainState:
                 torch.cuda.set_rng_state(value)
 
     def make_optimizer_state(self) -> None:
-        """Have the optimizer make its state, as it is before the first step.
+        """Have the optimizer make its initial state, by a step that changes no weight.
 
-        It makes it in a step: this one changes no weight. A run whose first updates are all left
-        out has something to save then.
+        So a run whose first updates are all skipped has a state to save.
         """
         weights = self._job.trained_weights().values()
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -228,10 +191,17 @@ class TrainState:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        states = getattr(self._optimizer, "optim", self._optimizer).state
-        for values in states.values():
+        for values in self._optimizer_states().values():
             for value in values.values():
                 value.zero_()
+
+    def _optimizer_states(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
+        return getattr(self._optimizer, "optim", self._optimizer).state
+
+    def _load_scale(self) -> None:
+        if self._scaler is not None and self._loaded_scale:
+            self._scaler.load_state_dict(self._loaded_scale)
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -1,0 +1,129 @@
+"""`Training`: what the loops of all engines share.
+
+An engine's own loop calls, in each step: `gradients_ready` before the update, and `end_step` after
+it; Composer's loop, which steps the schedule itself, calls the pieces of `end_step`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sdbench.engines.breakdown import LastGradient, mean_over_ranks
+from sdbench.engines.device_batches import Batches, Loader
+from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.optimizers import parameter_groups, update_early
+from sdbench.engines.sharding import held_weights, shard_weights
+from sdbench.engines.train_state import TrainState
+from sdbench.measure import phases
+from sdbench.measure.watch import StepWatch
+from sdbench.settings.parallel import FSDP, ZERO1
+
+
+def find_device() -> torch.device:
+    """This process's current GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def reset_peak_memory() -> None:
+    """Reset the peak of a GPU. The peak of a CPU process counts from its start."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+class Training:
+    """A job whose model is on its device, with its optimizer, average and state.
+
+    Attributes:
+        is_sharded: Whether FSDP shards the weights.
+        optimizer: Of the job.
+        ema: The suite's own moving average; None if there is none or Composer keeps it.
+        last_gradient: Tells the backward pass from the wait for other ranks.
+        state: What is saved and restored; made by `begin`.
+        schedule: Of the optimizer's rates, from the step that `state` has come to.
+    """
+
+    state: TrainState
+    schedule: torch.optim.lr_scheduler.LambdaLR
+
+    def __init__(
+        self, job: TrainJob, config: EngineConfig, watch: StepWatch, hooks: TrainingHooks | None
+    ) -> None:
+        """Shard the weights if the config says so, and make optimizer and average."""
+        self.job = job
+        self.config = config
+        self.watch = watch
+        self.hooks = hooks
+        self.is_sharded = config.sharding in FSDP
+        if self.is_sharded:
+            shard_weights(job, config=config)
+        self.optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+        if config.sharding in ZERO1:
+            self.optimizer.clock = watch.phases
+        update_early(self.optimizer, job, config, hooks)
+        self.ema = None
+        if job.ema is not None and job.ema.implementation == "foreach":
+            held = held_weights(job, self.optimizer, sharding=config.sharding)
+            self.ema = ForeachEma(held, job.ema)
+        self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
+
+    def begin(self, batches: Loader) -> None:
+        """Make the state, which the hooks may restore, and the schedule from there on.
+
+        Args:
+            batches: Know the position in the data.
+        """
+        self.state = TrainState(
+            self.job, self.optimizer, ema=self.ema, batches=batches, config=self.config
+        )
+        if self.hooks is not None:
+            self.hooks.begins(self.state)
+        first = self.state.num_steps
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: self.job.schedule(first + step)
+        )
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps that this process may take."""
+        return self.job.num_steps - self.state.num_steps
+
+    def gradients_ready(self, loss: Tensor) -> None:
+        """Clip the gradients of a step if the job says so, and tell the hooks."""
+        norm = None
+        if self.job.max_gradient_norm is not None:
+            weights = self.job.trained_weights().values()
+            norm = torch.nn.utils.clip_grad_norm_(weights, self.job.max_gradient_norm)
+        if self.hooks is not None:
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self.hooks.gradients_ready(loss, norm)
+
+    def update_average(self) -> None:
+        """Update the moving average, unless the step's update was skipped."""
+        if self.ema is not None and not self.state.is_skipped:
+            with self.watch.phases.phase(phases.EMA):
+                self.ema.update()
+
+    def end_step(self, loss: Tensor, batches: Batches) -> None:
+        """End a step whose update is done.
+
+        Args:
+            loss: Of this rank's batch, on the device; overwritten.
+            batches: The next one may be fetched now.
+        """
+        self.schedule.step()
+        self.update_average()
+        loss = mean_over_ranks(loss, self.watch.phases)
+        batches.fetch_ahead()
+        self.step_ended(loss)
+
+    def step_ended(self, loss: Tensor) -> None:
+        """Tell watch and hooks that a step has ended, with its mean loss over all ranks."""
+        self.state.num_steps += 1
+        self.watch.step_ends(loss=loss)
+        if self.hooks is not None:
+            self.hooks.step_ended(self.state)
