@@ -94,6 +94,7 @@ def make(tmp_path, repository):
     """Run make in a folder with a Python that installs nothing; returns the calls of Python."""
     for path in [repository / "Makefile", *repository.glob("*.txt")]:
         shutil.copy(path, tmp_path)
+    (tmp_path / "docs").mkdir()
     python, log = tmp_path / "python", tmp_path / "log"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)

@@ -328,7 +328,7 @@ def test_what_a_run_cannot_score_is_refused_before_it_begins(tmp_path, capsys, f
     single = write_pictures(tmp_path / "single", make_pictures(1, 1), ["one"])
     network = ("--fid_network", fid)
     for argv, flag in (
-        (network, "--validation_remote"),
+        (network, "--validation_remote or --score_every_batches"),
         (("--validation_remote", held_out), "--fid_network or --clip_network"),
         (("--validation_remote", held_out, "--fid_network", "none.pt"), "--fid_network"),
         (("--validation_remote", bare, *network), "--validation_remote"),
@@ -341,7 +341,10 @@ def test_what_a_run_cannot_score_is_refused_before_it_begins(tmp_path, capsys, f
             ("--validation_remote", held_out, *network, "--latents", "precomputed"),
             "--latents or --score_every_batches",
         ),
-        (("--validation_remote", held_out, *network, "--train", "vae"), "--score_every_batches"),
+        (
+            ("--validation_remote", held_out, *network, "--train", "vae"),
+            "--score_every_batches or --train",
+        ),
     ):
         look = ("--max_duration", "1ba", "--score_every_batches", "1", *map(str, argv))
         assert train.main([*TINY, *look]) == 2
