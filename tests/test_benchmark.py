@@ -68,7 +68,9 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert summary["num_measured_steps"] == 10
     assert summary["images_per_second"] == pytest.approx(40 / summary["window_s"])
     interval = summary["images_per_second_interval"]
-    assert interval["kind"] == "within-run" and interval["num_samples"] == 10
+    # A step that the machine slowed down is no block of its own.
+    num_blocks = 10 - summary["num_outliers"]
+    assert interval["kind"] == "within-run" and num_blocks <= interval["num_samples"] <= 10
     assert interval["low"] < summary["images_per_second"]
     assert summary["mfu_percent"] is None and summary["gpu_utilization_percent"] is None
     said = "none seen; pauses rarer than 1 step in 3 may have been missed"
