@@ -81,3 +81,10 @@ def test_two_tables_of_captions_are_refused(tmp_path):
         (tmp_path / "data" / name).write_text("file,caption\n000.png,a cat\n")
     with refused("PLACE"):
         verify.main([str(tmp_path / "data")])
+
+
+@pytest.mark.parametrize("place", ["./.hidden/data", ".hidden//data/"])
+def test_a_place_loses_no_files_by_how_it_is_written(tmp_path, monkeypatch, place, capsys):
+    monkeypatch.chdir(tmp_path)
+    WRITERS["webdataset"](Path(".hidden", "data"))
+    assert f"{NUM_SAMPLES} samples" in verified(place, capsys)

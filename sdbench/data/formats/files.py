@@ -67,6 +67,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
         if not is_url(name) and Path(name).is_dir():
+            name = str(Path(name))  # as the names below it begin, without "./" and "//"
             listing = list_below(Path(name))
             below = [str(path) for path in (*listing.files, *listing.dangling)]
         elif is_url(name) and not name.startswith((PIPE, *WEB)) and not ends_as(name, suffix):
