@@ -80,6 +80,7 @@ def test_a_byte_order_mark_and_blank_lines_are_no_content(tmp_path):
         "images_per_second\n0\n",
         "images_per_second_high\n1e999\n",
         "num_gpus\n-8\n",
+        "matmul_tflops\nunknown\n",
         b"gpu\n\xff\xfe\n",
         'gpu\n"H100\n',
     ],

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.report.compare_match import GUARDED, Match, Pair, match
-from sdbench.report.compare_output import FORMATS, describe_settings, varying_columns
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_markdown, for_terminal
+from sdbench.base.output import terminal_width
+from sdbench.record.row import format_csv
+from sdbench.report.compare_match import (
+    APART,
+    GUARDED,
+    MACHINE_CHANGED,
+    MACHINES,
+    MAX_MACHINE_CHANGE,
+    Match,
+    Pair,
+    match,
+)
 from sdbench.report.compare_sides import (
+    UNCOMMITTED,
     UNREADABLE,
-    NothingToCompareError,
     Row,
     Side,
     check_distinct,
@@ -20,45 +34,45 @@ from sdbench.report.compare_sides import (
     make_side,
     split,
 )
-from sdbench.report.figures import parse_conditions, select_rows, write_out
+from sdbench.report.figures import as_text, select_rows, write_out
+from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_terminal
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.statistics.intervals import NOT_TESTED
+from sdbench.statistics.intervals import MIN_RUNS, Comparison, mean_rate
+from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
 
 A and B are tables in CSV or folders with records at any depth; A is the baseline. Rows are matched
-on every setting but those that are one value throughout A and another throughout B: these are what
-is compared, and they are named. Several runs of one configuration are its replicates. With one
-table or folder, --between names the column whose values are the two sides.
+on every setting, except those that have one value in A and another in B: these are compared, and
+named. Several runs of one configuration are its replicates. With one table or folder, --between
+names the column whose values are the two sides.
 
 A row with two or more runs on each side has a 95 % interval and a verdict: faster or slower only
-if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). How
-good is that? In 2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose
-runs differ by 1 % and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in
-brackets 0.5:
+if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). In
+2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose runs differ by 1 %
+and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in brackets 0.5:
   runs on each side                     3             5            10
   the interval covers the truth    97 % (97)     95 % (96)     95 % (96)
   wrongly said to differ          1.0 % (0.6)   0.8 % (0.2)     0 % (0.05)
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
 A change of 5 % is found with 5 runs on each side in more than 99 %.
 
-When the runs were made counts. An hour later a machine differs by more than two runs beside each
-other do. Where the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
-sample. Where they do not, the occasion is: runs with no run of the other side and no pause of more
-than an hour between them. With one occasion on a side there is no verdict: measured apart. Nor is
-there one where the machine's matrix product differs by more than 5 % beyond chance, or, with the
-same settings, software and code, its clock or temperature. Of 2,000 simulated pairs of equal sides,
-whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), are wrongly said to
-differ:
+The time of the runs counts: an hour later a machine differs by more than two runs beside each
+other do. If the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
+sample. If not, an occasion is: runs with no run of the other side and no pause of more than an hour
+between them. With one occasion on a side there is no verdict: measured apart. Nor is there one if
+the machine's matrix product differs by more than 5 % beyond chance. Of 2,000 simulated pairs of
+equal sides, whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), these
+are wrongly said to differ:
   five runs of each, in turn                  0.15 %  0.10 %  0.15 %
   two occasions of each, of three runs        0.95 %  1.25 %  2.50 %
   five occasions of each, of three runs       0.60 %  2.55 %  4.35 %
   five, then five, if each run were a sample    20 %    36 %    49 %
-With three samples or more on each side, the change is told that 80 % of comparisons would find if
-runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
+With three samples or more on each side, the comparison tells the change that 80 % of comparisons
+would find if runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
 
 A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
@@ -73,6 +87,14 @@ examples:
   python -m sdbench compare runs --between preset --baseline seed --candidate fast \\
       --allow precision --format markdown
 """
+
+# Settings that are told first.
+FIRST = (
+    *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
+    *("global_batch", "micro_batch", "gpu", "device", "num_gpus", "num_devices"),
+)
+# Settings that all rows share and that are told without --all.
+MAX_SAME = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,41 +130,52 @@ class CompareFlags:
         SHARE,
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
-        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, sides "
-        "measured apart, a machine that changed, a row that B has no figure for, no row on both "
-        "sides",
+        "than, e.g., 5%, or if a row has no verdict: fewer than 2 runs on a side, sides measured "
+        "apart, a machine that changed, a row that B has no figure for",
     )
-    format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
+    format: str = setting(
+        one_of("terminal", "markdown", "csv", "json"), "terminal", "form of the tables"
+    )
     all: bool = setting(
         SWITCH,
         False,
         "list every setting that is the same, and the rows that are on one side only (csv and json "
-        "always have both)",
+        "always do)",
     )
     out: Path | None = setting(PATH, None, "write to a file instead of the terminal")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the comparison; exit with 1 if --fail_if_slower finds a slower or an untested row."""
-    arguments = _parse(argv)
-    loaded = [load_rows(path) for path in arguments.sides]
-    try:
-        found = _match_sides(arguments, loaded)
-    except NothingToCompareError as error:
-        if arguments.fail_if_slower is None:
-            raise
-        raise RunError(f"--fail_if_slower has nothing to judge: {error}") from None
-    text = FORMATS[arguments.format](found, lists_all=arguments.all)
-    if arguments.out is None:
+    flags = parse(
+        CompareFlags,
+        argv,
+        prog="python -m sdbench compare",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    ).config
+    loaded = [load_rows(path) for path in flags.sides]
+    baseline, candidate = _make_sides(flags, loaded)
+    check_distinct(baseline, candidate)
+    between = flags.between if len(flags.sides) == 2 else ()
+    found = match(baseline, candidate, between=between, allow=flags.allow)
+    if flags.format == "csv":
+        rows = _make_rows(found)
+        text = format_csv(rows, columns=list(rows[0]))
+    elif flags.format == "json":
+        text = _to_json(found)
+    else:
+        text = _to_text(found, lists_all=flags.all, in_markdown=flags.format == "markdown")
+    if flags.out is None:
         sys.stdout.write(text)
     else:
-        write_out(arguments.out, text)
-    if arguments.fail_if_slower is None:
+        write_out(flags.out, text)
+    if flags.fail_if_slower is None:
         return 0
-    failures = find_failures(found, threshold=arguments.fail_if_slower)
+    failures = find_failures(found, threshold=flags.fail_if_slower)
     failures += [
         f"not judged: {number} x {UNREADABLE} in {path}"
-        for path, rows in zip(arguments.sides, loaded, strict=True)
+        for path, rows in zip(flags.sides, loaded, strict=True)
         if (number := sum(row.get("status") == UNREADABLE for row in rows))
     ]
     for failure in failures:
@@ -153,93 +186,305 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_failures(match: Match, *, threshold: float) -> list[str]:
     """Find the reasons why the candidate does not pass --fail_if_slower.
 
-    A tested row fails if its whole interval lies below the bound. A row that cannot be tested
-    fails, whatever its ratio. So does a configuration without a figure of the candidate, which may
-    have crashed.
+    A row fails if its whole interval lies below the bound, if it has no interval, and if the
+    candidate has no figure of it, since that run may have crashed.
     """
-    shown = [pair.baseline[0] for pair in match.pairs] + [runs[0] for runs in match.only_baseline]
-    columns = varying_columns(match, shown)
-    rows = [(describe_settings(pair.baseline[0], columns), pair.comparison) for pair in match.pairs]
-    rows.append((f"geometric mean of {len(match.pairs)}", match.mean))
+    columns = _varying_columns(
+        match, [*_first_rows(match), *(runs[0] for runs in match.only_baseline)]
+    )
+    rows = [
+        (
+            f"{_describe_settings(pair.baseline[0], columns) or 'the only configuration'} "
+            f"(n={len(pair.baseline)} and n={len(pair.candidate)})",
+            pair.comparison,
+        )
+        for pair in match.pairs
+    ]
     failures = [
-        f"slower than allowed: {comparison.ratio:.3f}x "
-        f"({comparison.interval.low:.3f} to {comparison.interval.high:.3f}): {name}"
-        for name, comparison in rows
+        f"{comparison.verdict}: {name}" for name, comparison in rows if comparison.interval is None
+    ]
+    failures += [
+        f"slower than allowed: {comparison.ratio:.3f}x ({_interval(comparison)}): {name}"
+        for name, comparison in [*rows, (f"geometric mean of {len(rows)}", match.mean)]
         if comparison.interval is not None and comparison.interval.high < 1 - threshold
     ]
     failures += [
-        f"{_tell_why_untested(pair)}: {describe_settings(pair.baseline[0], columns)}"
-        for pair in match.pairs
-        if pair.comparison.interval is None
-    ]
-    failures += [
-        f"no figure of the candidate: {describe_settings(runs[0], columns)}"
+        f"no figure of the candidate: {_describe_settings(runs[0], columns)}"
         for runs in match.only_baseline
     ]
     return failures
 
 
-def _tell_why_untested(pair: Pair) -> str:
-    if pair.comparison.verdict != NOT_TESTED:
-        return pair.comparison.verdict
-    num_runs = f"n={len(pair.baseline)} and n={len(pair.candidate)}"
-    return f"{NOT_TESTED}: too few runs ({num_runs}; 2 or more on each side are needed)"
-
-
-def _match_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> Match:
-    baseline, candidate = _make_sides(arguments, loaded)
-    check_distinct(baseline, candidate)
-    return match(
-        baseline,
-        candidate,
-        between=[] if len(arguments.sides) == 1 else arguments.between,
-        allow=arguments.allow,
+def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side, Side]:
+    loaded = [select_rows(rows, flags.where) for rows in loaded]
+    if len(loaded) == 1 and len(flags.between) == 1:
+        return split(
+            loaded[0],
+            column=flags.between[0],
+            baseline=flags.baseline,
+            candidate=flags.candidate,
+        )
+    if len(loaded) == 2 and flags.baseline is None and flags.candidate is None:
+        return tuple(map(make_side, map(str, flags.sides), loaded))
+    raise ConfigError(
+        "the two sides are not clear",
+        value=" ".join(map(str, flags.sides)),
+        allowed="two tables or folders, or one with --between and the column whose values are the "
+        "sides, e.g. --between gpu --baseline A100 --candidate H100",
+        flag="A B or --between",
     )
 
 
-def _make_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side, Side]:
-    conditions = parse_conditions(arguments.where, flag="--where")
-    loaded = [select_rows(rows, conditions, flag="--where") for rows in loaded]
-    if len(loaded) == 2:
-        for name in ("baseline", "candidate"):
-            if (value := getattr(arguments, name)) is not None:
-                raise ConfigError(
-                    f"--{name} chooses a side of one table, and two are given",
-                    value=value,
-                    allowed="one table or folder with --between, or two without it",
-                    flag=f"--{name}",
-                )
-        return tuple(
-            make_side(str(path), rows) for path, rows in zip(arguments.sides, loaded, strict=True)
+def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
+    """The comparison for a terminal, or in Markdown."""
+
+    def lines(texts: Iterable[str]) -> str:
+        if in_markdown:
+            return "\n".join(f"- {for_markdown(text)}" for text in texts)
+        return "\n".join(
+            textwrap.fill(
+                for_terminal(text),
+                terminal_width(),
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+                break_long_words=False,  # a path can be copied
+            )
+            for text in texts
         )
-    if len(arguments.between) != 1:
-        raise ConfigError(
-            "one table or folder has no two sides by itself",
-            value=",".join(arguments.between) or "no --between",
-            allowed="the column whose values are the sides, e.g. --between gpu, or a second table",
-            flag="--between",
-        )
-    return split(
-        loaded[0],
-        column=arguments.between[0],
-        baseline=arguments.baseline,
-        candidate=arguments.candidate,
+
+    def table(fields: Sequence[Field], rows: Sequence[Any]) -> str:
+        draw = to_markdown if in_markdown else to_terminal
+        return draw(tabulate(fields, rows).without_empty_columns())
+
+    varying = _varying_columns(match, _first_rows(match))
+    parts = [
+        lines(_facts(match, varying, lists_all=lists_all)),
+        table(_pair_fields(varying), match.pairs),
+        lines(_remarks(match)),
+    ]
+    only = {"baseline": match.only_baseline, "candidate": match.only_candidate}
+    counts = {f"{len(rows)} only in the {name}": rows for name, rows in only.items() if rows}
+    if counts and not lists_all:
+        parts.append(lines([f"Not compared: {', '.join(counts)}; --all lists them."]))
+    for title, rows in counts.items() if lists_all else ():
+        columns = _varying_columns(match, [*_first_rows(match), *(runs[0] for runs in rows)])
+        parts += [lines([f"{title}:"]), table(_run_fields(columns), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _pair_fields(columns: Sequence[str]) -> tuple[Field, ...]:
+    """The columns of the rows that are on both sides, with these settings."""
+    return (
+        Field("n", lambda pair: _both(len(pair.baseline), len(pair.candidate))),
+        Field("occasions", lambda pair: _occasions(pair)),
+        Field("baseline", lambda pair: _rate(pair.baseline), digits=5),
+        Field("candidate", lambda pair: _rate(pair.candidate), digits=5),
+        Field("ratio", lambda pair: _times(pair.comparison.ratio)),
+        Field("95 % interval", lambda pair: _interval(pair.comparison), unknown=""),
+        Field("verdict", lambda pair: pair.comparison.verdict),
+        Field("matrix product", lambda pair: _times(pair.product_ratio), unknown=""),
+        Field("flags", lambda pair: _flags((*pair.baseline, *pair.candidate)), unknown=""),
+        Field("settings", lambda pair: _describe_settings(pair.baseline[0], columns), unknown=""),
     )
 
 
-def _parse(argv: Sequence[str] | None) -> CompareFlags:
-    flags = parse(
-        CompareFlags,
-        argv,
-        prog="python -m sdbench compare",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    ).config
-    if len(flags.sides) > 2:
-        raise ConfigError(
-            "more than two sides are given",
-            value=" ".join(map(str, flags.sides)),
-            allowed="one table or folder with --between, or two",
-            flag="A B",
+def _run_fields(columns: Sequence[str]) -> tuple[Field, ...]:
+    """The columns of the rows that are on one side only, with these settings."""
+    return (
+        Field("n", len),
+        Field("images/s", _rate, digits=5),
+        Field("settings", lambda runs: _describe_settings(runs[0], columns), unknown=""),
+    )
+
+
+def _first_rows(match: Match) -> list[Row]:
+    return [pair.baseline[0] for pair in match.pairs]
+
+
+def _varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
+    """The matched settings that are not the same in all of these rows."""
+    return _in_order(name for name in match.columns if len({row.get(name) for row in rows}) > 1)
+
+
+def _in_order(columns: Iterable[str]) -> list[str]:
+    """Settings with those of `FIRST` before the others."""
+    return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+
+
+def _known(row: Row, columns: Iterable[str]) -> list[str]:
+    """The known settings of a row, e.g. ``micro_batch 4``."""
+    return [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
+
+
+def _describe_settings(row: Row, columns: Iterable[str]) -> str | None:
+    """The known settings in words; None without any."""
+    return ", ".join(_known(row, columns)) or None
+
+
+def _facts(match: Match, varying: Sequence[str], *, lists_all: bool) -> list[str]:
+    """The lines above the table."""
+    lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
+    lines += [
+        f"compared: {column}: {ours} -> {theirs}"
+        for column, (ours, theirs) in match.compared.items()
+    ]
+    if not match.compared:
+        lines.append("compared: no setting differs, only the runs")
+    columns = _in_order(column for column in match.columns if column not in varying)
+    same = _known(match.pairs[0].baseline[0], columns)
+    if len(same) > MAX_SAME and not lists_all:
+        same = [*same[:MAX_SAME], f"and {len(same) - MAX_SAME} more (--all)"]
+    if same:
+        lines.append(f"the same: {', '.join(same)}")
+    lines += [
+        f"not matched on, as {name} does not tell: {', '.join(columns)}"
+        for name, columns in match.missing_on.items()
+    ]
+    return lines
+
+
+def _remarks(match: Match) -> list[str]:
+    """The lines below the table."""
+    comparisons = [pair.comparison for pair in match.pairs]
+    verdicts = {comparison.verdict for comparison in comparisons}
+    num_tested = sum(comparison.interval is not None for comparison in comparisons)
+    lines = []
+    if len(match.pairs) > 1:
+        parts = (f"{match.mean.ratio:.2f}x", _interval(match.mean), match.mean.verdict)
+        lines.append(f"geometric mean of {len(match.pairs)}: {', '.join(filter(None, parts))}")
+    lines.append("Baseline and candidate are in images/s, the ratio is candidate over baseline.")
+    if any(pair.has_samples_of_several_runs for pair in match.pairs):
+        lines.append("Runs of one occasion are one sample; the ratio is that of the occasions.")
+    if num_tested:
+        lines.append(
+            "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs."
         )
-    return flags
+        lines.append(_tell_detectable_change(match))
+    if num_tested > 1:
+        lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
+    if APART in verdicts:
+        in_turn = "let the sides take turns (python -m sdbench repeat N --against), or "
+        lines.append(
+            "Measured apart: a side has a single occasion, or does not tell its times, and more "
+            f"than the settings differs between occasions. To compare, "
+            f"{in_turn if MACHINES.isdisjoint(match.compared) else ''}"
+            f"measure each side on several occasions, {PAUSE_S / 3600:g} h or more apart."
+        )
+    if MACHINE_CHANGED in verdicts:
+        lines.append(
+            f"The machine changed: its matrix product differs by more than "
+            f"{100 * MAX_MACHINE_CHANGE:g} %, and nothing that is compared explains it."
+        )
+    if match.origins:
+        differences = [
+            f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
+        ]
+        lines.append(f"Also different: {'; '.join(differences)}.")
+    if UNCOMMITTED not in match.origins and match.pairs[0].baseline[0].get(UNCOMMITTED):
+        lines.append("Both sides had uncommitted changes, which may not be the same.")
+    lines += [
+        f"Left out of {side.name}: {side.describe_left_out()}."
+        for side in (match.baseline, match.candidate)
+        if side.left_out
+    ]
+    return lines
+
+
+def _tell_detectable_change(match: Match) -> str:
+    changes = [pair.detectable_change for pair in match.pairs if pair.detectable_change is not None]
+    if not changes:
+        return f"{MIN_RUNS} runs or more on each side can tell what change would be found."
+    sizes = dict.fromkeys(f"{100 * change:.1f}" for change in (min(changes), max(changes)))
+    return (
+        f"With this variation a change of {' to '.join(sizes)} % would be found in "
+        f"{100 * POWER:g} % of comparisons."
+    )
+
+
+def _both(ours: int, theirs: int) -> str:
+    return f"{ours}" if ours == theirs else f"{ours} and {theirs}"
+
+
+def _occasions(pair: Pair) -> Cell | str:
+    """The numbers of occasions; empty if each run is one."""
+    return _both(*pair.num_occasions) if pair.has_samples_of_several_runs else Cell("", None)
+
+
+def _times(ratio: float | None) -> Cell:
+    return Cell("" if ratio is None else f"{ratio:.2f}x", ratio)
+
+
+def _interval(comparison: Comparison) -> str | None:
+    interval = comparison.interval
+    return None if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
+
+
+def _rate(rows: Sequence[Row]) -> float:
+    return float(mean_rate([row["images_per_second"] for row in rows]))
+
+
+def _flags(rows: Iterable[Row]) -> str | None:
+    flags = dict.fromkeys(flag for row in rows for flag in (row.get("flags") or "").split(";"))
+    return ", ".join(filter(None, flags)) or None
+
+
+def _to_json(match: Match) -> str:
+    """The whole comparison, unrounded."""
+    content = {
+        **{
+            name: {"name": side.name, "num_figures": len(side.rows), "left_out": side.left_out}
+            for name, side in (("baseline", match.baseline), ("candidate", match.candidate))
+        },
+        "matched_on": match.columns,
+        "compared": match.compared,
+        "not_told_by": match.missing_on,
+        "other_differences": match.origins,
+        "rows": _make_rows(match),
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def _make_rows(match: Match) -> list[dict[str, Any]]:
+    """A row for each configuration, also those on one side only, and one for the mean ratio."""
+    rows = [
+        _make_row(match, "matched", pair.baseline, pair.candidate)
+        | _comparison_values(pair.comparison)
+        | {
+            "num_baseline_occasions": pair.num_occasions[0],
+            "num_candidate_occasions": pair.num_occasions[1],
+            "detectable_percent": None
+            if pair.detectable_change is None
+            else 100 * pair.detectable_change,
+            "matrix_product_ratio": pair.product_ratio,
+        }
+        for pair in match.pairs
+    ]
+    rows += [_make_row(match, "only in the baseline", runs, ()) for runs in match.only_baseline]
+    rows += [_make_row(match, "only in the candidate", (), runs) for runs in match.only_candidate]
+    return [*rows, {"row": "geometric mean", **_comparison_values(match.mean)}]
+
+
+def _make_row(
+    match: Match, title: str, baseline: Sequence[Row], candidate: Sequence[Row]
+) -> dict[str, Any]:
+    runs = [*baseline, *candidate]
+    return {
+        **{column: runs[0].get(column) for column in match.columns},
+        "row": title,
+        "baseline_images_per_second": _rate(baseline) if baseline else None,
+        "candidate_images_per_second": _rate(candidate) if candidate else None,
+        "num_baseline_runs": len(baseline),
+        "num_candidate_runs": len(candidate),
+        "flags": _flags(runs),
+    }
+
+
+def _comparison_values(comparison: Comparison) -> dict[str, Any]:
+    interval = comparison.interval
+    return {
+        "ratio": comparison.ratio,
+        "ratio_low": interval and interval.low,
+        "ratio_high": interval and interval.high,
+        "verdict": comparison.verdict,
+    }

@@ -24,7 +24,7 @@ from sdbench.report import (
     throughput_plots,
     training_times,
 )
-from sdbench.report.compare_sides import tell_time
+from sdbench.report.compare_sides import read_time
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
@@ -286,7 +286,7 @@ def _load_record(path: Path) -> dict[str, Any]:
             allowed=f"the folder {record['run_id']}",
             flag="--folder",
         )
-    tell_time(record["started_utc"], of=path)  # the ladder compares runs by their times
+    read_time(record["started_utc"], of=path)  # the ladder compares runs by their times
     return record
 
 
