@@ -1,14 +1,17 @@
-"""Reads records, groups runs by configuration, and describes the runs of one in words and cells."""
+"""Reads records and steps, groups runs by configuration, and describes them in words and cells."""
 
 from __future__ import annotations
 
 import collections
+import csv
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import (
     as_key,
     describe_model,
@@ -54,6 +57,43 @@ def read_record(path: Path, *, flag: str) -> dict[str, Any]:
             allowed="a record that this version of the suite reads, as it was written",
             flag=flag,
         ) from None
+
+
+def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[str, Any]]:
+    """Read columns of a steps.csv: the phase as text, and numbers.
+
+    A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN.
+
+    Args:
+        path: The table.
+        columns: Names of columns.
+        flag: The flag for errors.
+
+    Raises:
+        ConfigError: If it cannot be read, lacks a column, or has a number that no step can have.
+    """
+    steps = []
+    try:
+        for row in csv.DictReader(open_table(path)):
+            if None in row.values():
+                continue
+            step = {name: row[name] if name == "phase" else float(row[name]) for name in columns}
+            if not is_bounded(step.get("loss", 0.0)):
+                step["loss"] = math.nan
+            others = [value for name, value in step.items() if name not in ("phase", "loss")]
+            if min(others, default=0) < 0 or not all(map(is_bounded, others)):
+                raise ValueError("it has a number that no step can have")
+            if step.get("images_per_second") == 0:
+                raise ValueError("it has a rate of 0")
+            steps.append(step)
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"a table of steps cannot be read ({error})",
+            value=str(path),
+            allowed=f"a table with the columns {', '.join(columns)}, as the run wrote it",
+            flag=flag,
+        ) from None
+    return steps
 
 
 def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:

@@ -198,6 +198,17 @@ def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(compare, compare_a
     assert "1 only in the candidate: n images/s settings 3 47.998 micro_batch 32" in text
 
 
+def test_verdicts_are_corrected_for_the_number_of_rows(compare_as_json, write_runs):
+    # Each row alone has p = 0.04: deviations of the logs as in the test of the detectable change.
+    deviations = (0.04, 0.0, -0.04)
+    faster = math.exp(stats.t.ppf(0.98, 4) * 0.04 * math.sqrt(2 / 3))
+    for batch, verdict in ((2, "faster"), (4, "no difference shown")):
+        rates = [100 * math.exp(deviation) for deviation in deviations]
+        a = write_runs("a", *rates, batch_size=batch)
+        b = write_runs("b", *(faster * rate for rate in rates), batch_size=batch)
+        assert compare_as_json(a, b)["rows"][0]["verdict"] == verdict
+
+
 def test_what_is_the_same_is_told_in_part_and_whole_with_all(
     compare, compare_as_json, monkeypatch, repository
 ):
@@ -252,10 +263,11 @@ def test_what_differs_beside_the_settings_is_named(compare, compare_as_json, wri
             "git": {"commit": "1" * 40, "dirty": True},
             "environment": {"LD_PRELOAD": "/lib/libjemalloc.so"},
             "workload": {"weights": "loaded"},
+            "origin": {"lr": "flag"},  # to the value that it has by default
         },
     )
     found = compare_as_json(a, b)
-    assert found["rows"][0]["verdict"] == "slower"
+    assert (found["rows"][0]["verdict"], found["compared"]) == ("slower", {})
     assert found["other_differences"] == {
         "git_commit": [a_record["git"]["commit"], "1" * 40],
         "version of torch": ["2.7.0", "2.8.0"],
@@ -582,6 +594,7 @@ def test_the_occasion_is_the_sample_where_there_are_several(compare, compare_as_
     d = write_runs("d", 100.0, 101.0, minutes=(0, 5))
     row = compare_as_json(d, c)["rows"][0]
     assert row["ratio"] == pytest.approx(math.sqrt(90 * 81 / (100 * 101)))
+    assert row["verdict"] == APART
     assert "n occasions baseline" in compare(d, c) and "2 and 3 1 and 2" in compare(d, c)
 
 
