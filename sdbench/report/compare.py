@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown, for_terminal
@@ -21,7 +20,6 @@ from sdbench.report.compare_match import (
     MACHINES,
     MAX_MACHINE_CHANGE,
     Match,
-    Pair,
     match,
 )
 from sdbench.report.compare_sides import (
@@ -95,6 +93,8 @@ FIRST = (
 )
 # Settings that all rows share and that are told without --all.
 MAX_SAME = 6
+MATCHED, MEAN = "matched", "geometric mean"
+ONLY_BASELINE, ONLY_CANDIDATE = "only in the baseline", "only in the candidate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,59 +159,96 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_distinct(baseline, candidate)
     between = flags.between if len(flags.sides) == 2 else ()
     found = match(baseline, candidate, between=between, allow=flags.allow)
+    rows = _make_rows(found)
     if flags.format == "csv":
-        rows = _make_rows(found)
         text = format_csv(rows, columns=list(rows[0]))
     elif flags.format == "json":
-        text = _to_json(found)
+        text = _to_json(found, rows)
     else:
-        text = _to_text(found, lists_all=flags.all, in_markdown=flags.format == "markdown")
+        text = _to_text(found, rows, lists_all=flags.all, in_markdown=flags.format == "markdown")
     if flags.out is None:
         sys.stdout.write(text)
     else:
         write_out(flags.out, text)
     if flags.fail_if_slower is None:
         return 0
-    failures = find_failures(found, threshold=flags.fail_if_slower)
+    failures = _find_failures(found, rows, threshold=flags.fail_if_slower)
     failures += [
         f"not judged: {number} x {UNREADABLE} in {path}"
-        for path, rows in zip(flags.sides, loaded, strict=True)
-        if (number := sum(row.get("status") == UNREADABLE for row in rows))
+        for path, of_side in zip(flags.sides, loaded, strict=True)
+        if (number := sum(row.get("status") == UNREADABLE for row in of_side))
     ]
     for failure in failures:
         print(f"--fail_if_slower: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def find_failures(match: Match, *, threshold: float) -> list[str]:
+def _make_rows(match: Match) -> list[Row]:
+    """A row for each configuration, also those on one side only, and one for the mean ratio."""
+    rows = [
+        _make_row(match, MATCHED, pair.baseline, pair.candidate)
+        | _comparison_values(pair.comparison)
+        | {
+            "num_baseline_occasions": pair.num_occasions[0],
+            "num_candidate_occasions": pair.num_occasions[1],
+            "detectable_percent": pair.detectable_change and 100 * pair.detectable_change,
+            "matrix_product_ratio": pair.product_ratio,
+        }
+        for pair in match.pairs
+    ]
+    rows += [_make_row(match, ONLY_BASELINE, runs, ()) for runs in match.only_baseline]
+    rows += [_make_row(match, ONLY_CANDIDATE, (), runs) for runs in match.only_candidate]
+    return [*rows, {"row": MEAN, **_comparison_values(match.mean)}]
+
+
+def _make_row(match: Match, title: str, baseline: Sequence[Row], candidate: Sequence[Row]) -> Row:
+    runs = [*baseline, *candidate]
+    flags = dict.fromkeys(flag for run in runs for flag in (run.get("flags") or "").split(";"))
+    return {
+        **{column: runs[0].get(column) for column in match.columns},
+        "row": title,
+        "baseline_images_per_second": _rate(baseline),
+        "candidate_images_per_second": _rate(candidate),
+        "num_baseline_runs": len(baseline),
+        "num_candidate_runs": len(candidate),
+        "flags": ", ".join(filter(None, flags)) or None,
+    }
+
+
+def _rate(rows: Sequence[Row]) -> float | None:
+    return float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
+
+
+def _comparison_values(comparison: Comparison) -> Row:
+    interval = comparison.interval
+    return {
+        "ratio": comparison.ratio,
+        "ratio_low": interval and interval.low,
+        "ratio_high": interval and interval.high,
+        "verdict": comparison.verdict,
+    }
+
+
+def _find_failures(match: Match, rows: Sequence[Row], *, threshold: float) -> list[str]:
     """Find the reasons why the candidate does not pass --fail_if_slower.
 
     A row fails if its whole interval lies below the bound, if it has no interval, and if the
     candidate has no figure of it, since that run may have crashed.
     """
-    columns = _varying_columns(
-        match, [*_first_rows(match), *(runs[0] for runs in match.only_baseline)]
-    )
-    rows = [
-        (
-            f"{_describe_settings(pair.baseline[0], columns) or 'the only configuration'} "
-            f"(n={len(pair.baseline)} and n={len(pair.candidate)})",
-            pair.comparison,
-        )
-        for pair in match.pairs
-    ]
-    failures = [
-        f"{comparison.verdict}: {name}" for name, comparison in rows if comparison.interval is None
-    ]
-    failures += [
-        f"slower than allowed: {comparison.ratio:.3f}x ({_interval(comparison)}): {name}"
-        for name, comparison in [*rows, (f"geometric mean of {len(rows)}", match.mean)]
-        if comparison.interval is not None and comparison.interval.high < 1 - threshold
-    ]
-    failures += [
-        f"no figure of the candidate: {_describe_settings(runs[0], columns)}"
-        for runs in match.only_baseline
-    ]
+    judged = [row for row in rows if row["row"] != ONLY_CANDIDATE]
+    columns = _varying_columns(match, judged[:-1])
+    failures = []
+    for row in judged:
+        name = MEAN
+        if row["row"] != MEAN:
+            name = _describe_settings(row, columns) or "the only row"
+        if row["row"] == ONLY_BASELINE:
+            failures.append(f"no figure of the candidate: {name}")
+        elif row["ratio_high"] is not None and row["ratio_high"] < 1 - threshold:
+            failures.append(f"slower than allowed: {row['ratio']:.3f}x ({_interval(row)}): {name}")
+        elif row["ratio_high"] is None and row["row"] == MATCHED:
+            numbers = f"n={row['num_baseline_runs']} and n={row['num_candidate_runs']}"
+            failures.append(f"{row['verdict']}: {name} ({numbers})")
     return failures
 
 
@@ -235,7 +272,7 @@ def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side,
     )
 
 
-def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
+def _to_text(match: Match, rows: Sequence[Row], *, lists_all: bool, in_markdown: bool) -> str:
     """The comparison for a terminal, or in Markdown."""
 
     def lines(texts: Iterable[str]) -> str:
@@ -253,58 +290,69 @@ def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
             for text in texts
         )
 
-    def table(fields: Sequence[Field], rows: Sequence[Any]) -> str:
+    def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
         draw = to_markdown if in_markdown else to_terminal
-        return draw(tabulate(fields, rows).without_empty_columns())
+        shown = [row | {"settings": _describe_settings(row, columns)} for row in rows]
+        return draw(tabulate(FIELDS, shown).without_empty_columns())
 
-    varying = _varying_columns(match, _first_rows(match))
+    matched = [row for row in rows if row["row"] == MATCHED]
+    varying = _varying_columns(match, matched)
     parts = [
-        lines(_facts(match, varying, lists_all=lists_all)),
-        table(_pair_fields(varying), match.pairs),
-        lines(_remarks(match)),
+        lines(_facts(match, matched[0], varying, lists_all=lists_all)),
+        table(matched, varying),
+        lines(_remarks(match, rows)),
     ]
-    only = {"baseline": match.only_baseline, "candidate": match.only_candidate}
-    counts = {f"{len(rows)} only in the {name}": rows for name, rows in only.items() if rows}
-    if counts and not lists_all:
-        parts.append(lines([f"Not compared: {', '.join(counts)}; --all lists them."]))
-    for title, rows in counts.items() if lists_all else ():
-        columns = _varying_columns(match, [*_first_rows(match), *(runs[0] for runs in rows)])
-        parts += [lines([f"{title}:"]), table(_run_fields(columns), rows)]
+    only = {
+        f"{len(of_side)} {title}": of_side
+        for title in (ONLY_BASELINE, ONLY_CANDIDATE)
+        if (of_side := [row for row in rows if row["row"] == title])
+    }
+    if only and not lists_all:
+        parts.append(lines([f"Not compared: {', '.join(only)}; --all lists them."]))
+    for title, of_side in only.items() if lists_all else ():
+        columns = _varying_columns(match, [*matched, *of_side])
+        parts += [lines([f"{title}:"]), table(of_side, columns)]
     return "\n\n".join(parts) + "\n"
 
 
-def _pair_fields(columns: Sequence[str]) -> tuple[Field, ...]:
-    """The columns of the rows that are on both sides, with these settings."""
-    return (
-        Field("n", lambda pair: _both(len(pair.baseline), len(pair.candidate))),
-        Field("occasions", lambda pair: _occasions(pair)),
-        Field("baseline", lambda pair: _rate(pair.baseline), digits=5),
-        Field("candidate", lambda pair: _rate(pair.candidate), digits=5),
-        Field("ratio", lambda pair: _times(pair.comparison.ratio)),
-        Field("95 % interval", lambda pair: _interval(pair.comparison), unknown=""),
-        Field("verdict", lambda pair: pair.comparison.verdict),
-        Field("matrix product", lambda pair: _times(pair.product_ratio), unknown=""),
-        Field("flags", lambda pair: _flags((*pair.baseline, *pair.candidate)), unknown=""),
-        Field("settings", lambda pair: _describe_settings(pair.baseline[0], columns), unknown=""),
-    )
+def _both(row: Row, what: str) -> str:
+    """The numbers of both sides, one where they are equal or a side has none."""
+    numbers = (row.get(f"num_{side}_{what}") for side in ("baseline", "candidate"))
+    return " and ".join(map(str, dict.fromkeys(filter(None, numbers))))
 
 
-def _run_fields(columns: Sequence[str]) -> tuple[Field, ...]:
-    """The columns of the rows that are on one side only, with these settings."""
-    return (
-        Field("n", len),
-        Field("images/s", _rate, digits=5),
-        Field("settings", lambda runs: _describe_settings(runs[0], columns), unknown=""),
-    )
+def _occasions(row: Row) -> Cell:
+    """The numbers of occasions; empty if each run is one."""
+    text = "" if _both(row, "occasions") == _both(row, "runs") else _both(row, "occasions")
+    return Cell(text, text or None)
 
 
-def _first_rows(match: Match) -> list[Row]:
-    return [pair.baseline[0] for pair in match.pairs]
+def _times(ratio: float | None) -> Cell:
+    return Cell("" if ratio is None else f"{ratio:.2f}x", ratio)
+
+
+def _interval(row: Row) -> str | None:
+    low, high = row.get("ratio_low"), row.get("ratio_high")
+    return None if low is None else f"{low:.3f} to {high:.3f}"
+
+
+FIELDS = (
+    Field("n", lambda row: _both(row, "runs")),
+    Field("occasions", _occasions),
+    Field("baseline", "baseline_images_per_second", digits=5),
+    Field("candidate", "candidate_images_per_second", digits=5),
+    Field("ratio", lambda row: _times(row.get("ratio"))),
+    Field("95 % interval", _interval, unknown=""),
+    Field("verdict", "verdict"),
+    Field("matrix product", lambda row: _times(row.get("matrix_product_ratio"))),
+    Field("flags", "flags", unknown=""),
+    Field("settings", "settings", unknown=""),
+)
 
 
 def _varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
     """The matched settings that are not the same in all of these rows."""
-    return _in_order(name for name in match.columns if len({row.get(name) for row in rows}) > 1)
+    return _in_order(name for name in match.columns if len({row[name] for row in rows}) > 1)
 
 
 def _in_order(columns: Iterable[str]) -> list[str]:
@@ -312,31 +360,26 @@ def _in_order(columns: Iterable[str]) -> list[str]:
     return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
-def _known(row: Row, columns: Iterable[str]) -> list[str]:
-    """The known settings of a row, e.g. ``micro_batch 4``."""
-    return [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
-
-
 def _describe_settings(row: Row, columns: Iterable[str]) -> str | None:
-    """The known settings in words; None without any."""
-    return ", ".join(_known(row, columns)) or None
+    """The known settings of a row, e.g. ``micro_batch 4, ema true``; None without any."""
+    known = [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
+    return ", ".join(known) or None
 
 
-def _facts(match: Match, varying: Sequence[str], *, lists_all: bool) -> list[str]:
-    """The lines above the table."""
+def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -> list[str]:
+    """The lines above the table; `row` is one of its rows."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
     lines += [
         f"compared: {column}: {ours} -> {theirs}"
         for column, (ours, theirs) in match.compared.items()
-    ]
-    if not match.compared:
-        lines.append("compared: no setting differs, only the runs")
-    columns = _in_order(column for column in match.columns if column not in varying)
-    same = _known(match.pairs[0].baseline[0], columns)
-    if len(same) > MAX_SAME and not lists_all:
-        same = [*same[:MAX_SAME], f"and {len(same) - MAX_SAME} more (--all)"]
+    ] or ["compared: no setting differs, only the runs"]
+    same = _in_order(
+        name for name in match.columns if name not in varying and row[name] is not None
+    )
+    told = same if lists_all else same[:MAX_SAME]
     if same:
-        lines.append(f"the same: {', '.join(same)}")
+        more = f", and {len(same) - len(told)} more (--all)" if len(told) < len(same) else ""
+        lines.append(f"the same: {_describe_settings(row, told)}{more}")
     lines += [
         f"not matched on, as {name} does not tell: {', '.join(columns)}"
         for name, columns in match.missing_on.items()
@@ -344,23 +387,32 @@ def _facts(match: Match, varying: Sequence[str], *, lists_all: bool) -> list[str
     return lines
 
 
-def _remarks(match: Match) -> list[str]:
+def _remarks(match: Match, rows: Sequence[Row]) -> list[str]:
     """The lines below the table."""
-    comparisons = [pair.comparison for pair in match.pairs]
-    verdicts = {comparison.verdict for comparison in comparisons}
-    num_tested = sum(comparison.interval is not None for comparison in comparisons)
+    *others, mean = rows
+    matched = [row for row in others if row["row"] == MATCHED]
+    verdicts = [row["verdict"] for row in matched]
+    num_tested = sum(row["ratio_low"] is not None for row in matched)
     lines = []
-    if len(match.pairs) > 1:
-        parts = (f"{match.mean.ratio:.2f}x", _interval(match.mean), match.mean.verdict)
-        lines.append(f"geometric mean of {len(match.pairs)}: {', '.join(filter(None, parts))}")
+    if len(matched) > 1:
+        parts = (f"{mean['ratio']:.2f}x", _interval(mean), mean["verdict"])
+        lines.append(f"{MEAN} of {len(matched)}: {', '.join(filter(None, parts))}")
     lines.append("Baseline and candidate are in images/s, the ratio is candidate over baseline.")
-    if any(pair.has_samples_of_several_runs for pair in match.pairs):
+    if any(_occasions(row).text for row in matched):
         lines.append("Runs of one occasion are one sample; the ratio is that of the occasions.")
     if num_tested:
-        lines.append(
-            "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs."
-        )
-        lines.append(_tell_detectable_change(match))
+        changes = [row["detectable_percent"] for row in matched if row["detectable_percent"]]
+        detectable = f"{MIN_RUNS} runs or more on each side can tell what change would be found."
+        if changes:
+            sizes = dict.fromkeys(f"{change:.1f}" for change in (min(changes), max(changes)))
+            detectable = (
+                f"With this variation a change of {' to '.join(sizes)} % would be found in "
+                f"{100 * POWER:g} % of comparisons."
+            )
+        lines += [
+            "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs.",
+            detectable,
+        ]
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
     if APART in verdicts:
@@ -391,45 +443,7 @@ def _remarks(match: Match) -> list[str]:
     return lines
 
 
-def _tell_detectable_change(match: Match) -> str:
-    changes = [pair.detectable_change for pair in match.pairs if pair.detectable_change is not None]
-    if not changes:
-        return f"{MIN_RUNS} runs or more on each side can tell what change would be found."
-    sizes = dict.fromkeys(f"{100 * change:.1f}" for change in (min(changes), max(changes)))
-    return (
-        f"With this variation a change of {' to '.join(sizes)} % would be found in "
-        f"{100 * POWER:g} % of comparisons."
-    )
-
-
-def _both(ours: int, theirs: int) -> str:
-    return f"{ours}" if ours == theirs else f"{ours} and {theirs}"
-
-
-def _occasions(pair: Pair) -> Cell | str:
-    """The numbers of occasions; empty if each run is one."""
-    return _both(*pair.num_occasions) if pair.has_samples_of_several_runs else Cell("", None)
-
-
-def _times(ratio: float | None) -> Cell:
-    return Cell("" if ratio is None else f"{ratio:.2f}x", ratio)
-
-
-def _interval(comparison: Comparison) -> str | None:
-    interval = comparison.interval
-    return None if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
-
-
-def _rate(rows: Sequence[Row]) -> float:
-    return float(mean_rate([row["images_per_second"] for row in rows]))
-
-
-def _flags(rows: Iterable[Row]) -> str | None:
-    flags = dict.fromkeys(flag for row in rows for flag in (row.get("flags") or "").split(";"))
-    return ", ".join(filter(None, flags)) or None
-
-
-def _to_json(match: Match) -> str:
+def _to_json(match: Match, rows: Sequence[Row]) -> str:
     """The whole comparison, unrounded."""
     content = {
         **{
@@ -440,51 +454,6 @@ def _to_json(match: Match) -> str:
         "compared": match.compared,
         "not_told_by": match.missing_on,
         "other_differences": match.origins,
-        "rows": _make_rows(match),
+        "rows": rows,
     }
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def _make_rows(match: Match) -> list[dict[str, Any]]:
-    """A row for each configuration, also those on one side only, and one for the mean ratio."""
-    rows = [
-        _make_row(match, "matched", pair.baseline, pair.candidate)
-        | _comparison_values(pair.comparison)
-        | {
-            "num_baseline_occasions": pair.num_occasions[0],
-            "num_candidate_occasions": pair.num_occasions[1],
-            "detectable_percent": None
-            if pair.detectable_change is None
-            else 100 * pair.detectable_change,
-            "matrix_product_ratio": pair.product_ratio,
-        }
-        for pair in match.pairs
-    ]
-    rows += [_make_row(match, "only in the baseline", runs, ()) for runs in match.only_baseline]
-    rows += [_make_row(match, "only in the candidate", (), runs) for runs in match.only_candidate]
-    return [*rows, {"row": "geometric mean", **_comparison_values(match.mean)}]
-
-
-def _make_row(
-    match: Match, title: str, baseline: Sequence[Row], candidate: Sequence[Row]
-) -> dict[str, Any]:
-    runs = [*baseline, *candidate]
-    return {
-        **{column: runs[0].get(column) for column in match.columns},
-        "row": title,
-        "baseline_images_per_second": _rate(baseline) if baseline else None,
-        "candidate_images_per_second": _rate(candidate) if candidate else None,
-        "num_baseline_runs": len(baseline),
-        "num_candidate_runs": len(candidate),
-        "flags": _flags(runs),
-    }
-
-
-def _comparison_values(comparison: Comparison) -> dict[str, Any]:
-    interval = comparison.interval
-    return {
-        "ratio": comparison.ratio,
-        "ratio_low": interval and interval.low,
-        "ratio_high": interval and interval.high,
-        "verdict": comparison.verdict,
-    }

@@ -194,8 +194,8 @@ def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(compare, compare_a
     assert "Not compared: 1 only in the baseline, 1 only in the candidate; --all lists" in text
     text = compare(*sides, "--all")
     assert "Not compared" not in text
-    assert "1 only in the baseline: n images/s settings 3 3.9999 micro_batch 4" in text
-    assert "1 only in the candidate: n images/s settings 3 47.998 micro_batch 32" in text
+    assert "1 only in the baseline: n baseline settings 3 3.9999 micro_batch 4" in text
+    assert "1 only in the candidate: n candidate settings 3 47.998 micro_batch 32" in text
 
 
 def test_verdicts_are_corrected_for_the_number_of_rows(compare_as_json, write_runs):
@@ -389,8 +389,8 @@ def test_what_cannot_be_compared_is_refused(
         ([100, 100.1, 99.9], [96, 96.1, 95.9], ""),  # 4 %
         ([100, 110, 90], [90, 99, 81], ""),  # 10 % and anything: not shown
         ([100, 100.1, 99.9], [110, 110.1, 109.9], ""),
-        ([100], [200], "not tested: the only configuration (n=1 and n=1)"),
-        ([100, 101, 99], [200], "not tested: the only configuration (n=3 and n=1)"),
+        ([100], [200], "not tested: the only row (n=1 and n=1)"),
+        ([100, 101, 99], [200], "not tested: the only row (n=3 and n=1)"),
     ],
 )
 def test_fail_if_slower(gate, write_runs, baseline_rates, rates, reason):
