@@ -54,19 +54,20 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
 def _select(
     records: Sequence[dict[str, Any]], *, patterns: Sequence[str], path: Path
 ) -> list[dict[str, Any]]:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(record["run_id"], pattern) for record in records):
+    fitting = {
+        pattern: fnmatch.filter([record["run_id"] for record in records], pattern)
+        for pattern in patterns
+    }
+    for pattern, run_ids in fitting.items():
+        if not run_ids:
             raise ConfigError(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
                 allowed="names of folders in results/runs, with * for any text",
                 flag="--folder",
             )
-    return [
-        record
-        for record in records
-        if any(fnmatch.fnmatchcase(record["run_id"], pattern) for pattern in patterns)
-    ]
+    chosen = {run_id for run_ids in fitting.values() for run_id in run_ids}
+    return [record for record in records if record["run_id"] in chosen]
 
 
 def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
@@ -121,6 +122,7 @@ def _models_table(groups: Groups) -> Table:
     rows = []
     for group in groups.values():
         workload, config = group[0]["workload"], group[0]["config"]
+        place = place_of_encoders(config)
         row = {
             "model": workload["architecture"],
             "parameters": _grouped_cell(workload.get("num_parameters")),
@@ -128,9 +130,7 @@ def _models_table(groups: Groups) -> Table:
             "weights": workload["weights"],
             "model FLOP per image, 10^9": _grouped_cell(round(workload["flops_per_image"] / 1e9)),
             "resolution, px": config["image_size"],
-            "encoders": "in the step"
-            if place_of_encoders(config) == ONLINE
-            else place_of_encoders(config),
+            "encoders": "in the step" if place == ONLINE else place,
         }
         if row not in rows:
             rows.append(row)
@@ -180,8 +180,7 @@ def _settings_table(groups: Groups) -> Table:
         for name in names
         if len({str(config.get(name)) for config in configs.values()}) > 1
     ]
-    left = [f"({letter})" for letter in configs]
-    return make_table(rows, left=left)
+    return make_table(rows, left=[f"({letter})" for letter in configs])
 
 
 def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
