@@ -39,14 +39,10 @@ MAX_NAMED_RUNS = 5
 
 
 def read_record(path: Path, *, flag: str) -> dict[str, Any]:
-    """Read a record.
-
-    Args:
-        path: record.json, or the run folder that holds it.
-        flag: The flag for errors.
+    """Read a record, given by its file or the folder of its run.
 
     Raises:
-        ConfigError: If it cannot be read, or this version of the suite cannot use it.
+        ConfigError: If it cannot be read, or this version of the suite cannot use it; has `flag`.
     """
     try:
         return load_record(path)
@@ -64,13 +60,9 @@ def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[st
 
     A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN.
 
-    Args:
-        path: The table.
-        columns: Names of columns.
-        flag: The flag for errors.
-
     Raises:
-        ConfigError: If it cannot be read, lacks a column, or has a number that no step can have.
+        ConfigError: If it cannot be read, lacks a column, or has a number that no step can have;
+            has `flag`.
     """
     steps = []
     try:
@@ -97,14 +89,10 @@ def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[st
 
 
 def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
-    """Use files; one that cannot be used is named on stderr and left out.
-
-    Args:
-        paths: Of the files, or of run folders.
-        use: Reads one, or raises ConfigError.
+    """Use files or folders of runs; each for which `use` raises ConfigError is named on stderr.
 
     Returns:
-        The results in order, and the files that are left out.
+        The results in order, and the paths that are left out.
     """
     whole, left_out = [], []
     for path in paths:
