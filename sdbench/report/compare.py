@@ -18,7 +18,11 @@ from sdbench.report.compare_match import (
     GUARDED,
     MACHINE_CHANGED,
     MACHINES,
+    MATCHED,
     MAX_MACHINE_CHANGE,
+    MEAN,
+    ONLY_BASELINE,
+    ONLY_CANDIDATE,
     Match,
     match,
 )
@@ -37,7 +41,7 @@ from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_termina
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.statistics.intervals import MIN_RUNS, Comparison, mean_rate
+from sdbench.statistics.intervals import MIN_RUNS
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
@@ -93,8 +97,6 @@ FIRST = (
 )
 # Settings that all rows share and that are told without --all.
 MAX_SAME = 6
-MATCHED, MEAN = "matched", "geometric mean"
-ONLY_BASELINE, ONLY_CANDIDATE = "only in the baseline", "only in the candidate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,20 +161,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_distinct(baseline, candidate)
     between = flags.between if len(flags.sides) == 2 else ()
     found = match(baseline, candidate, between=between, allow=flags.allow)
-    rows = _make_rows(found)
     if flags.format == "csv":
-        text = format_csv(rows, columns=list(rows[0]))
+        text = format_csv(found.rows, columns=list(found.rows[0]))
     elif flags.format == "json":
-        text = _to_json(found, rows)
+        text = _to_json(found)
     else:
-        text = _to_text(found, rows, lists_all=flags.all, in_markdown=flags.format == "markdown")
+        text = _to_text(found, lists_all=flags.all, in_markdown=flags.format == "markdown")
     if flags.out is None:
         sys.stdout.write(text)
     else:
         write_out(flags.out, text)
     if flags.fail_if_slower is None:
         return 0
-    failures = _find_failures(found, rows, threshold=flags.fail_if_slower)
+    failures = _find_failures(found, threshold=flags.fail_if_slower)
     failures += [
         f"not judged: {number} x {UNREADABLE} in {path}"
         for path, of_side in zip(flags.sides, loaded, strict=True)
@@ -183,59 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def _make_rows(match: Match) -> list[Row]:
-    """A row for each configuration, also those on one side only, and one for the mean ratio."""
-    rows = [
-        _make_row(match, MATCHED, pair.baseline, pair.candidate)
-        | _comparison_values(pair.comparison)
-        | {
-            "num_baseline_occasions": pair.num_occasions[0],
-            "num_candidate_occasions": pair.num_occasions[1],
-            "detectable_percent": pair.detectable_change and 100 * pair.detectable_change,
-            "matrix_product_ratio": pair.product_ratio,
-        }
-        for pair in match.pairs
-    ]
-    rows += [_make_row(match, ONLY_BASELINE, runs, ()) for runs in match.only_baseline]
-    rows += [_make_row(match, ONLY_CANDIDATE, (), runs) for runs in match.only_candidate]
-    return [*rows, {"row": MEAN, **_comparison_values(match.mean)}]
-
-
-def _make_row(match: Match, title: str, baseline: Sequence[Row], candidate: Sequence[Row]) -> Row:
-    runs = [*baseline, *candidate]
-    flags = dict.fromkeys(flag for run in runs for flag in (run.get("flags") or "").split(";"))
-    return {
-        **{column: runs[0].get(column) for column in match.columns},
-        "row": title,
-        "baseline_images_per_second": _rate(baseline),
-        "candidate_images_per_second": _rate(candidate),
-        "num_baseline_runs": len(baseline),
-        "num_candidate_runs": len(candidate),
-        "flags": ", ".join(filter(None, flags)) or None,
-    }
-
-
-def _rate(rows: Sequence[Row]) -> float | None:
-    return float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
-
-
-def _comparison_values(comparison: Comparison) -> Row:
-    interval = comparison.interval
-    return {
-        "ratio": comparison.ratio,
-        "ratio_low": interval and interval.low,
-        "ratio_high": interval and interval.high,
-        "verdict": comparison.verdict,
-    }
-
-
-def _find_failures(match: Match, rows: Sequence[Row], *, threshold: float) -> list[str]:
+def _find_failures(match: Match, *, threshold: float) -> list[str]:
     """Find the reasons why the candidate does not pass --fail_if_slower.
 
     A row fails if its whole interval lies below the bound, if it has no interval, and if the
     candidate has no figure of it, since that run may have crashed.
     """
-    judged = [row for row in rows if row["row"] != ONLY_CANDIDATE]
+    judged = [row for row in match.rows if row["row"] != ONLY_CANDIDATE]
     columns = _varying_columns(match, judged[:-1])
     failures = []
     for row in judged:
@@ -272,7 +227,7 @@ def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side,
     )
 
 
-def _to_text(match: Match, rows: Sequence[Row], *, lists_all: bool, in_markdown: bool) -> str:
+def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
     """The comparison for a terminal, or in Markdown."""
 
     def lines(texts: Iterable[str]) -> str:
@@ -295,17 +250,17 @@ def _to_text(match: Match, rows: Sequence[Row], *, lists_all: bool, in_markdown:
         shown = [row | {"settings": _describe_settings(row, columns)} for row in rows]
         return draw(tabulate(FIELDS, shown).without_empty_columns())
 
-    matched = [row for row in rows if row["row"] == MATCHED]
+    matched = [row for row in match.rows if row["row"] == MATCHED]
     varying = _varying_columns(match, matched)
     parts = [
         lines(_facts(match, matched[0], varying, lists_all=lists_all)),
         table(matched, varying),
-        lines(_remarks(match, rows)),
+        lines(_remarks(match)),
     ]
     only = {
         f"{len(of_side)} {title}": of_side
         for title in (ONLY_BASELINE, ONLY_CANDIDATE)
-        if (of_side := [row for row in rows if row["row"] == title])
+        if (of_side := [row for row in match.rows if row["row"] == title])
     }
     if only and not lists_all:
         parts.append(lines([f"Not compared: {', '.join(only)}; --all lists them."]))
@@ -387,9 +342,9 @@ def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -
     return lines
 
 
-def _remarks(match: Match, rows: Sequence[Row]) -> list[str]:
+def _remarks(match: Match) -> list[str]:
     """The lines below the table."""
-    *others, mean = rows
+    *others, mean = match.rows
     matched = [row for row in others if row["row"] == MATCHED]
     verdicts = [row["verdict"] for row in matched]
     num_tested = sum(row["ratio_low"] is not None for row in matched)
@@ -433,7 +388,8 @@ def _remarks(match: Match, rows: Sequence[Row]) -> list[str]:
             f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
         ]
         lines.append(f"Also different: {'; '.join(differences)}.")
-    if UNCOMMITTED not in match.origins and match.pairs[0].baseline[0].get(UNCOMMITTED):
+    has_changes = any(row.get(UNCOMMITTED) for row in match.baseline.rows)
+    if has_changes and UNCOMMITTED not in match.origins:
         lines.append("Both sides had uncommitted changes, which may not be the same.")
     lines += [
         f"Left out of {side.name}: {side.describe_left_out()}."
@@ -443,7 +399,7 @@ def _remarks(match: Match, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _to_json(match: Match, rows: Sequence[Row]) -> str:
+def _to_json(match: Match) -> str:
     """The whole comparison, unrounded."""
     content = {
         **{
@@ -454,6 +410,6 @@ def _to_json(match: Match, rows: Sequence[Row]) -> str:
         "compared": match.compared,
         "not_told_by": match.missing_on,
         "other_differences": match.origins,
-        "rows": rows,
+        "rows": match.rows,
     }
     return json.dumps(content, indent=2, allow_nan=False) + "\n"

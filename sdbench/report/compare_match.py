@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
 from sdbench.report.compare_sides import FACTS, VARIABLE_PREFIX, VERSION_PREFIX, WHEN, Row, Side
 from sdbench.report.figures import MEASURED, as_text
-from sdbench.statistics.intervals import NOT_TESTED, Comparison, correct_verdicts, geometric_mean
+from sdbench.statistics.intervals import (
+    NOT_TESTED,
+    Comparison,
+    correct_verdicts,
+    geometric_mean,
+    mean_rate,
+)
 from sdbench.statistics.occasions import compare_occasions, detectable_change, find_occasions
 
 # A text for the baseline and one for the candidate.
@@ -47,34 +53,10 @@ SET_MATRIX_PRODUCT = MACHINES | {
     *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine"),
 }
 MAX_MACHINE_CHANGE = 0.05
+MATCHED, MEAN = "matched", "geometric mean"
+ONLY_BASELINE, ONLY_CANDIDATE = "only in the baseline", "only in the candidate"
 APART = "not comparable: measured apart"
 MACHINE_CHANGED = "not comparable: the machine changed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """The runs of one configuration on both sides.
-
-    Attributes:
-        comparison: Rate of the candidate over that of the baseline.
-        num_occasions: Number of occasions of the baseline and of the candidate.
-        product_ratio: Ratio of the machine's matrix products; None if it is unknown or differs by
-            no more than 5 % or chance.
-        detectable_change: Change that 80 % of such comparisons would find, as a fraction; None if
-            unknown.
-    """
-
-    baseline: Sequence[Row]
-    candidate: Sequence[Row]
-    comparison: Comparison
-    num_occasions: tuple[int, int]
-    product_ratio: float | None
-    detectable_change: float | None = None
-
-    @property
-    def has_samples_of_several_runs(self) -> bool:
-        """Whether runs of one occasion were averaged into one sample."""
-        return self.num_occasions != (len(self.baseline), len(self.candidate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +68,8 @@ class Match:
         compared: Values of baseline and candidate of each setting that is compared.
         missing_on: Settings that only the other side has, by name of the side that lacks them.
         origins: Values of baseline and candidate of what differs beside settings.
-        pairs: Configurations on both sides, in the order of the baseline.
-        only_baseline: Runs of each configuration that the candidate lacks.
-        only_candidate: Runs of each configuration that the baseline lacks.
-        mean: Geometric mean of the ratios of the pairs.
+        rows: One for each configuration, in the order of the baseline, and one for the mean ratio.
+            Each has its kind as ``row``: `MATCHED`, `ONLY_BASELINE`, `ONLY_CANDIDATE` or `MEAN`.
     """
 
     baseline: Side
@@ -98,10 +78,22 @@ class Match:
     compared: Mapping[str, Texts]
     missing_on: Mapping[str, Sequence[str]]
     origins: Mapping[str, Texts]
-    pairs: Sequence[Pair]
-    only_baseline: Sequence[Sequence[Row]]
-    only_candidate: Sequence[Sequence[Row]]
-    mean: Comparison
+    rows: Sequence[Row]
+
+
+class _Judged(NamedTuple):
+    """The comparison of the runs of one configuration.
+
+    Attributes:
+        comparison: Rate of the candidate over that of the baseline.
+        num_occasions: Number of occasions of the baseline and of the candidate.
+        product_ratio: Ratio of the machine's matrix products; None if it is unknown or differs by
+            no more than 5 % or chance.
+    """
+
+    comparison: Comparison
+    num_occasions: tuple[int, int]
+    product_ratio: float | None
 
 
 def match(
@@ -157,33 +149,79 @@ def match(
     origins = _differing_origins(
         *([row for key in keys for row in groups[key]] for groups in (ours, theirs))
     )
-    pairs = _correct(
-        [_compare_runs(ours[key], theirs[key], compared=compared, origins=origins) for key in keys]
+    pairs = [(ours[key], theirs[key]) for key in keys]
+    judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
+    comparisons = correct_verdicts([one.comparison for one in judged])
+    num_tests = sum(comparison.interval is not None for comparison in comparisons)
+    rows = []
+    for pair, one, comparison in zip(pairs, judged, comparisons, strict=True):
+        change = detectable_change(comparison, num_tests=num_tests)
+        rows.append(
+            _make_row(MATCHED, *pair, columns=columns)
+            | _comparison_values(comparison)
+            | {
+                "num_baseline_occasions": one.num_occasions[0],
+                "num_candidate_occasions": one.num_occasions[1],
+                "detectable_percent": None if change is None else 100 * change,
+                "matrix_product_ratio": one.product_ratio,
+            }
+        )
+    rows += [
+        _make_row(ONLY_BASELINE, runs, [], columns=columns)
+        for key, runs in ours.items()
+        if key not in theirs
+    ]
+    rows += [
+        _make_row(ONLY_CANDIDATE, [], runs, columns=columns)
+        for key, runs in theirs.items()
+        if key not in ours
+    ]
+    mean = geometric_mean(
+        [
+            comparison
+            if one.num_occasions == tuple(map(len, pair))
+            # An occasion affects all rows alike, so they are not independent.
+            else _without_verdict(comparison, NOT_TESTED)
+            for pair, one, comparison in zip(pairs, judged, comparisons, strict=True)
+        ]
     )
-    return Match(
-        baseline=baseline,
-        candidate=candidate,
-        columns=columns,
-        compared=compared,
-        missing_on={
-            side.name: missing
-            for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
-            if (missing := [column for column in other if column not in mine])
-        },
-        origins=origins,
-        pairs=pairs,
-        only_baseline=[runs for key, runs in ours.items() if key not in theirs],
-        only_candidate=[runs for key, runs in theirs.items() if key not in ours],
-        mean=geometric_mean(
-            [
-                # An occasion affects all rows alike, so they are not independent.
-                _without_verdict(pair.comparison, NOT_TESTED)
-                if pair.has_samples_of_several_runs
-                else pair.comparison
-                for pair in pairs
-            ]
-        ),
-    )
+    rows.append({"row": MEAN, **_comparison_values(mean)})
+    missing_on = {
+        side.name: missing
+        for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
+        if (missing := [column for column in other if column not in mine])
+    }
+    return Match(baseline, candidate, columns, compared, missing_on, origins, rows)
+
+
+def _make_row(
+    title: str, baseline: Sequence[Row], candidate: Sequence[Row], *, columns: Sequence[str]
+) -> Row:
+    runs = [*baseline, *candidate]
+    flags = dict.fromkeys(flag for run in runs for flag in (run.get("flags") or "").split(";"))
+    return {
+        **{column: runs[0].get(column) for column in columns},
+        "row": title,
+        "baseline_images_per_second": _rate(baseline),
+        "candidate_images_per_second": _rate(candidate),
+        "num_baseline_runs": len(baseline),
+        "num_candidate_runs": len(candidate),
+        "flags": ", ".join(filter(None, flags)) or None,
+    }
+
+
+def _rate(rows: Sequence[Row]) -> float | None:
+    return float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
+
+
+def _comparison_values(comparison: Comparison) -> Row:
+    interval = comparison.interval
+    return {
+        "ratio": comparison.ratio,
+        "ratio_low": interval and interval.low,
+        "ratio_high": interval and interval.high,
+        "verdict": comparison.verdict,
+    }
 
 
 def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Comparison:
@@ -216,7 +254,7 @@ def _compare_runs(
     *,
     compared: Collection[str],
     origins: Mapping[str, Texts],
-) -> Pair:
+) -> _Judged:
     """Compare the runs of one configuration; without a verdict if the machine may differ."""
     sides = (candidate, baseline)
     times, other_times = ([row[WHEN] for row in side] for side in sides)
@@ -243,8 +281,7 @@ def _compare_runs(
         and not _sets_matrix_product(compared, origins)
     ):
         comparison = _without_verdict(comparison, MACHINE_CHANGED)
-    num_occasions = len(occasions[1]), len(occasions[0])
-    return Pair(baseline, candidate, comparison, num_occasions, product_ratio)
+    return _Judged(comparison, (len(occasions[1]), len(occasions[0])), product_ratio)
 
 
 def _sets_matrix_product(compared: Collection[str], origins: Mapping[str, Texts]) -> bool:
@@ -257,20 +294,6 @@ def _sets_matrix_product(compared: Collection[str], origins: Mapping[str, Texts]
 
 def _without_verdict(comparison: Comparison, verdict: str) -> Comparison:
     return Comparison(comparison.ratio, None, verdict)
-
-
-def _correct(pairs: Sequence[Pair]) -> list[Pair]:
-    """Correct the verdicts for the number of tests, and add the change that was detectable."""
-    comparisons = correct_verdicts([pair.comparison for pair in pairs])
-    num_tests = sum(comparison.interval is not None for comparison in comparisons)
-    return [
-        dataclasses.replace(
-            pair,
-            comparison=comparison,
-            detectable_change=detectable_change(comparison, num_tests=num_tests),
-        )
-        for pair, comparison in zip(pairs, comparisons, strict=True)
-    ]
 
 
 def _known_settings(rows: Sequence[Row]) -> list[str]:

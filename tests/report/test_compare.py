@@ -677,23 +677,6 @@ def test_the_change_that_would_have_been_found_is_told(compare, compare_as_json,
     assert "3 runs or more on each side can tell" in compare(a, b)
 
 
-def test_the_published_seed_runs_of_three_occasions_have_no_verdict(
-    compare_as_json, repository, tmp_path
-):
-    # The same settings, in the morning, at noon and in the evening of one day.
-    for name, hour in (("morning", "0[56]"), ("noon", "12"), ("evening", "18")):
-        runs = (repository / "results" / "runs").glob(f"20261121T{hour}*_sd2-base-256px-seed")
-        for run in runs:
-            shutil.copytree(run, tmp_path / name / run.name)
-    rows = [
-        compare_as_json(tmp_path / one, tmp_path / other)["rows"][0]
-        for one, other in (("morning", "noon"), ("morning", "evening"), ("noon", "evening"))
-    ]
-    assert [round(row["ratio"], 2) for row in rows] == [0.90, 0.75, 0.83]
-    assert {row["verdict"] for row in rows} == {APART}
-    assert rows[2]["matrix_product_ratio"] == pytest.approx(0.70, abs=0.005)
-
-
 def test_rows_that_share_occasions_have_no_interval_of_their_mean(compare_as_json, write_runs):
     def measure(name, minutes, other_minutes):
         for batch in (2, 4):
