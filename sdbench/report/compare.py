@@ -336,7 +336,7 @@ def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -
         more = f", and {len(same) - len(told)} more (--all)" if len(told) < len(same) else ""
         lines.append(f"the same: {_describe_settings(row, told)}{more}")
     lines += [
-        f"not matched on, as {name} does not tell: {', '.join(columns)}"
+        f"not matched on, as {name} lacks them: {', '.join(columns)}"
         for name, columns in match.missing_on.items()
     ]
     return lines
@@ -373,8 +373,8 @@ def _remarks(match: Match) -> list[str]:
     if APART in verdicts:
         in_turn = "let the sides take turns (python -m sdbench repeat N --against), or "
         lines.append(
-            "Measured apart: a side has a single occasion, or does not tell its times, and more "
-            f"than the settings differs between occasions. To compare, "
+            "Measured apart: a side has a single occasion or no start times, and occasions differ "
+            "in more than the settings. To compare, "
             f"{in_turn if MACHINES.isdisjoint(match.compared) else ''}"
             f"measure each side on several occasions, {PAUSE_S / 3600:g} h or more apart."
         )

@@ -140,7 +140,7 @@ def match(
         described = [f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()]
         raise ConfigError(
             "no configuration is on both sides",
-            value="; ".join(described) or "sides that differ in several settings together",
+            value="; ".join(described) or "several settings that differ together",
             allowed="at least one row whose settings are the same on both sides",
             flag=f"--between {','.join(apart) or 'COLUMN'}",
         )
@@ -360,7 +360,7 @@ def _check_same_work(
         ]
         if column in ("latents", "image_size") and len(lacking) == 1:
             raise ConfigError(
-                f"one side does not tell its {column}, so an image may be other work on the other",
+                f"one side has no {column}, so its images may be other work",
                 value=lacking[0],
                 allowed=f"a column {column} on both sides",
                 flag=f"--allow {column}",
@@ -370,13 +370,13 @@ def _check_same_work(
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
     """Check that replicates have one value of each compared setting, and one source."""
     for column in compared:
-        _check_one_value(rows, column, "a side has several values of what is compared")
+        _check_one_value(rows, column, "a side has several values of a setting that is compared")
     if any(row.get("kind") != MEASURED for row in rows):
         _check_one_value(
             rows,
             "source",
-            "figures of several sources are no runs of one configuration "
-            "(rows of the kind measured would be)",
+            "rows with the same settings are from several sources, so they are not runs of one "
+            "configuration, unless their kind is measured",
         )
 
 

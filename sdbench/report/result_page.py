@@ -28,7 +28,6 @@ from sdbench.settings.data import ONLINE
 # Runs of each configuration by its letter.
 Groups = Mapping[str, list[dict[str, Any]]]
 
-BREAKDOWN = "## Where the time goes"
 RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
 
 
@@ -79,43 +78,41 @@ def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
 
 def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
     groups = dict(zip(map(chr, itertools.count(ord("a"))), group_runs(runs), strict=False))
-    sections = (
-        ("## Models", "The models.", _models_table(groups)),
-        ("## Hardware", "The hardware.", _hardware_table(runs)),
+    by_configuration = [_throughput_row(letter, group) for letter, group in groups.items()]
+    by_run = [_run_row(letter, run) for letter, group in groups.items() for run in group]
+    breakdown = _breakdown_table(groups)
+    parts = (
+        "## Models",
+        ("The models.", _models_table(groups)),
+        "## Hardware",
+        ("The hardware.", _hardware_table(runs)),
+        f"## How it was measured\n\n{_describe_method(runs)}",
+        # One configuration differs in no setting.
+        ("The settings in which the configurations differ.", _settings_table(groups)),
+        "## Throughput",
         (
-            f"## How it was measured\n\n{_describe_method(runs)}",
-            "The settings in which the configurations differ.",
-            _settings_table(groups),
-        ),
-        (
-            "## Throughput",
             "Throughput by configuration. Three or more runs have a 95 % interval between runs (t "
             "on the logs of their rates).",
-            make_table(itertools.starmap(_throughput_row, groups.items()), left=["notes"]),
+            make_table(by_configuration, left=["notes"]),
         ),
         (
-            None,
             "Every run. Its interval is within the run (t over block means of its steps).",
-            make_table(
-                [_run_row(letter, run) for letter, group in groups.items() for run in group],
-                left=["notes"],
-            ),
+            make_table(by_run, left=["notes"]),
         ),
+        "## Where the time goes" if breakdown.rows else "",
         (
-            BREAKDOWN,
             "Where the time of a step goes: medians over the runs, of steps behind the measured "
             "window in which the device is waited for between phases.",
-            _breakdown_table(groups),
+            breakdown,  # old records have none
         ),
     )
-    parts, numbers = [], itertools.count(1)
-    for heading, caption, table in sections:
-        # One configuration differs in no setting, and old records have no breakdown.
-        if table.rows or heading != BREAKDOWN:
-            parts.append(heading)
-        if table.rows:
-            parts += [f"**Table {next(numbers)}.** {caption}", to_markdown(table)]
-    return "\n\n".join(part for part in parts if part is not None)
+    texts, numbers = [], itertools.count(1)
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part[1].rows:
+            texts += [f"**Table {next(numbers)}.** {part[0]}", to_markdown(part[1])]
+    return "\n\n".join(filter(None, texts))
 
 
 def _models_table(groups: Groups) -> Table:

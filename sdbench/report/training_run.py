@@ -74,7 +74,7 @@ def read_run(folder: Path) -> TrainingRun:
     record = read_record(folder, flag="RUN")
     if kind_of(record) != TRAIN:
         raise ConfigError(
-            "the run has trained no model that is kept",
+            "this is not a run of train.py",
             value=str(folder),
             allowed="the folder of a run of train.py",
             flag="RUN",

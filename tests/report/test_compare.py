@@ -324,7 +324,7 @@ def test_work_that_one_side_does_not_tell_is_not_compared_unless_allowed(
     error = refusal_of("compare", a, b)
     assert (error.value, error.flag) == (str(b), f"--allow {column}")
     text = compare(a, b, "--allow", column)
-    assert "1.00x" in text and f"as {b} does not tell: {column}" in text
+    assert "1.00x" in text and f"as {b} lacks them: {column}" in text
 
 
 def test_rows_that_do_not_meet_are_refused_with_the_setting_that_keeps_them_apart(write_table):

@@ -75,7 +75,7 @@ def make_run(folder, *, steps=(), events=(), status="failed", reason=UNFINISHED_
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that has been killed once, whose newest event is cut off."""
+    """A run that has been killed once, whose newest event and step are cut off."""
     events = [
         event("begin", 0, num_lost_steps=0, lost_s=0.0, down_s=0.0, passed_over=[]),
         validation(1000, [0.9, 0.1], loss=0.5, ema_loss=0.6),
@@ -96,8 +96,9 @@ def run(tmp_path):
         validation(3000, [0.8, 0.1], loss=0.45, ema_loss=0.2),
     ]
     folder = make_run(tmp_path / "first", steps=make_steps(NUM_STEPS), events=events)
-    with (folder / HISTORY_NAME).open("a") as file:
-        file.write('{"time_utc": "2026-')
+    for name, cut_off in ((HISTORY_NAME, '{"time_utc": "2026-'), ("steps.csv", "4001,0.5")):
+        with (folder / name).open("a") as file:
+            file.write(cut_off)
     (folder / "samples").mkdir()
     Image.new("RGB", (8, 8), "red").save(folder / "samples" / "step_00001000.png")
     return folder
@@ -175,6 +176,13 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert draw_run(read_run(run)) is None
 
 
+def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
+    run = make_run(tmp_path / "run", steps=[(1, "inf", 0, 8, 0), (2, 0.5, 0, 8, 0)])
+    assert main(["watch", str(run)]) == 0
+    state = rows_of((run / "watch.html").read_text(), "state")
+    assert ["training loss, smoothed", "0.5000"] in state
+
+
 def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
     pages = []
 
@@ -217,8 +225,10 @@ def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     run = make_run(tmp_path / "other", steps=make_steps(1))
-    (run / "steps.csv").write_text("index,phase\n0,warmup\n")
-    assert refusal_of("watch", run).value == str(run / "steps.csv")
+    header = ",".join(TRAIN_STEP_COLUMNS)
+    for content in ("index,phase\n0,warmup\n", f"{header}\n1,1,1,8,-1\n", f"{header}\n1,1,1,0,1\n"):
+        (run / "steps.csv").write_text(content)
+        assert refusal_of("watch", run).value == str(run / "steps.csv")
     (run / "record.json").write_text(json.dumps(make_record()))
     assert refusal_of("watch", run).flag == "RUN"
     assert refusal_of("watch", tmp_path / "nowhere").value == str(tmp_path / "nowhere")
