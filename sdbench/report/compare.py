@@ -12,6 +12,7 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.base.output import terminal_width
+from sdbench.record.configuration import group
 from sdbench.record.row import format_csv
 from sdbench.report.compare_match import (
     APART,
@@ -324,9 +325,11 @@ def _describe_settings(row: Row, columns: Iterable[str]) -> str | None:
 def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -> list[str]:
     """The lines above the table; `row` is one of its rows."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
+    # The columns gpu and device have the same value in runs of this suite.
+    columns_of = group(match.compared, key_of=match.compared.__getitem__)
     lines += [
-        f"compared: {column}: {ours} -> {theirs}"
-        for column, (ours, theirs) in match.compared.items()
+        f"compared: {', '.join(columns)}: {ours} -> {theirs}"
+        for (ours, theirs), columns in columns_of.items()
     ] or ["compared: no setting differs, only the runs"]
     same = _in_order(
         name for name in match.columns if name not in varying and row[name] is not None
