@@ -177,7 +177,8 @@ def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(compare, compare_a
                 side, *rates, device_train_microbatch_size=batch, compile=side == "b"
             ).parent
     sides = (sides / "a", sides / "b")
-    rows = {(row["row"], row.get("micro_batch")): row for row in compare_as_json(*sides)["rows"]}
+    found = compare_as_json(*sides)
+    rows = {(row["row"], row.get("micro_batch")): row for row in found["rows"]}
     assert list(rows) == [
         ("matched", 8),
         ("matched", 16),
@@ -191,9 +192,15 @@ def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(compare, compare_a
     assert mean["ratio_high"] - mean["ratio_low"] < row["ratio_high"] - row["ratio_low"]
     text = compare(*sides)
     assert "corrected for 2 tests (Holm)" in text
+    # Settings that are the same are told in part, and whole with --all.
+    same = {name for name in found["matched_on"] if row[name] is not None} - {"micro_batch"}
+    assert "the same: model sd2-base, image_size 256, latents" in text
+    assert f"and {len(same) - 6} more (--all)" in text
     assert "Not compared: 1 only in the baseline, 1 only in the candidate; --all lists" in text
     text = compare(*sides, "--all")
     assert "Not compared" not in text
+    told = text.partition("the same: ")[2].partition(" n baseline")[0]
+    assert {fact.split()[0] for fact in told.split(", ")} == same
     assert "1 only in the baseline: n baseline settings 3 3.9999 micro_batch 4" in text
     assert "1 only in the candidate: n candidate settings 3 47.998 micro_batch 32" in text
 
@@ -207,26 +214,6 @@ def test_verdicts_are_corrected_for_the_number_of_rows(compare_as_json, write_ru
         a = write_runs("a", *rates, batch_size=batch)
         b = write_runs("b", *(faster * rate for rate in rates), batch_size=batch)
         assert compare_as_json(a, b)["rows"][0]["verdict"] == verdict
-
-
-def test_what_is_the_same_is_told_in_part_and_whole_with_all(
-    compare, compare_as_json, monkeypatch, repository
-):
-    monkeypatch.chdir(repository)
-    sides = ("results/runs", "--between", "engine", "--baseline", "composer")
-    sides += ("--candidate", "torch")
-    found = compare_as_json(*sides)
-    rows = [row for row in found["rows"] if row["row"] == "matched"]
-    same = {
-        name
-        for name in found["matched_on"]
-        if rows[0][name] is not None and len({str(row[name]) for row in rows}) == 1
-    }
-    text = compare(*sides)
-    assert "the same: precision amp_bf16, preset fast, ema false" in text
-    assert f"and {len(same) - 6} more (--all)" in text
-    told = compare(*sides, "--all").partition("the same: ")[2].partition(" n occasions")[0]
-    assert {fact.split()[0] for fact in told.split(", ")} == same
 
 
 def test_rows_without_a_figure_are_counted_and_flags_are_shown(compare, repository, write_runs):
