@@ -149,7 +149,25 @@ def match(
     origins = _differing_origins(
         *([row for key in keys for row in groups[key]] for groups in (ours, theirs))
     )
-    pairs = [(ours[key], theirs[key]) for key in keys]
+    missing_on = {
+        side.name: missing
+        for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
+        if (missing := [column for column in other if column not in mine])
+    }
+    rows = _make_rows(ours, theirs, columns=columns, compared=compared, origins=origins)
+    return Match(baseline, candidate, columns, compared, missing_on, origins, rows)
+
+
+def _make_rows(
+    ours: Mapping[Any, Sequence[Row]],
+    theirs: Mapping[Any, Sequence[Row]],
+    *,
+    columns: Sequence[str],
+    compared: Collection[str],
+    origins: Mapping[str, Texts],
+) -> list[Row]:
+    """The rows of `Match` of the runs of baseline and candidate, grouped by configuration."""
+    pairs = [(runs, theirs[key]) for key, runs in ours.items() if key in theirs]
     judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
     comparisons = correct_verdicts([one.comparison for one in judged])
     num_tests = sum(comparison.interval is not None for comparison in comparisons)
@@ -185,13 +203,7 @@ def match(
             for pair, one, comparison in zip(pairs, judged, comparisons, strict=True)
         ]
     )
-    rows.append({"row": MEAN, **_comparison_values(mean)})
-    missing_on = {
-        side.name: missing
-        for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
-        if (missing := [column for column in other if column not in mine])
-    }
-    return Match(baseline, candidate, columns, compared, missing_on, origins, rows)
+    return [*rows, {"row": MEAN, **_comparison_values(mean)}]
 
 
 def _make_row(
@@ -368,24 +380,18 @@ def _check_same_work(
 
 
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
-    """Check that replicates have one value of each compared setting, and one source."""
-    for column in compared:
-        _check_one_value(rows, column, "a side has several values of a setting that is compared")
-    if any(row.get("kind") != MEASURED for row in rows):
-        _check_one_value(
-            rows,
-            "source",
-            "rows with the same settings are from several sources, so they are not runs of one "
-            "configuration, unless their kind is measured",
-        )
+    """Check that replicates have one value of each compared setting, and one source.
 
-
-def _check_one_value(rows: Sequence[Row], column: str, what: str) -> None:
-    values = _distinct(rows, column)
-    if len(values) > 1:
-        raise ConfigError(
-            what,
-            value=" and ".join(map(as_text, values[:MAX_VALUES])),
-            allowed=f"one {column} for each configuration",
-            flag=f"--where {column}=...",
-        )
+    Measured ones may have several sources, which are their run ids.
+    """
+    are_measured = all(row.get("kind") == MEASURED for row in rows)
+    for column in [*compared, *([] if are_measured else ["source"])]:
+        values = _distinct(rows, column)
+        if len(values) > 1:
+            raise ConfigError(
+                f"rows with the same settings have several values of {column}, so they are not "
+                "runs of one configuration",
+                value=" and ".join(map(as_text, values[:MAX_VALUES])),
+                allowed=f"one {column} for each configuration",
+                flag=f"--where {column}=...",
+            )

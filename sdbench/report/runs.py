@@ -152,11 +152,13 @@ def tell_apart(
     labels = [
         ", ".join(text for name, text in each.items() if name not in shared) for each in facts
     ]
-    for more in (_code_of, _start_of):
+    codes = [f"code {(record['git']['commit'] or 'unknown')[:7]}" for record in records]
+    starts = [record["started_utc"][:19].replace("T", " ") for record in records]
+    for details in (codes, starts):
         numbers = collections.Counter(labels)
         labels = [
-            label if numbers[label] == 1 else ", ".join(filter(None, (label, more(record))))
-            for label, record in zip(labels, records, strict=True)
+            label if numbers[label] == 1 else ", ".join(filter(None, (label, detail)))
+            for label, detail in zip(labels, details, strict=True)
         ]
     common = ", ".join(text for name, text in facts[0].items() if name in shared)
     return common, [label or "no other setting" for label in labels]
@@ -193,14 +195,6 @@ def _facts_of(record: dict[str, Any]) -> dict[str, str]:
             if name != "lora_rank"  # the model tells it
         },
     }
-
-
-def _code_of(record: dict[str, Any]) -> str:
-    return f"code {(record['git']['commit'] or 'unknown')[:7]}"
-
-
-def _start_of(record: dict[str, Any]) -> str:
-    return record["started_utc"][:19].replace("T", " ")
 
 
 def name_runs(runs: Sequence[str]) -> str:
