@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cel
 from sdbench.report.terminal import NOT_KNOWN, format_rate
 from sdbench.settings.data import ONLINE
 
-# Runs of each configuration by its letter.
+# Runs of each configuration by its name: (a), (b), ...
 Groups = Mapping[str, list[dict[str, Any]]]
 
 RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
@@ -77,9 +77,10 @@ def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
-    groups = dict(zip(map(chr, itertools.count(ord("a"))), group_runs(runs), strict=False))
-    by_configuration = [_throughput_row(letter, group) for letter, group in groups.items()]
-    by_run = [_run_row(letter, run) for letter, group in groups.items() for run in group]
+    names = (f"({chr(ord('a') + number)})" for number in itertools.count())
+    groups = dict(zip(names, group_runs(runs), strict=False))
+    by_configuration = [_throughput_row(name, group) for name, group in groups.items()]
+    by_run = [_run_row(name, run) for name, group in groups.items() for run in group]
     breakdown = _breakdown_table(groups)
     parts = (
         "## Models",
@@ -135,55 +136,48 @@ def _models_table(groups: Groups) -> Table:
 
 
 def _hardware_table(runs: Sequence[dict[str, Any]]) -> Table:
-    return _facts_table(
-        runs,
-        {
-            "device": lambda run: count_devices(run["machine"], run["ranks"]),
-            "nodes": lambda run: run["ranks"]["num_nodes"],
-            "memory of a device, GiB": lambda run: run["machine"]["device_memory_gib"],
-            "CPU": lambda run: run["machine"]["cpu_name"],
-            "CPU cores": lambda run: run["machine"]["num_cpu_cores"],
-            "CPU instructions for training": lambda run: ", ".join(run["machine"]["cpu_flags"]),
-            "memory, GiB": lambda run: run["machine"]["memory_gib"],
-            "driver": lambda run: run["machine"]["driver"],
-            "system": lambda run: run["machine"]["platform"],
-        },
-        heading="value",
-    )
+    facts = []
+    for run in runs:
+        machine, ranks = run["machine"], run["ranks"]
+        facts.append(
+            {
+                "device": count_devices(machine, ranks),
+                "nodes": ranks["num_nodes"],
+                "memory of a device, GiB": machine["device_memory_gib"],
+                "CPU": machine["cpu_name"],
+                "CPU cores": machine["num_cpu_cores"],
+                "CPU instructions for training": ", ".join(machine["cpu_flags"]),
+                "memory, GiB": machine["memory_gib"],
+                "driver": machine["driver"],
+                "system": machine["platform"],
+            }
+        )
+    return _facts_table(facts, heading="value")
 
 
-def _facts_table(
-    runs: Sequence[dict[str, Any]],
-    facts: Mapping[str, Callable[[dict[str, Any]], Any]],
-    *,
-    heading: str,
-) -> Table:
-    """A row for each fact, with every distinct value of the runs."""
+def _facts_table(facts: Sequence[Mapping[str, Any]], *, heading: str) -> Table:
+    """A row for each fact, with its distinct values in all runs."""
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
     return make_table(
-        {"what": name, heading: _join(value_of(run) for run in runs)}
-        for name, value_of in facts.items()
+        {"what": name, heading: _join(of_run.get(name) for of_run in facts)} for name in names
     )
 
 
 def _settings_table(groups: Groups) -> Table:
     """One column per configuration, one row per setting in which two of them differ."""
-    configs = {letter: group[0]["config"] for letter, group in groups.items()}
-    names = dict.fromkeys(name for config in configs.values() for name in config)
-    rows = [
-        {
-            "setting": name,
-            **{f"({letter})": make_cell(config.get(name)) for letter, config in configs.items()},
-        }
-        for name in names
-        if len({str(config.get(name)) for config in configs.values()}) > 1
-    ]
-    return make_table(rows, left=[f"({letter})" for letter in configs])
+    configs = [group[0]["config"] for group in groups.values()]
+    rows = []
+    for setting in dict.fromkeys(setting for config in configs for setting in config):
+        values = [config.get(setting) for config in configs]
+        if len(set(map(str, values))) > 1:
+            rows.append({"setting": setting, **dict(zip(groups, values, strict=True))})
+    return make_table(rows, left=list(groups))
 
 
-def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _throughput_row(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     config = runs[0]["config"]
     return {
-        "configuration": f"({letter})",
+        "configuration": name,
         "preset": config["preset"],
         "precision": config["precision"],
         "global batch": config["batch_size"],
@@ -200,10 +194,10 @@ def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, An
     }
 
 
-def _run_row(letter: str, run: dict[str, Any]) -> dict[str, Any]:
+def _run_row(name: str, run: dict[str, Any]) -> dict[str, Any]:
     summary = run["summary"]
     return {
-        "configuration": f"({letter})",
+        "configuration": name,
         "run": run["run_id"],
         "images/s (95 % interval)": Cell(format_rate(summary), summary["images_per_second"]),
         "warm-up steps": _num_warmup_steps(run),
@@ -218,7 +212,7 @@ def _run_row(letter: str, run: dict[str, Any]) -> dict[str, Any]:
 def _breakdown_table(groups: Groups) -> Table:
     """Seconds and shares by phase, two columns per profiled configuration; no rows without one."""
     rows: dict[str, dict[str, Any]] = {}
-    for letter, group in groups.items():
+    for name, group in groups.items():
         known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
         for phase in known[0]["seconds"] if known else ():
             row = rows.setdefault(phase, {"phase": phase.replace("_", " ")})
@@ -227,8 +221,8 @@ def _breakdown_table(groups: Groups) -> Table:
                 100 * time_s / one["step_time_s"]
                 for time_s, one in zip(times_s, known, strict=True)
             ]
-            row[f"({letter}), s"] = median_cell(times_s, num_digits=3)
-            row[f"({letter}), %"] = median_cell(shares, num_digits=2)
+            row[f"{name}, s"] = median_cell(times_s, num_digits=3)
+            row[f"{name}, %"] = median_cell(shares, num_digits=2)
     return make_table(rows.values())
 
 
@@ -261,14 +255,16 @@ def _num_warmup_steps(run: dict[str, Any]) -> int:
 
 
 def _format_versions(runs: Sequence[dict[str, Any]]) -> str:
-    facts: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "this suite, commit": lambda run: run["git"]["commit"],
-        "uncommitted changes": lambda run: run["git"]["dirty"],
-        "date of the runs": lambda run: run["started_utc"][:10],
-    }
-    for name in dict.fromkeys(name for run in runs for name in run["versions"]):
-        facts[name] = lambda run, name=name: run["versions"].get(name)
-    return to_markdown(_facts_table(runs, facts, heading="version"))
+    facts = [
+        {
+            "this suite, commit": run["git"]["commit"],
+            "uncommitted changes": run["git"]["dirty"],
+            "date of the runs": run["started_utc"][:10],
+            **run["versions"],
+        }
+        for run in runs
+    ]
+    return to_markdown(_facts_table(facts, heading="version"))
 
 
 def _join(values: Any) -> str:
