@@ -177,7 +177,8 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
 
 
 def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
-    run = make_run(tmp_path / "run", steps=[(1, "inf", 0, 8, 0), (2, 0.5, 0, 8, 0)])
+    losses = ("inf", "1e308", 0.5)
+    run = make_run(tmp_path / "run", steps=[(n, loss, 0, 8, 0) for n, loss in enumerate(losses, 1)])
     assert main(["watch", str(run)]) == 0
     state = rows_of((run / "watch.html").read_text(), "state")
     assert ["training loss, smoothed", "0.5000"] in state
