@@ -207,9 +207,10 @@ def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
     assert rows_of(last, "state")[0] == ["state", "ok"]
 
 
-def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
+def test_the_page_of_a_long_run_has_few_grids_of_small_size_and_the_newest_rows(tmp_path):
     names = {step: f"samples/step_{step:08d}.png" for step in range(10, 210, 10)}
     events = [event("samples", step, seconds=1.0, file=file) for step, file in names.items()]
+    events += [validation(step, [0.9, 0.1], loss=0.5) for step in names]
     run = make_run(tmp_path / "long", events=events)
     (run / "samples").mkdir()
     for file in names.values():
@@ -222,6 +223,10 @@ def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
     kind, _, content = grids[0][1].partition(",")
     assert kind == "data:image/jpeg;base64"
     assert Image.open(io.BytesIO(base64.b64decode(content))).size == (1400, 933)
+    # And of each table the newest rows.
+    assert main(["watch", str(run)]) == 0
+    rows = rows_of((run / "watch.html").read_text(), "validation")
+    assert [row[0] for row in rows] == [f"{step}" for step in range(200, 80, -10)]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
