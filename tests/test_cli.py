@@ -117,9 +117,8 @@ def test_every_command_suggests_the_flag_that_was_mistyped(capsys, flags_of, wor
     [
         (["verify-data", "a", "b"], "b", "what --help lists"),
         (["render", "nope"], "nope", "the names that --help lists"),
-        # Letters of these are in longer names, between others.
+        # Letters of this are in longer names, between others.
         (["shapes", "--out", "a"], "--out", "the names that --help lists"),
-        (["profile", "--tiny"], "--tiny", "the names that --help lists"),
     ],
 )
 def test_what_nothing_is_like_is_refused_without_a_guess(capsys, argv, given, allowed):
@@ -200,8 +199,6 @@ def test_bad_input_of_a_command_exits_with_2_and_names_what_it_has(capsys, tmp_p
     ("line", "completed"),
     [
         ("python -m sdbench verif", ["verify-data"]),
-        ("python -m sdbench scaling pre", ["predict"]),
-        ("python -m sdbench convert --out_f", ["--out_format"]),
         ("python -m sdbench convert --out_format we", ["webdataset"]),
         ("python benchmark.py --device_train", ["--device_train_microbatch_size"]),
         ("python benchmark.py --use_synth_data --model_name sd2-", ["sd2-768-v", "sd2-base"]),

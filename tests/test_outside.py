@@ -31,41 +31,39 @@ DEEP = "[" * 20_000 + "]" * 20_000
 NUMBERS = [
     name for name, one in SETTINGS.items() if one.kind.metavar == "N" and one.kind.parse(1) == 1
 ]
-FEW_BAD = {
-    "cut-off": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "a-list": lambda text: "[1]",
-    "deep": lambda text: text.replace('"notes": [', f'"notes": [{DEEP}, ', 1),
-    "deep-enough-to-parse": lambda text: text.replace(
-        '"notes": [', '"notes": [' + "[" * 200 + "]" * 200 + ", ", 1
-    ),
-    "key-twice": lambda text: text.replace('"status": "ok"', '"status": "ok", "status": "ok"'),
-    "nan": lambda text: text.replace('"lr": 0.0001', '"lr": NaN'),
-    "large": lambda text: text.replace('"lr": 0.0001', '"lr": 1e308'),
-    "larger": lambda text: text.replace('"lr": 0.0001', f'"lr": {"9" * 5000}'),
-    "half-a-character": lambda text: text.replace('"notes": [', r'"notes": ["\ud800", ', 1),
-    "long": lambda text: text + " " * 5_000_000,
-    "wrong-type": lambda text: text.replace('"use_ema": ', '"use_ema": 1, "was": '),
-    "elsewhere": lambda text: text.replace('"run_id": "', '"run_id": "../'),
-    "acting-key": lambda text: text.replace("{", '{"\\u001b[2J\\u202e": 1, ', 1),
-}
+# Texts of a record and what they are replaced by.
 BAD = {
-    **{name: lambda text, change=change: change(text).encode() for name, change in FEW_BAD.items()},
-    "no-utf-8": lambda text: text.encode().replace(b'"ok"', b'"\xff"'),
+    "deep": ('"notes": [', f'"notes": [{DEEP}, '),
+    "deep-enough-to-parse": ('"notes": [', '"notes": [' + "[" * 200 + "]" * 200 + ", "),
+    "key-twice": ('"status": "ok"', '"status": "ok", "status": "ok"'),
+    "nan": ('"lr": 0.0001', '"lr": NaN'),
+    "large": ('"lr": 0.0001', '"lr": 1e308'),
+    "larger": ('"lr": 0.0001', f'"lr": {"9" * 5000}'),
+    "half-a-character": ('"notes": [', r'"notes": ["\ud800", '),
+    "wrong-type": ('"use_ema": ', '"use_ema": 1, "was": '),
+    "elsewhere": ('"run_id": "', '"run_id": "../'),
+    "acting-key": ("{", '{"\\u001b[2J\\u202e": 1, '),
 }
 
 
 def write_bad(folder, text):
-    """A folder of a run with each bad record, those that are no file included."""
-    for name, change in BAD.items():
+    """Write a folder of a run with each bad record, and return their names."""
+    contents = {name: text.replace(old, new, 1).encode() for name, (old, new) in BAD.items()}
+    contents |= {
+        "cut-off": text[: len(text) // 2].encode(),
+        "empty": b"",
+        "a-list": b"[1]",
+        "long": text.encode() + b" " * 5_000_000,
+        "no-utf-8": text.encode().replace(b'"ok"', b'"\xff"'),
+    }
+    for name, content in contents.items():
         (folder / name).mkdir(parents=True)
-        changed = change(text)
-        assert changed != text.encode(), name
-        (folder / name / "record.json").write_bytes(changed)
+        assert content != text.encode(), name
+        (folder / name / "record.json").write_bytes(content)
     (folder / "a-folder" / "record.json").mkdir(parents=True)
     (folder / "a-pipe").mkdir()
     os.mkfifo(folder / "a-pipe" / "record.json")
-    return [*BAD, "a-folder", "a-pipe"]
+    return [*contents, "a-folder", "a-pipe"]
 
 
 def left_out(text):
@@ -88,16 +86,32 @@ def at_once():
     assert time.process_time() - began_s < 1
 
 
-def write_pair(folder, **names):
-    """Records of 100 and 110 images/s in the folders a and b."""
-    for side, rate in (("a", 100.0), ("b", 110.0)):
-        run_id = f"20261121T{round(rate):06d}Z_x_any-name"
-        record = make_record(**names, run_id=run_id, summary__images_per_second=rate)
-        record["config"]["attention"] = names.get("machine__device_name", "") + side
-        record["origin"]["attention"] = "flag"
-        (folder / side).mkdir()
-        (folder / side / "record.json").write_text(json.dumps(record))
-    return str(folder / "a"), str(folder / "b")
+def write_run(folder, rate, *, change=lambda text: text, **changes):
+    """Write a record of this rate, with its text changed, below a folder, and return the folder."""
+    number = f"{round(10 * rate):06d}"
+    record = make_record(
+        run_id=f"20261121T{number}Z_x_any-name", summary__images_per_second=rate, **changes
+    )
+    (folder / number).mkdir(parents=True)
+    (folder / number / "record.json").write_text(change(json.dumps(record)))
+    return folder
+
+
+def write_pair(folder, **changes):
+    """Records of 100 and 110 images/s in the folders a and b that differ in a setting."""
+    name = changes.get("machine__device_name", "")
+    return [
+        str(
+            write_run(
+                folder / side,
+                rate,
+                config__attention=name + side,
+                origin__attention="flag",
+                **changes,
+            )
+        )
+        for side, rate in (("a", 100.0), ("b", 110.0))
+    ]
 
 
 def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
@@ -126,34 +140,11 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
         assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
 
 
-def test_report_reads_a_setting_of_another_version_and_one_that_is_missing(tmp_path, capsys):
+def test_report_reads_a_setting_of_another_version(tmp_path):
     of_another = make_record()
     of_another["origin"]["of_another_version"] = "flag"
     results = make_results(tmp_path / "results", of_another, quoted=False)
     assert main(["report", "--folder", str(results)]) == 0
-    trained = next(
-        record
-        for path in sorted((ROOT / "results" / "runs").glob("*/record.json"))
-        if (record := json.loads(path.read_text())).get("kind") == "train"
-    )
-    del trained["config"]["image_size"]
-    file = results / "runs" / trained["run_id"] / "record.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps(trained))
-    capsys.readouterr()
-    assert main(["report", "--folder", str(results)]) == 1
-    (told,) = left_out(capsys.readouterr().err)
-    assert "'image_size' is a required property" in told
-
-
-def write_run(folder, rate, *, change=lambda text: text):
-    number = f"{round(10 * rate):06d}"
-    record = make_record(
-        run_id=f"20261121T{number}Z_x_any-name", summary__images_per_second=rate, notes=[]
-    )
-    (folder / number).mkdir(parents=True)
-    (folder / number / "record.json").write_text(change(json.dumps(record)))
-    return folder
 
 
 def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
@@ -177,7 +168,7 @@ def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
 def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
     results = make_results(tmp_path / "results", make_record(), quoted=False)
     runs = write_run(tmp_path / "runs", 100.0)
-    write_run(runs, 101.0, change=BAD_RATE)
+    write_run(runs, 101.0, change=lambda text: text.replace(": 101.0", ": 1e300"))
     write_run(runs, 102.0)
     for folder in runs.iterdir():
         (folder / "stdout.log").write_text("a line\n")
@@ -191,10 +182,6 @@ def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
     lines = [line for line in printed.out.splitlines() if "published" in line]
     assert [line.rpartition("/")[2] for line in lines] == ["20261121T001000Z_x_any-name"]
     assert (results / "runs" / "20261121T001000Z_x_any-name" / "record.json").is_file()
-
-
-def BAD_RATE(text):
-    return text.replace('"images_per_second": 101.0', '"images_per_second": 1e300')
 
 
 def test_a_record_cannot_be_published_to_another_place(tmp_path):
@@ -245,22 +232,12 @@ def test_what_a_record_or_a_table_holds_never_acts_on_a_terminal(
             "grid: {" + ", ".join(f"{name}: [1, 2]" for name in NUMBERS) + "}",
             f"got '{2 ** len(NUMBERS)} cells x 1'; allowed: at most 100,000 runs",
         ),
-        ("base: " + DEEP + "\nlist: [{seed: 1}]", "nested more than 32 levels deep"),
         ("list: [{seed: 1}]\nlist: [{seed: 2}]", "line 2: the key 'list' is there twice"),
-        ("base: {seed: 1, seed: 2}\nlist: [{lr: 1}]", "the key 'seed' is there twice"),
-        ("list: &a [*a]", "nested more than 32 levels deep"),
-        (
-            "x: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]\n"
-            + "\n".join(f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)),
-            "more than 1,000,000 values",
-        ),
-        ("list: [{seed: !!int x}]", "line 1: the tag"),
+        ("base: " + DEEP + "\nlist: [{seed: 1}]", "nested more than 32 levels deep"),
         ("list: [{lr: 1.0e+308}]", "$.list[0].lr: 1e+308 is no finite number"),
         ("list: [{lr: 1e308}]", "at most 3e+38"),
-        ("list: [{lr: .nan}]", "$.list[0].lr: nan is no finite number"),
         ("list: [{encoder_batch_size: 99999999999999999999999}]", "at most 2,147,483,647"),
         ("list: [{seed: 1}]\ntimeout_s: 1e+30", "a number of seconds above 0"),
-        ("? [1, 2]\n: 3", "a key is neither text nor number"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_cannot_be_is_refused_at_once(tmp_path, capsys, content, said):
@@ -282,8 +259,8 @@ def test_a_number_of_repeats_may_stand_in_quotes(tmp_path, capsys):
     assert "1 cells x 3 in" in capsys.readouterr().out
 
 
-def plan_time_s(tmp_path, *, num_cells, num_done=0):
-    """Seconds of this process for the plan of a sweep of which some runs have ended."""
+def plan_time_s(tmp_path, *, num_cells):
+    """Seconds of this process for the plan of a sweep."""
     file, folder = tmp_path / "my.yaml", tmp_path / "sweep"
     grid = {"seed": list(range(num_cells // 4)), "lr": [1e-4, 1e-3], "use_ema": [True, False]}
     content = {"launcher": "python", "script": str(file), "grid": grid}
@@ -295,10 +272,10 @@ def plan_time_s(tmp_path, *, num_cells, num_done=0):
 
 def test_planning_is_linear_in_the_number_of_cells(tmp_path, capsys):
     plan_time_s(tmp_path, num_cells=4)
-    few_s = min(plan_time_s(tmp_path, num_cells=2_000) for _ in range(2))
-    many_s = plan_time_s(tmp_path, num_cells=16_000)
-    assert "16000 cells x 1" in capsys.readouterr().out
-    print(f"2,000 cells: {few_s:.2f} s; 16,000 cells: {many_s:.2f} s")
+    few_s = min(plan_time_s(tmp_path, num_cells=1_000) for _ in range(2))
+    many_s = plan_time_s(tmp_path, num_cells=8_000)
+    assert "8000 cells x 1" in capsys.readouterr().out
+    print(f"1,000 cells: {few_s:.2f} s; 8,000 cells: {many_s:.2f} s")
     assert many_s < 20 * few_s  # 8 times as many; each with each other would be 64 times the work
 
 

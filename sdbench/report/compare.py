@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.report.compare_match import GUARDED, Match, Pair, match
-from sdbench.report.compare_output import FORMATS, describe_settings, varying_columns
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_markdown, for_terminal
+from sdbench.base.output import terminal_width
+from sdbench.record.configuration import group
+from sdbench.record.row import format_csv
+from sdbench.report.compare_match import (
+    APART,
+    GUARDED,
+    MACHINE_CHANGED,
+    MACHINES,
+    MATCHED,
+    MAX_MACHINE_CHANGE,
+    MEAN,
+    ONLY_BASELINE,
+    ONLY_CANDIDATE,
+    Match,
+    match,
+)
 from sdbench.report.compare_sides import (
+    UNCOMMITTED,
     UNREADABLE,
-    NothingToCompareError,
     Row,
     Side,
     check_distinct,
@@ -20,45 +37,45 @@ from sdbench.report.compare_sides import (
     make_side,
     split,
 )
-from sdbench.report.figures import parse_conditions, select_rows, write_out
+from sdbench.report.figures import as_text, select_rows, write_out
+from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_terminal
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.statistics.intervals import NOT_TESTED
+from sdbench.statistics.intervals import MIN_RUNS
+from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
 
 A and B are tables in CSV or folders with records at any depth; A is the baseline. Rows are matched
-on every setting but those that are one value throughout A and another throughout B: these are what
-is compared, and they are named. Several runs of one configuration are its replicates. With one
-table or folder, --between names the column whose values are the two sides.
+on every setting, except those that have one value in A and another in B: these are compared, and
+named. Several runs of one configuration are its replicates. With one table or folder, --between
+names the column whose values are the two sides.
 
 A row with two or more runs on each side has a 95 % interval and a verdict: faster or slower only
-if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). How
-good is that? In 2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose
-runs differ by 1 % and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in
-brackets 0.5:
+if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). In
+2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose runs differ by 1 %
+and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in brackets 0.5:
   runs on each side                     3             5            10
   the interval covers the truth    97 % (97)     95 % (96)     95 % (96)
   wrongly said to differ          1.0 % (0.6)   0.8 % (0.2)     0 % (0.05)
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
 A change of 5 % is found with 5 runs on each side in more than 99 %.
 
-When the runs were made counts. An hour later a machine differs by more than two runs beside each
-other do. Where the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
-sample. Where they do not, the occasion is: runs with no run of the other side and no pause of more
-than an hour between them. With one occasion on a side there is no verdict: measured apart. Nor is
-there one where the machine's matrix product differs by more than 5 % beyond chance, or, with the
-same settings, software and code, its clock or temperature. Of 2,000 simulated pairs of equal sides,
-whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), are wrongly said to
-differ:
+The time of the runs counts: an hour later a machine differs by more than two runs beside each
+other do. If the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
+sample. If not, an occasion is: runs with no run of the other side and no pause of more than an hour
+between them. With one occasion on a side there is no verdict: measured apart. Nor is there one if
+the machine's matrix product differs by more than 5 % beyond chance. Of 2,000 simulated pairs of
+equal sides, whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), these
+are wrongly said to differ:
   five runs of each, in turn                  0.15 %  0.10 %  0.15 %
   two occasions of each, of three runs        0.95 %  1.25 %  2.50 %
   five occasions of each, of three runs       0.60 %  2.55 %  4.35 %
   five, then five, if each run were a sample    20 %    36 %    49 %
-With three samples or more on each side, the change is told that 80 % of comparisons would find if
-runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
+With three samples or more on each side, the comparison tells the change that 80 % of comparisons
+would find if runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
 
 A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
@@ -73,6 +90,14 @@ examples:
   python -m sdbench compare runs --between preset --baseline seed --candidate fast \\
       --allow precision --format markdown
 """
+
+# Settings that are told first.
+FIRST = (
+    *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
+    *("global_batch", "micro_batch", "gpu", "device", "num_gpus", "num_devices"),
+)
+# Settings that all rows share and that are told without --all.
+MAX_SAME = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,126 +133,23 @@ class CompareFlags:
         SHARE,
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
-        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, sides "
-        "measured apart, a machine that changed, a row that B has no figure for, no row on both "
-        "sides",
+        "than, e.g., 5%, or if a row has no verdict: fewer than 2 runs on a side, sides measured "
+        "apart, a machine that changed, a row that B has no figure for",
     )
-    format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
+    format: str = setting(
+        one_of("terminal", "markdown", "csv", "json"), "terminal", "form of the tables"
+    )
     all: bool = setting(
         SWITCH,
         False,
         "list every setting that is the same, and the rows that are on one side only (csv and json "
-        "always have both)",
+        "always do)",
     )
     out: Path | None = setting(PATH, None, "write to a file instead of the terminal")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the comparison; exit with 1 if --fail_if_slower finds a slower or an untested row."""
-    arguments = _parse(argv)
-    loaded = [load_rows(path) for path in arguments.sides]
-    try:
-        found = _match_sides(arguments, loaded)
-    except NothingToCompareError as error:
-        if arguments.fail_if_slower is None:
-            raise
-        raise RunError(f"--fail_if_slower has nothing to judge: {error}") from None
-    text = FORMATS[arguments.format](found, lists_all=arguments.all)
-    if arguments.out is None:
-        sys.stdout.write(text)
-    else:
-        write_out(arguments.out, text)
-    if arguments.fail_if_slower is None:
-        return 0
-    failures = find_failures(found, threshold=arguments.fail_if_slower)
-    failures += [
-        f"not judged: {number} x {UNREADABLE} in {path}"
-        for path, rows in zip(arguments.sides, loaded, strict=True)
-        if (number := sum(row.get("status") == UNREADABLE for row in rows))
-    ]
-    for failure in failures:
-        print(f"--fail_if_slower: {failure}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-def find_failures(match: Match, *, threshold: float) -> list[str]:
-    """Find the reasons why the candidate does not pass --fail_if_slower.
-
-    A tested row fails if its whole interval lies below the bound. A row that cannot be tested
-    fails, whatever its ratio. So does a configuration without a figure of the candidate, which may
-    have crashed.
-    """
-    shown = [pair.baseline[0] for pair in match.pairs] + [runs[0] for runs in match.only_baseline]
-    columns = varying_columns(match, shown)
-    rows = [(describe_settings(pair.baseline[0], columns), pair.comparison) for pair in match.pairs]
-    rows.append((f"geometric mean of {len(match.pairs)}", match.mean))
-    failures = [
-        f"slower than allowed: {comparison.ratio:.3f}x "
-        f"({comparison.interval.low:.3f} to {comparison.interval.high:.3f}): {name}"
-        for name, comparison in rows
-        if comparison.interval is not None and comparison.interval.high < 1 - threshold
-    ]
-    failures += [
-        f"{_tell_why_untested(pair)}: {describe_settings(pair.baseline[0], columns)}"
-        for pair in match.pairs
-        if pair.comparison.interval is None
-    ]
-    failures += [
-        f"no figure of the candidate: {describe_settings(runs[0], columns)}"
-        for runs in match.only_baseline
-    ]
-    return failures
-
-
-def _tell_why_untested(pair: Pair) -> str:
-    if pair.comparison.verdict != NOT_TESTED:
-        return pair.comparison.verdict
-    num_runs = f"n={len(pair.baseline)} and n={len(pair.candidate)}"
-    return f"{NOT_TESTED}: too few runs ({num_runs}; 2 or more on each side are needed)"
-
-
-def _match_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> Match:
-    baseline, candidate = _make_sides(arguments, loaded)
-    check_distinct(baseline, candidate)
-    return match(
-        baseline,
-        candidate,
-        between=[] if len(arguments.sides) == 1 else arguments.between,
-        allow=arguments.allow,
-    )
-
-
-def _make_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side, Side]:
-    conditions = parse_conditions(arguments.where, flag="--where")
-    loaded = [select_rows(rows, conditions, flag="--where") for rows in loaded]
-    if len(loaded) == 2:
-        for name in ("baseline", "candidate"):
-            if (value := getattr(arguments, name)) is not None:
-                raise ConfigError(
-                    f"--{name} chooses a side of one table, and two are given",
-                    value=value,
-                    allowed="one table or folder with --between, or two without it",
-                    flag=f"--{name}",
-                )
-        return tuple(
-            make_side(str(path), rows) for path, rows in zip(arguments.sides, loaded, strict=True)
-        )
-    if len(arguments.between) != 1:
-        raise ConfigError(
-            "one table or folder has no two sides by itself",
-            value=",".join(arguments.between) or "no --between",
-            allowed="the column whose values are the sides, e.g. --between gpu, or a second table",
-            flag="--between",
-        )
-    return split(
-        loaded[0],
-        column=arguments.between[0],
-        baseline=arguments.baseline,
-        candidate=arguments.candidate,
-    )
-
-
-def _parse(argv: Sequence[str] | None) -> CompareFlags:
     flags = parse(
         CompareFlags,
         argv,
@@ -235,11 +157,262 @@ def _parse(argv: Sequence[str] | None) -> CompareFlags:
         description=DESCRIPTION,
         epilog=EPILOG,
     ).config
-    if len(flags.sides) > 2:
-        raise ConfigError(
-            "more than two sides are given",
-            value=" ".join(map(str, flags.sides)),
-            allowed="one table or folder with --between, or two",
-            flag="A B",
+    loaded = [load_rows(path) for path in flags.sides]
+    baseline, candidate = _make_sides(flags, loaded)
+    check_distinct(baseline, candidate)
+    between = flags.between if len(flags.sides) == 2 else ()
+    found = match(baseline, candidate, between=between, allow=flags.allow)
+    if flags.format == "csv":
+        text = format_csv(found.rows, columns=list(found.rows[0]))
+    elif flags.format == "json":
+        text = _to_json(found)
+    else:
+        text = _to_text(found, lists_all=flags.all, in_markdown=flags.format == "markdown")
+    if flags.out is None:
+        sys.stdout.write(text)
+    else:
+        write_out(flags.out, text)
+    if flags.fail_if_slower is None:
+        return 0
+    failures = _find_failures(found, threshold=flags.fail_if_slower)
+    failures += [
+        f"not judged: {number} x {UNREADABLE} in {path}"
+        for path, of_side in zip(flags.sides, loaded, strict=True)
+        if (number := sum(row.get("status") == UNREADABLE for row in of_side))
+    ]
+    for failure in failures:
+        print(f"--fail_if_slower: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _find_failures(match: Match, *, threshold: float) -> list[str]:
+    """Find the reasons why the candidate does not pass --fail_if_slower.
+
+    A row fails if its whole interval lies below the bound, if it has no interval, and if the
+    candidate has no figure of it, since that run may have crashed.
+    """
+    judged = [row for row in match.rows if row["row"] != ONLY_CANDIDATE]
+    columns = _varying_columns(match, judged[:-1])
+    failures = []
+    for row in judged:
+        name = MEAN
+        if row["row"] != MEAN:
+            name = _describe_settings(row, columns) or "the only row"
+        if row["row"] == ONLY_BASELINE:
+            failures.append(f"no figure of the candidate: {name}")
+        elif row["ratio_high"] is not None and row["ratio_high"] < 1 - threshold:
+            failures.append(f"slower than allowed: {row['ratio']:.3f}x ({_interval(row)}): {name}")
+        elif row["ratio_high"] is None and row["row"] == MATCHED:
+            numbers = f"n={row['num_baseline_runs']} and n={row['num_candidate_runs']}"
+            failures.append(f"{row['verdict']}: {name} ({numbers})")
+    return failures
+
+
+def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side, Side]:
+    loaded = [select_rows(rows, flags.where) for rows in loaded]
+    if len(loaded) == 1 and len(flags.between) == 1:
+        return split(
+            loaded[0],
+            column=flags.between[0],
+            baseline=flags.baseline,
+            candidate=flags.candidate,
         )
-    return flags
+    if len(loaded) == 2 and flags.baseline is None and flags.candidate is None:
+        return tuple(map(make_side, map(str, flags.sides), loaded))
+    raise ConfigError(
+        "the two sides are not clear",
+        value=" ".join(map(str, flags.sides)),
+        allowed="two tables or folders, or one with --between and the column whose values are the "
+        "sides, e.g. --between gpu --baseline A100 --candidate H100",
+        flag="A B or --between",
+    )
+
+
+def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
+    """The comparison for a terminal, or in Markdown."""
+
+    def lines(texts: Iterable[str]) -> str:
+        if in_markdown:
+            return "\n".join(f"- {for_markdown(text)}" for text in texts)
+        return "\n".join(
+            textwrap.fill(
+                for_terminal(text),
+                terminal_width(),
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+                break_long_words=False,  # a path can be copied
+            )
+            for text in texts
+        )
+
+    def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+        draw = to_markdown if in_markdown else to_terminal
+        shown = [row | {"settings": _describe_settings(row, columns)} for row in rows]
+        return draw(tabulate(FIELDS, shown).without_empty_columns())
+
+    matched = [row for row in match.rows if row["row"] == MATCHED]
+    varying = _varying_columns(match, matched)
+    parts = [
+        lines(_facts(match, matched[0], varying, lists_all=lists_all)),
+        table(matched, varying),
+        lines(_remarks(match)),
+    ]
+    only = {
+        f"{len(of_side)} {title}": of_side
+        for title in (ONLY_BASELINE, ONLY_CANDIDATE)
+        if (of_side := [row for row in match.rows if row["row"] == title])
+    }
+    if only and not lists_all:
+        parts.append(lines([f"Not compared: {', '.join(only)}; --all lists them."]))
+    for title, of_side in only.items() if lists_all else ():
+        columns = _varying_columns(match, [*matched, *of_side])
+        parts += [lines([f"{title}:"]), table(of_side, columns)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _both(row: Row, what: str) -> str:
+    """The numbers of both sides, one where they are equal or a side has none."""
+    numbers = (row.get(f"num_{side}_{what}") for side in ("baseline", "candidate"))
+    return " and ".join(map(str, dict.fromkeys(filter(None, numbers))))
+
+
+def _occasions(row: Row) -> Cell:
+    """The numbers of occasions; empty if each run is one."""
+    text = "" if _both(row, "occasions") == _both(row, "runs") else _both(row, "occasions")
+    return Cell(text, text or None)
+
+
+def _times(ratio: float | None) -> Cell:
+    return Cell("" if ratio is None else f"{ratio:.2f}x", ratio)
+
+
+def _interval(row: Row) -> str | None:
+    low, high = row.get("ratio_low"), row.get("ratio_high")
+    return None if low is None else f"{low:.3f} to {high:.3f}"
+
+
+FIELDS = (
+    Field("n", lambda row: _both(row, "runs")),
+    Field("occasions", _occasions),
+    Field("baseline", "baseline_images_per_second", digits=5),
+    Field("candidate", "candidate_images_per_second", digits=5),
+    Field("ratio", lambda row: _times(row.get("ratio"))),
+    Field("95 % interval", _interval, unknown=""),
+    Field("verdict", "verdict"),
+    Field("matrix product", lambda row: _times(row.get("matrix_product_ratio"))),
+    Field("flags", "flags", unknown=""),
+    Field("settings", "settings", unknown=""),
+)
+
+
+def _varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
+    """The matched settings that are not the same in all of these rows."""
+    return _in_order(name for name in match.columns if len({row[name] for row in rows}) > 1)
+
+
+def _in_order(columns: Iterable[str]) -> list[str]:
+    """Settings with those of `FIRST` before the others."""
+    return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+
+
+def _describe_settings(row: Row, columns: Iterable[str]) -> str | None:
+    """The known settings of a row, e.g. ``micro_batch 4, ema true``; None without any."""
+    known = [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
+    return ", ".join(known) or None
+
+
+def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -> list[str]:
+    """The lines above the table; `row` is one of its rows."""
+    lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
+    # The columns gpu and device have the same value in runs of this suite.
+    columns_of = group(match.compared, key_of=match.compared.__getitem__)
+    lines += [
+        f"compared: {', '.join(columns)}: {ours} -> {theirs}"
+        for (ours, theirs), columns in columns_of.items()
+    ] or ["compared: no setting differs, only the runs"]
+    same = _in_order(
+        name for name in match.columns if name not in varying and row[name] is not None
+    )
+    told = same if lists_all else same[:MAX_SAME]
+    if same:
+        more = f", and {len(same) - len(told)} more (--all)" if len(told) < len(same) else ""
+        lines.append(f"the same: {_describe_settings(row, told)}{more}")
+    lines += [
+        f"not matched on, as {name} lacks them: {', '.join(columns)}"
+        for name, columns in match.missing_on.items()
+    ]
+    return lines
+
+
+def _remarks(match: Match) -> list[str]:
+    """The lines below the table."""
+    *others, mean = match.rows
+    matched = [row for row in others if row["row"] == MATCHED]
+    verdicts = [row["verdict"] for row in matched]
+    num_tested = sum(row["ratio_low"] is not None for row in matched)
+    lines = []
+    if len(matched) > 1:
+        parts = (f"{mean['ratio']:.2f}x", _interval(mean), mean["verdict"])
+        lines.append(f"{MEAN} of {len(matched)}: {', '.join(filter(None, parts))}")
+    lines.append("Baseline and candidate are in images/s, the ratio is candidate over baseline.")
+    if any(_occasions(row).text for row in matched):
+        lines.append("Runs of one occasion are one sample; the ratio is that of the occasions.")
+    if num_tested:
+        changes = [row["detectable_percent"] for row in matched if row["detectable_percent"]]
+        detectable = f"{MIN_RUNS} runs or more on each side can tell what change would be found."
+        if changes:
+            sizes = dict.fromkeys(f"{change:.1f}" for change in (min(changes), max(changes)))
+            detectable = (
+                f"With this variation a change of {' to '.join(sizes)} % would be found in "
+                f"{100 * POWER:g} % of comparisons."
+            )
+        lines += [
+            "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs.",
+            detectable,
+        ]
+    if num_tested > 1:
+        lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
+    if APART in verdicts:
+        in_turn = "let the sides take turns (python -m sdbench repeat N --against), or "
+        lines.append(
+            "Measured apart: a side has a single occasion or no start times, and occasions differ "
+            "in more than the settings. To compare, "
+            f"{in_turn if MACHINES.isdisjoint(match.compared) else ''}"
+            f"measure each side on several occasions, {PAUSE_S / 3600:g} h or more apart."
+        )
+    if MACHINE_CHANGED in verdicts:
+        lines.append(
+            f"The machine changed: its matrix product differs by more than "
+            f"{100 * MAX_MACHINE_CHANGE:g} %, and nothing that is compared explains it."
+        )
+    if match.origins:
+        differences = [
+            f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
+        ]
+        lines.append(f"Also different: {'; '.join(differences)}.")
+    has_changes = any(row.get(UNCOMMITTED) for row in match.baseline.rows)
+    if has_changes and UNCOMMITTED not in match.origins:
+        lines.append("Both sides had uncommitted changes, which may not be the same.")
+    lines += [
+        f"Left out of {side.name}: {side.describe_left_out()}."
+        for side in (match.baseline, match.candidate)
+        if side.left_out
+    ]
+    return lines
+
+
+def _to_json(match: Match) -> str:
+    """The whole comparison, unrounded."""
+    content = {
+        **{
+            name: {"name": side.name, "num_figures": len(side.rows), "left_out": side.left_out}
+            for name, side in (("baseline", match.baseline), ("candidate", match.candidate))
+        },
+        "matched_on": match.columns,
+        "compared": match.compared,
+        "not_told_by": match.missing_on,
+        "other_differences": match.origins,
+        "rows": match.rows,
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"

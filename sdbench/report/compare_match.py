@@ -1,7 +1,7 @@
 """Matches the rows of two sides and compares the rates of each pair.
 
 Rows are matched on every setting, except those that have one value in the baseline and another in
-the candidate: these are compared. Runs of one configuration are its replicates, and those of one
+the candidate: these are compared. Runs of one configuration are its replicates, and runs of one
 occasion are one sample.
 """
 
@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
-from sdbench.report.compare_sides import (
-    FACTS,
-    MACHINE_FIGURES,
-    PRODUCT,
-    VARIABLE_PREFIX,
-    VERSION_PREFIX,
-    WHEN,
-    NothingToCompareError,
-    Row,
-    Side,
-)
+from sdbench.report.compare_sides import FACTS, VARIABLE_PREFIX, VERSION_PREFIX, WHEN, Row, Side
 from sdbench.report.figures import MEASURED, as_text
-from sdbench.statistics.intervals import NOT_TESTED, Comparison, correct_verdicts, geometric_mean
-from sdbench.statistics.occasions import Time, compare_occasions, detectable_change, find_occasions
+from sdbench.statistics.intervals import (
+    NOT_TESTED,
+    Comparison,
+    correct_verdicts,
+    geometric_mean,
+    mean_rate,
+)
+from sdbench.statistics.occasions import compare_occasions, detectable_change, find_occasions
 
-# The distinct values of a column in the baseline and in the candidate.
-Values = tuple[list[Any], list[Any]]
+# A text for the baseline and one for the candidate.
+Texts = tuple[str, str]
 
 # The columns of this suite that are settings; its others are figures and origins. An unknown column
 # counts as a setting, so that a difference in it is never overlooked.
@@ -41,11 +37,11 @@ SETTINGS = frozenset(
         *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
     )
 )
-NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *FACTS, *MACHINE_FIGURES}
+NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *FACTS}
 # The work per image depends on these: with the encoders in the step it is 1.48 times that without,
 # at 512 px 4.2 times that at 256. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
-# No settings, but a difference in them is printed; of names only where each side has one.
+# No settings, but a difference in them is told; of names only where each side has one.
 NAMES = ("kind", "source")
 ORIGINS = (*NAMES, "git_commit", *FACTS)
 ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
@@ -57,33 +53,10 @@ SET_MATRIX_PRODUCT = MACHINES | {
     *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine"),
 }
 MAX_MACHINE_CHANGE = 0.05
+MATCHED, MEAN = "matched", "geometric mean"
+ONLY_BASELINE, ONLY_CANDIDATE = "only in the baseline", "only in the candidate"
 APART = "not comparable: measured apart"
 MACHINE_CHANGED = "not comparable: the machine changed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """The runs of one configuration on both sides.
-
-    Attributes:
-        comparison: Rate of the candidate over that of the baseline.
-        num_occasions: Number of occasions of the baseline and of the candidate.
-        machine: Ratio of each known figure of `MACHINE_FIGURES` that differs by more than 5 %.
-        detectable_change: Change that 80 % of such comparisons would find, as a fraction; None if
-            unknown.
-    """
-
-    baseline: Sequence[Row]
-    candidate: Sequence[Row]
-    comparison: Comparison
-    num_occasions: tuple[int, int]
-    machine: Mapping[str, float]
-    detectable_change: float | None = None
-
-    @property
-    def has_samples_of_several_runs(self) -> bool:
-        """Whether runs of one occasion were averaged into one sample."""
-        return self.num_occasions != (len(self.baseline), len(self.candidate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,24 +66,34 @@ class Match:
     Attributes:
         columns: Settings that rows were matched on.
         compared: Values of baseline and candidate of each setting that is compared.
-        missing_on: Name of the side that has no value of a setting, by setting.
-        origins: Other differences: values of baseline and candidate by column.
-        pairs: Configurations on both sides, in the order of the baseline.
-        only_baseline: Runs of each configuration that the candidate lacks.
-        only_candidate: Runs of each configuration that the baseline lacks.
-        mean: Geometric mean of the ratios of the pairs.
+        missing_on: Settings that only the other side has, by name of the side that lacks them.
+        origins: Values of baseline and candidate of what differs beside settings.
+        rows: One for each configuration, in the order of the baseline, and one for the mean ratio.
+            Each has its kind as ``row``: `MATCHED`, `ONLY_BASELINE`, `ONLY_CANDIDATE` or `MEAN`.
     """
 
     baseline: Side
     candidate: Side
     columns: Sequence[str]
-    compared: dict[str, tuple[str, str]]
-    missing_on: dict[str, str]
-    origins: dict[str, tuple[str, str]]
-    pairs: Sequence[Pair]
-    only_baseline: Sequence[Sequence[Row]]
-    only_candidate: Sequence[Sequence[Row]]
-    mean: Comparison
+    compared: Mapping[str, Texts]
+    missing_on: Mapping[str, Sequence[str]]
+    origins: Mapping[str, Texts]
+    rows: Sequence[Row]
+
+
+class _Judged(NamedTuple):
+    """The comparison of the runs of one configuration.
+
+    Attributes:
+        comparison: Rate of the candidate over that of the baseline.
+        num_occasions: Number of occasions of the baseline and of the candidate.
+        product_ratio: Ratio of the machine's matrix products; None if it is unknown or differs by
+            no more than 5 % or chance.
+    """
+
+    comparison: Comparison
+    num_occasions: tuple[int, int]
+    product_ratio: float | None
 
 
 def match(
@@ -128,58 +111,129 @@ def match(
         ConfigError: If they differ in a guarded setting, if no configuration is on both sides, or
             if rows with the same settings are not replicates.
     """
-    known = [_known_settings(side) for side in (baseline, candidate)]
+    sides = (baseline, candidate)
+    known = [_known_settings(side.rows) for side in sides]
     common = [column for column in known[0] if column in known[1]]
     if baseline.is_of_records and candidate.is_of_records:
-        # Each of them has a column of its own; this one differs by who chose a value, too.
+        # Each of them has a column of its own; this one also says who chose a value.
         common = [column for column in common if column != "other_settings"]
-    values = {column: _values(baseline, candidate, column) for column in common}
-    compared = _in_words(
-        {name: sides for name, sides in values.items() if name in between or _is_apart(sides)}
-    )
-    _check_guarded(compared, allow=allow)
-    _check_both_tell(known, (baseline, candidate), allow=allow)
+    values = {column: [_distinct(side.rows, column) for side in sides] for column in common}
+    differing = {
+        column: (_in_words(ours), _in_words(theirs))
+        for column, (ours, theirs) in values.items()
+        if column in between or set(ours).isdisjoint(theirs)
+    }
+    _check_same_work(differing, known=known, sides=sides, allow=allow)
+    compared = {
+        column: texts
+        for column, texts in differing.items()
+        if column in between or all(len(of_side) == 1 for of_side in values[column])
+    }
     columns = [column for column in common if column not in compared]
     ours, theirs = (
         group(side.rows, key_of=lambda row: tuple(row.get(column) for column in columns))
-        for side in (baseline, candidate)
+        for side in sides
     )
     keys = [key for key in ours if key in theirs]
     if not keys:
-        raise _nothing_matches({column: values[column] for column in columns}, allow=allow)
+        apart = {column: texts for column, texts in differing.items() if column not in compared}
+        described = [f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()]
+        raise ConfigError(
+            "no configuration is on both sides",
+            value="; ".join(described) or "several settings that differ together",
+            allowed="at least one row whose settings are the same on both sides",
+            flag=f"--between {','.join(apart) or 'COLUMN'}",
+        )
     for runs in (groups[key] for groups in (ours, theirs) for key in keys):
         _check_replicates(runs, compared)
     origins = _differing_origins(
         *([row for key in keys for row in groups[key]] for groups in (ours, theirs))
     )
-    pairs = _correct(
-        [_compare_runs(ours[key], theirs[key], compared=compared, origins=origins) for key in keys]
+    missing_on = {
+        side.name: missing
+        for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
+        if (missing := [column for column in other if column not in mine])
+    }
+    rows = _make_rows(ours, theirs, columns=columns, compared=compared, origins=origins)
+    return Match(baseline, candidate, columns, compared, missing_on, origins, rows)
+
+
+def _make_rows(
+    ours: Mapping[Any, Sequence[Row]],
+    theirs: Mapping[Any, Sequence[Row]],
+    *,
+    columns: Sequence[str],
+    compared: Collection[str],
+    origins: Mapping[str, Texts],
+) -> list[Row]:
+    """The rows of `Match` of the runs of baseline and candidate, grouped by configuration."""
+    pairs = [(runs, theirs[key]) for key, runs in ours.items() if key in theirs]
+    judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
+    comparisons = correct_verdicts([one.comparison for one in judged])
+    num_tests = sum(comparison.interval is not None for comparison in comparisons)
+    rows = []
+    for pair, one, comparison in zip(pairs, judged, comparisons, strict=True):
+        change = detectable_change(comparison, num_tests=num_tests)
+        rows.append(
+            _make_row(MATCHED, *pair, columns=columns)
+            | _comparison_values(comparison)
+            | {
+                "num_baseline_occasions": one.num_occasions[0],
+                "num_candidate_occasions": one.num_occasions[1],
+                "detectable_percent": None if change is None else 100 * change,
+                "matrix_product_ratio": one.product_ratio,
+            }
+        )
+    rows += [
+        _make_row(ONLY_BASELINE, runs, [], columns=columns)
+        for key, runs in ours.items()
+        if key not in theirs
+    ]
+    rows += [
+        _make_row(ONLY_CANDIDATE, [], runs, columns=columns)
+        for key, runs in theirs.items()
+        if key not in ours
+    ]
+    mean = geometric_mean(
+        [
+            comparison
+            if one.num_occasions == tuple(map(len, pair))
+            # An occasion affects all rows alike, so they are not independent.
+            else _without_verdict(comparison, NOT_TESTED)
+            for pair, one, comparison in zip(pairs, judged, comparisons, strict=True)
+        ]
     )
-    return Match(
-        baseline=baseline,
-        candidate=candidate,
-        columns=columns,
-        compared=compared,
-        missing_on={
-            column: side.name
-            for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
-            for column in other
-            if column not in mine
-        },
-        origins=origins,
-        pairs=pairs,
-        only_baseline=[runs for key, runs in ours.items() if key not in theirs],
-        only_candidate=[runs for key, runs in theirs.items() if key not in ours],
-        mean=geometric_mean(
-            [
-                # An occasion affects all rows alike, so they are not independent.
-                _without_verdict(pair.comparison, NOT_TESTED)
-                if pair.has_samples_of_several_runs
-                else pair.comparison
-                for pair in pairs
-            ]
-        ),
-    )
+    return [*rows, {"row": MEAN, **_comparison_values(mean)}]
+
+
+def _make_row(
+    title: str, baseline: Sequence[Row], candidate: Sequence[Row], *, columns: Sequence[str]
+) -> Row:
+    runs = [*baseline, *candidate]
+    flags = dict.fromkeys(flag for run in runs for flag in (run.get("flags") or "").split(";"))
+    return {
+        **{column: runs[0].get(column) for column in columns},
+        "row": title,
+        "baseline_images_per_second": _rate(baseline),
+        "candidate_images_per_second": _rate(candidate),
+        "num_baseline_runs": len(baseline),
+        "num_candidate_runs": len(candidate),
+        "flags": ", ".join(filter(None, flags)) or None,
+    }
+
+
+def _rate(rows: Sequence[Row]) -> float | None:
+    return float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
+
+
+def _comparison_values(comparison: Comparison) -> Row:
+    interval = comparison.interval
+    return {
+        "ratio": comparison.ratio,
+        "ratio_low": interval and interval.low,
+        "ratio_high": interval and interval.high,
+        "verdict": comparison.verdict,
+    }
 
 
 def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Comparison:
@@ -187,21 +241,21 @@ def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Compariso
 
     Args:
         baseline: Runs of one configuration that ended well, by `row_of_run`.
-        candidate: Those of the other.
+        candidate: Runs of the other.
 
     Returns:
-        What `match` says of such a pair; but where a side has a single run and not all runs are of
-        one occasion, they count as measured apart.
+        The comparison of such a pair in `match`; but if a side has a single run and the runs are of
+        several occasions, they count as measured apart.
     """
     rows = [*baseline, *candidate]
     compared = [
         column
-        for column in _settings_in(rows)
-        if {row.get(column) for row in baseline} != {row.get(column) for row in candidate}
+        for column in _known_settings(rows)
+        if set(_distinct(baseline, column)) != set(_distinct(candidate, column))
     ]
     origins = _differing_origins(baseline, candidate)
     comparison = _compare_runs(baseline, candidate, compared=compared, origins=origins).comparison
-    if comparison.verdict == NOT_TESTED and len(find_occasions(_times_of(rows))) > 1:
+    if comparison.verdict == NOT_TESTED and len(find_occasions([row[WHEN] for row in rows])) > 1:
         return _without_verdict(comparison, APART)
     return comparison
 
@@ -211,226 +265,133 @@ def _compare_runs(
     candidate: Sequence[Row],
     *,
     compared: Collection[str],
-    origins: Mapping[str, tuple[str, str]],
-) -> Pair:
-    """Compare the runs of one configuration, unless the machine may be what differs."""
-    times, other_times = map(_times_of, (candidate, baseline))
+    origins: Mapping[str, Texts],
+) -> _Judged:
+    """Compare the runs of one configuration; without a verdict if the machine may differ."""
+    sides = (candidate, baseline)
+    times, other_times = ([row[WHEN] for row in side] for side in sides)
     if not MACHINES.isdisjoint(compared):
         occasions = find_occasions(times), find_occasions(other_times)
     else:
         occasions = find_occasions(times, other_times), find_occasions(other_times, times)
-
-    def over_occasions(name: str) -> Comparison | None:
-        figures = [[row.get(name) for row in side] for side in (candidate, baseline)]
-        if not all(_is_figure(figure) for side in figures for figure in side):
-            return None
-        return compare_occasions(*figures, occasions=occasions)
-
-    comparison = over_occasions("images_per_second")
-    assert comparison is not None  # rows without a rate are left out of a side
-    machine = {
-        name: found.ratio for name in MACHINE_FIGURES if _has_changed(found := over_occasions(name))
-    }
+    rates, products = (
+        [[row.get(name) for row in side] for side in sides]
+        for name in ("images_per_second", "matmul_tflops")
+    )
+    comparison = compare_occasions(*rates, occasions=occasions)
+    product_ratio = None
+    if all(product is not None for of_side in products for product in of_side):
+        found = compare_occasions(*products, occasions=occasions)
+        may_be_chance = found.interval and found.interval.low <= 1 <= found.interval.high
+        if abs(found.ratio - 1) > MAX_MACHINE_CHANGE and not may_be_chance:
+            product_ratio = found.ratio
     if comparison.interval is None and min(len(baseline), len(candidate)) > 1:
         comparison = _without_verdict(comparison, APART)
-    elif comparison.interval is not None and any(
-        not _explains(name, compared, origins) for name in machine
+    elif (
+        comparison.interval is not None
+        and product_ratio is not None
+        and not _sets_matrix_product(compared, origins)
     ):
         comparison = _without_verdict(comparison, MACHINE_CHANGED)
-    return Pair(
-        baseline,
-        candidate,
-        comparison,
-        num_occasions=tuple(map(len, reversed(occasions))),
-        machine=machine,
-    )
+    return _Judged(comparison, (len(occasions[1]), len(occasions[0])), product_ratio)
 
 
-def _times_of(rows: Sequence[Row]) -> list[Time]:
-    return [row.get(WHEN, Time(None)) for row in rows]
-
-
-def _is_figure(value: Any) -> bool:
-    """Whether a cell has a figure: a broken sensor may report 0, and a table may hold any text."""
-    return isinstance(value, int | float) and value > 0
-
-
-def _has_changed(figure: Comparison | None) -> bool:
-    """Whether a figure of the machine differs, beyond chance where that is known."""
-    if figure is None or abs(figure.ratio - 1) <= MAX_MACHINE_CHANGE:
-        return False
-    return figure.interval is None or not figure.interval.low <= 1 <= figure.interval.high
-
-
-def _explains(name: str, compared: Collection[str], origins: Mapping[str, tuple[str, str]]) -> bool:
-    """Whether a difference of the sides may itself change a figure of the machine.
-
-    A matrix product depends on libraries and their environment variables; the clock and the
-    temperature of a GPU depend on its load, that is on every setting and on the code.
-    """
-    between = [
-        column
+def _sets_matrix_product(compared: Collection[str], origins: Mapping[str, Texts]) -> bool:
+    """Whether a difference of the sides may itself change the machine's matrix product."""
+    return not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
+        ours != theirs and column.startswith(ORIGIN_PREFIXES)
         for column, (ours, theirs) in origins.items()
-        if column not in NAMES and ours != theirs
-    ]
-    if name == PRODUCT:
-        return not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
-            column.startswith(ORIGIN_PREFIXES) for column in between
-        )
-    return bool(compared or between)
+    )
 
 
 def _without_verdict(comparison: Comparison, verdict: str) -> Comparison:
     return Comparison(comparison.ratio, None, verdict)
 
 
-def _correct(pairs: Sequence[Pair]) -> list[Pair]:
-    """Correct the verdicts for the number of tests, and add the change that was detectable."""
-    comparisons = correct_verdicts([pair.comparison for pair in pairs])
-    num_tests = sum(comparison.interval is not None for comparison in comparisons)
-    return [
-        dataclasses.replace(
-            pair,
-            comparison=comparison,
-            detectable_change=detectable_change(comparison, num_tests=num_tests),
-        )
-        for pair, comparison in zip(pairs, comparisons, strict=True)
-    ]
-
-
-def _known_settings(side: Side) -> list[str]:
-    """Settings that at least one row of this side has a value for."""
-    return [
-        column
-        for column in _settings_in(side.rows)
-        if any(row.get(column) is not None for row in side.rows)
-    ]
-
-
-def _settings_in(rows: Iterable[Row]) -> list[str]:
-    """The columns that are settings."""
+def _known_settings(rows: Sequence[Row]) -> list[str]:
+    """The settings that at least one row has a value for."""
     return [
         column
         for column in dict.fromkeys(column for row in rows for column in row)
-        if column not in NOT_SETTINGS and not column.startswith(ORIGIN_PREFIXES)
+        if column not in NOT_SETTINGS
+        and not column.startswith(ORIGIN_PREFIXES)
+        and any(row.get(column) is not None for row in rows)
     ]
 
 
-def _values(baseline: Side, candidate: Side, column: str) -> Values:
-    """The distinct values on each side, in order."""
-    return tuple(
-        list(dict.fromkeys(row.get(column) for row in side.rows)) for side in (baseline, candidate)
-    )
+def _distinct(rows: Iterable[Row], column: str) -> list[Any]:
+    """The distinct values of a column, in order."""
+    return list(dict.fromkeys(row.get(column) for row in rows))
 
 
-def _is_apart(sides: Values) -> bool:
-    """Whether each side has one value and the two differ."""
-    ours, theirs = sides
-    return len(ours) == len(theirs) == 1 and ours != theirs
+def _in_words(values: Iterable[Any], *, unknown: str = "not told") -> str:
+    return ", ".join(as_text(value) or unknown for value in values)
 
 
-def _in_words(values: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
-    return {
-        column: tuple(", ".join(as_text(one) or "not told" for one in side) for side in sides)
-        for column, sides in values.items()
-    }
-
-
-def _differing_origins(
-    baseline: Sequence[Row], candidate: Sequence[Row]
-) -> dict[str, tuple[str, str]]:
+def _differing_origins(baseline: Sequence[Row], candidate: Sequence[Row]) -> dict[str, Texts]:
     """Columns of origin whose values differ between or within the sides."""
-    columns = dict.fromkeys(
-        column
-        for row in (*baseline, *candidate)
-        for column in row
-        if column in ORIGINS or column.startswith(ORIGIN_PREFIXES)
-    )
     origins = {}
-    for column in columns:
-        unknown = "not set" if column.startswith(VARIABLE_PREFIX) else "not told"
-        ours, theirs = (
-            list(dict.fromkeys(as_text(row.get(column)) or unknown for row in side))
-            for side in (baseline, candidate)
-        )
-        is_one_each = len(ours) == len(theirs) == 1
-        is_same = is_one_each and ours == theirs
+    for column in dict.fromkeys(column for row in (*baseline, *candidate) for column in row):
+        if column not in ORIGINS and not column.startswith(ORIGIN_PREFIXES):
+            continue
+        sides = [_distinct(rows, column) for rows in (baseline, candidate)]
+        is_one_each = all(len(values) == 1 for values in sides)
+        is_same = is_one_each and sides[0] == sides[1]
         if not is_same and (is_one_each or column not in NAMES):
-            origins[column] = (_list_values(ours), _list_values(theirs))
+            origins[column] = tuple(_list_values(column, values) for values in sides)
     return origins
 
 
-def _list_values(values: Sequence[str]) -> str:
+def _list_values(column: str, values: Sequence[Any]) -> str:
+    unknown = "not set" if column.startswith(VARIABLE_PREFIX) else "not told"
     more = len(values) - MAX_VALUES
-    return ", ".join(values[:MAX_VALUES]) + (f" and {more} more" if more > 0 else "")
+    text = _in_words(values[:MAX_VALUES], unknown=unknown)
+    return f"{text} and {more} more" if more > 0 else text
 
 
-def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]) -> None:
+def _check_same_work(
+    differing: Mapping[str, Texts],
+    *,
+    known: Sequence[Sequence[str]],
+    sides: Sequence[Side],
+    allow: Sequence[str],
+) -> None:
+    """Refuse sides whose images are different work, or may be."""
     for column in GUARDED:
-        if column in compared and column not in allow:
-            ours, theirs = compared[column]
+        if column in allow:
+            continue
+        if column in differing:
             raise ConfigError(
                 f"the sides differ in {column}, so an image is not the same work on both",
-                value=f"{ours} and {theirs}",
+                value=" and ".join(differing[column]),
                 allowed=f"the same {column} on both sides",
                 flag=f"--where {column}=..., or compare nevertheless with --allow {column}",
             )
-
-
-def _check_both_tell(
-    known: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
-) -> None:
-    """Refuse two sides if only one has the columns that determine the work of an image."""
-    for column in ("latents", "image_size"):
         lacking = [
             side.name for side, names in zip(sides, known, strict=True) if column not in names
         ]
-        if len(lacking) == 1 and column not in allow:
+        if column in ("latents", "image_size") and len(lacking) == 1:
             raise ConfigError(
-                f"one side does not tell its {column}, so an image may be other work on the other",
+                f"one side has no {column}, so its images may be other work",
                 value=lacking[0],
                 allowed=f"a column {column} on both sides",
                 flag=f"--allow {column}",
             )
 
 
-def _nothing_matches(
-    values: Mapping[str, Values], *, allow: Sequence[str]
-) -> NothingToCompareError:
-    apart = _in_words(
-        {name: sides for name, sides in values.items() if set(sides[0]).isdisjoint(sides[1])}
-    )
-    _check_guarded(apart, allow=allow)
-    described = "; ".join(
-        f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()
-    )
-    return NothingToCompareError(
-        "no configuration is on both sides",
-        value=described or "no single setting that explains it",
-        allowed="at least one row whose settings are the same on both sides",
-        flag=f"--between {','.join(apart) or 'COLUMN'}",
-    )
-
-
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
-    """Check that replicates have one value of each compared setting, and one source."""
-    for column in compared:
-        _check_one_value(rows, column, "a side has several values of what is compared")
-    if any(row.get("kind") != MEASURED for row in rows):
-        _check_one_value(
-            rows,
-            "source",
-            "figures of several sources are no runs of one configuration "
-            "(rows of the kind measured would be)",
-        )
+    """Check that replicates have one value of each compared setting, and one source.
 
-
-def _check_one_value(rows: Sequence[Row], column: str, what: str) -> None:
-    values = list(dict.fromkeys(as_text(row.get(column)) for row in rows))
-    if len(values) > 1:
-        raise ConfigError(
-            what,
-            value=" and ".join(values[:3]),
-            allowed=f"one {column} for each configuration",
-            flag=f"--where {column}=...",
-        )
+    Measured ones may have several sources, which are their run ids.
+    """
+    are_measured = all(row.get("kind") == MEASURED for row in rows)
+    for column in [*compared, *([] if are_measured else ["source"])]:
+        values = _distinct(rows, column)
+        if len(values) > 1:
+            raise ConfigError(
+                f"rows with the same settings have several values of {column}, so they are not "
+                "runs of one configuration",
+                value=" and ".join(map(as_text, values[:MAX_VALUES])),
+                allowed=f"one {column} for each configuration",
+                flag=f"--where {column}=...",
+            )

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: two tables or folders with records, or one split by a column."""
+"""Loads the two sides of a comparison: tables in CSV, or folders with records."""
 
 from __future__ import annotations
 
@@ -26,22 +26,11 @@ from sdbench.statistics.occasions import Time
 
 Row = dict[str, Any]
 
+# Columns of rows of records beside those of tables: versions, environment variables, ...
 VERSION_PREFIX = "version of "
 VARIABLE_PREFIX = "variable "
-NOT_INSTALLED = "not installed"
-# Columns that records have and tables have not: the time of the run, ...
+# ... the time of the run, which rows of tables have too, and other facts.
 WHEN = "time of the run"
-# ... figures of the machine at that time, each with its name in the record and its unit, ...
-PRODUCT = "matmul_tflops"
-GPU_READINGS = {
-    "clock of the GPU": ("sm_clock_mhz", "MHz"),
-    "temperature of the GPU": ("temperature_c", "C"),
-}
-MACHINE_FIGURES = {
-    PRODUCT: ("matrix product", "TFLOP/s"),
-    **{name: (name, unit) for name, (_, unit) in GPU_READINGS.items()},
-}
-# ... and other facts that are not settings.
 UNCOMMITTED = "uncommitted changes"
 WEIGHTS = "weights of the model"
 POWER_LIMIT = "power limit of the GPU in W"
@@ -49,13 +38,9 @@ FACTS = (UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 UNREADABLE = "record that cannot be read"
 
 
-class NothingToCompareError(ConfigError):
-    """No figure of one side has a counterpart on the other."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The figures of one side, and the number of rows left out by reason."""
+    """The rows of one side that have a rate, and the number of rows left out by reason."""
 
     name: str
     rows: Sequence[Row]
@@ -67,7 +52,7 @@ class Side:
         return all(f"{VERSION_PREFIX}python" in row for row in self.rows)
 
     def describe_left_out(self) -> str:
-        """Rows left out, e.g. ``2 x oom, 1 x failed``."""
+        """The rows left out, e.g. ``2 x oom, 1 x failed``."""
         return ", ".join(f"{number} x {reason}" for reason, number in self.left_out.items())
 
 
@@ -79,7 +64,9 @@ def load_rows(path: Path) -> list[Row]:
     """
     if not path.is_dir():
         rows = read_figures(path, required=("images_per_second",))
-        return mark_copies([{**row, **tell_time(row.get("started_utc"), of=path)} for row in rows])
+        return mark_copies(
+            {**row, WHEN: read_time(row.get("started_utc"), of=path)} for row in rows
+        )
     files = sorted(path.rglob(RECORD_NAME))
     if not files:
         raise ConfigError(
@@ -88,23 +75,22 @@ def load_rows(path: Path) -> list[Row]:
             allowed=f"a folder with a {RECORD_NAME} in it or below, or a table in CSV",
             flag="the path given",
         )
-    rows, left_out = use_each(files, _load_run)
-    return [*mark_copies(rows), *({"status": UNREADABLE} for _ in left_out)]
+    rows, unreadable = use_each(files, _load_run)
+    return [*mark_copies(rows), *({"status": UNREADABLE} for _ in unreadable)]
 
 
 def make_side(name: str, rows: Iterable[Row]) -> Side:
-    """Keep the rows that have a figure, of which there must be one, and count the others."""
-    kept, left_out = [], Counter()
-    side = Side(name, kept, left_out)
+    """Make a side of the rows that have a rate. Raises ConfigError without any."""
+    side = Side(name, [], Counter())
     for row in rows:
         if row.get("status") not in (None, OK):
-            left_out[row["status"]] += 1
+            side.left_out[row["status"]] += 1
         elif row.get("images_per_second") is None:
-            left_out["no images_per_second"] += 1
+            side.left_out["no images_per_second"] += 1
         else:
-            kept.append(row)
-    if not kept:
-        raise NothingToCompareError(
+            side.rows.append(row)
+    if not side.rows:
+        raise ConfigError(
             f"no row on this side has a figure ({side.describe_left_out() or 'it has no rows'})",
             value=name,
             allowed="at least one row with images_per_second and the status ok",
@@ -114,15 +100,14 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
 
 
 def check_distinct(baseline: Side, candidate: Side) -> None:
-    """Raise a ConfigError if a run, or the whole table, is on both sides."""
-    runs = [dict.fromkeys(map(run_of, side.rows)) for side in (baseline, candidate)]
-    both = [run for run in runs[0] if run is not None and run in runs[1]]
+    """Raise ConfigError if a run, or the whole table, is on both sides."""
+    runs = {run_of(row) for row in baseline.rows} - {None}
+    both = [run for row in candidate.rows if (run := run_of(row)) in runs]
     if both or baseline.rows == candidate.rows:
         raise ConfigError(
-            f"{len(both) or 'all'} of the {'runs' if both else 'figures'} are on both sides, and "
-            "what is compared with itself shows nothing",
+            f"{len(both) or 'all'} of the {'runs' if both else 'figures'} are on both sides",
             value=both[0] if both else f"{baseline.name} and {candidate.name}",
-            allowed="two sides that share none",
+            allowed="two sides with different runs",
             flag="A B or --where",
         )
 
@@ -144,9 +129,9 @@ def split(
         )
     if len(names) != 2 and None in (baseline, candidate):
         raise ConfigError(
-            f"two values of {column} are compared, and there are {len(names)} to choose from",
+            f"the column {column} has {len(names)} values, and two are compared",
             value=[name for name in (baseline, candidate) if name is not None],
-            allowed=nearest_names("", names),
+            allowed=f"two of {nearest_names('', names)}",
             flag="--baseline and --candidate",
         )
     what = f"no row has this {column}"
@@ -155,13 +140,6 @@ def split(
         first = find_name(baseline, names, what=what, flag="--baseline")
     if candidate is not None:
         second = find_name(candidate, names, what=what, flag="--candidate")
-    if first == second:
-        raise ConfigError(
-            "baseline and candidate are the same",
-            value=first,
-            allowed=f"two different ones of {nearest_names(first, names)}",
-            flag="--baseline and --candidate",
-        )
     return tuple(
         make_side(name, [row for row in rows if as_text(row.get(column)) == name])
         for name in (first, second)
@@ -180,39 +158,35 @@ def row_of_run(record: dict[str, Any]) -> Row:
     settings = {
         name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
-    versions = {name: one or NOT_INSTALLED for name, one in record["versions"].items()}
+    versions = {name: one or "not installed" for name, one in record["versions"].items()}
     versions["driver"] = record["machine"].get("driver")
     gpu = (record["summary"] or {}).get("gpu") or {}
+    time = read_time(record["started_utc"], of=record["run_id"])
     return {
         **settings,
         **make_row(record),
         **{f"{VERSION_PREFIX}{name}": version for name, version in versions.items()},
         **{f"{VARIABLE_PREFIX}{name}": value for name, value in record["environment"].items()},
-        **{name: gpu.get(reading) for name, (reading, _) in GPU_READINGS.items()},
         UNCOMMITTED: record["git"]["dirty"],
         WEIGHTS: record["workload"]["weights"],
         POWER_LIMIT: gpu.get("power_limit_w"),
-        **tell_time(
-            record["started_utc"], of=record["run_id"], duration_s=record["duration_s"] or 0.0
-        ),
+        WHEN: time._replace(duration_s=record["duration_s"] or 0.0),
     }
 
 
-def tell_time(
-    started_utc: str | None, *, of: str | Path, duration_s: float = 0.0
-) -> dict[str, Time]:
-    """The cell with the time of a run, given in ISO 8601; empty without one."""
+def read_time(started_utc: str | None, *, of: str | Path) -> Time:
+    """The start of a run, given in ISO 8601. Raises ConfigError if it cannot be read."""
     if started_utc is None:
-        return {}
+        return Time(None)
     try:
         # Python 3.10 reads no Z. A time without a zone is in UTC.
         started = datetime.datetime.fromisoformat(started_utc.removesuffix("Z"))
         if started.tzinfo is None:
             started = started.replace(tzinfo=datetime.timezone.utc)
-        return {WHEN: Time(started.timestamp(), duration_s)}
+        return Time(started.timestamp())
     except (ValueError, OverflowError):
         raise ConfigError(
-            "when a run was started cannot be read",
+            "the start time of a run cannot be read",
             value=started_utc,
             allowed="a time such as 2026-11-21T05:48:24+00:00",
             flag=f"started_utc of {of}",

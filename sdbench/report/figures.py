@@ -7,9 +7,8 @@ results/quoted/, or a user's own.
 from __future__ import annotations
 
 import csv
-import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,10 @@ TEXT_COLUMNS = frozenset(
 # The seconds of a whole run.
 TIME = "run_time_s"
 # Rates and times must be positive, and counts whole and not negative; cells may be empty.
-RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high", TIME)
+POSITIVE_COLUMNS = (
+    *("images_per_second", "images_per_second_low", "images_per_second_high", "matmul_tflops"),
+    TIME,
+)
 COUNT_COLUMNS = (
     *("num_gpus", "image_size", "global_batch", "images_per_step", "num_runs", "num_images"),
 )
@@ -57,61 +59,47 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
         ConfigError: If the file cannot be read or is no such table.
     """
     try:
-        reader = csv.reader(open_table(path), strict=True)
-        header = _check_header(next(reader, []), path=path, required=required)
-        return list(_read_rows(reader, header=header, path=path))
-    except ConfigError:
-        raise
+        reader = csv.DictReader(open_table(path), strict=True)
+        header = reader.fieldnames or []
+        missing = [column for column in required if column not in header]
+        if missing:
+            raise ValueError(f"it lacks the column {', '.join(missing)}")
+        if not header or len(set(header)) < len(header) or not all(header):
+            names = shorten(",".join(header))
+            raise ValueError(f"its header is empty, or has empty or repeated names: {names!r}")
+        return [_parse_row(row, number=number) for number, row in enumerate(reader, start=1)]
     except (OSError, ValueError, csv.Error) as error:
-        raise _no_table(path, f"cannot be read ({error})") from None
+        raise ConfigError(
+            f"the table cannot be read ({error})",
+            value=str(path),
+            allowed="a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
+            f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}",
+            flag="the path given",
+        ) from None
 
 
-def _check_header(header: list[str], *, path: Path, required: Sequence[str]) -> list[str]:
-    if not header:
-        raise _no_table(path, "is empty")
-    if len(set(header)) < len(header) or not all(header):
-        names = shorten(",".join(header))
-        raise _no_table(path, f"has a header with empty or repeated names: {names!r}")
-    missing = [column for column in required if column not in header]
-    if missing:
-        raise _no_table(path, f"lacks the column {', '.join(missing)}")
-    return header
-
-
-def _read_rows(
-    reader: Iterator[list[str]], *, header: list[str], path: Path
-) -> Iterator[dict[str, Any]]:
-    for number, cells in enumerate(reader, start=1):
-        if not cells:
-            continue  # a blank line
-        if len(cells) != len(header):
-            raise _no_table(path, f"has {len(cells)} cells in row {number}, not {len(header)}")
-        try:
-            values = list(map(_parse_cell, cells, header))
-        except ValueError as error:
-            raise _no_table(path, f"has {error} in row {number}") from None
-        yield dict(zip(header, values, strict=True))
+def _parse_row(cells: Mapping[str | None, str | None], *, number: int) -> dict[str, Any]:
+    """The values of a row of `csv.DictReader`."""
+    if None in cells or None in cells.values():
+        raise ValueError(f"row {number} has not as many cells as the header")
+    row = {column: _parse_cell(cell, column) for column, cell in cells.items()}
+    for column, value in row.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_wrong = (
+            (is_number and not is_bounded(value))
+            or (column in POSITIVE_COLUMNS and not (is_number and value > 0))
+            or (column in COUNT_COLUMNS and not (type(value) is int and value >= 0))
+        )
+        if value is not None and is_wrong:
+            raise ValueError(f"{shorten(cells[column])!r} as {shorten(column)} in row {number}")
+    return row
 
 
 def _parse_cell(cell: str, column: str) -> Any:
-    if column in TEXT_COLUMNS:
-        return cell or None
-    value = _parse_any(cell)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_wrong = (
-        (is_number and not is_bounded(value))
-        or (column in RATE_COLUMNS and not (is_number and value > 0))
-        or (column in COUNT_COLUMNS and not (is_number and isinstance(value, int) and value >= 0))
-    )
-    if value is not None and is_wrong:
-        raise ValueError(f"{shorten(cell)!r} as {shorten(column)}")
-    return value
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_any(cell: str) -> Any:
     if not cell:
         return None
+    if column in TEXT_COLUMNS:
+        return cell
     if cell in ("true", "false"):
         return cell == "true"
     if WHOLE_NUMBER.fullmatch(cell):
@@ -169,29 +157,11 @@ def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return marked
 
 
-def _no_table(path: Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"the table {what}",
-        value=str(path),
-        allowed="a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
-        f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}",
-        flag="the path given",
-    )
-
-
 def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
-    """Parse conditions of the form ``COLUMN=VALUE``.
-
-    Args:
-        texts: The conditions.
-        flag: The flag for errors.
-
-    Raises:
-        ConfigError: For a text without ``=``.
-    """
+    """Parse conditions ``COLUMN=VALUE``. Raises ConfigError for this flag without a column or =."""
     conditions = {}
     for text in texts:
-        column, equals, value = text.partition("=")
+        column, equals, conditions[column] = text.partition("=")
         if not (column and equals):
             raise ConfigError(
                 "a condition has no column or no value",
@@ -199,34 +169,31 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
                 allowed="COLUMN=VALUE, e.g. image_size=512; an empty value is an empty cell",
                 flag=flag,
             )
-        conditions[column] = value
     return conditions
 
 
-def select_rows(
-    rows: Sequence[dict[str, Any]], conditions: Mapping[str, str], *, flag: str
-) -> list[dict[str, Any]]:
-    """Keep the rows that meet every condition.
+def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
+    """Keep the rows that meet every condition of --where.
 
     Args:
         rows: Rows of a table.
-        conditions: By column, a value or the beginning of exactly one.
-        flag: The flag for errors.
+        conditions: ``COLUMN=VALUE``, with a value of the column or the beginning of exactly one.
 
     Raises:
-        ConfigError: If no row has the column, or no row that is left has the value.
+        ConfigError: If a condition has another form, no row has the column, or no row that is left
+            has the value.
     """
-    for column, value in conditions.items():
-        if not any(column in row for row in rows):
-            columns = sorted({column for row in rows for column in row})
+    for column, value in parse_conditions(conditions, flag="--where").items():
+        columns = sorted({name for row in rows for name in row})
+        if column not in columns:
             raise ConfigError(
                 "no row has this column",
                 value=column,
                 allowed=nearest_names(column, columns),
-                flag=flag,
+                flag="--where",
             )
         texts = list(dict.fromkeys(as_text(row.get(column)) for row in rows))
-        wanted = find_name(value, texts, what=f"no row has this {column}", flag=flag)
+        wanted = find_name(value, texts, what=f"no row has this {column}", flag="--where")
         rows = [row for row in rows if as_text(row.get(column)) == wanted]
     return list(rows)
 
@@ -237,7 +204,7 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
     Args:
         name: The text to look for.
         names: The names that exist.
-        what: The error if there is none, in words.
+        what: The message if no name begins with it.
         flag: The flag for errors.
 
     Raises:
@@ -248,14 +215,12 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
     beginning = [one for one in names if name and one.lower().startswith(name.lower())]
     if len(beginning) == 1:
         return beginning[0]
-    if beginning:
-        raise ConfigError(
-            "several names begin like this",
-            value=name,
-            allowed=" | ".join(beginning[:MAX_NAMES]),
-            flag=flag,
-        )
-    raise ConfigError(what, value=name, allowed=nearest_names(name, names), flag=flag)
+    raise ConfigError(
+        "several names begin like this" if beginning else what,
+        value=name,
+        allowed=nearest_names(name, beginning or names),
+        flag=flag,
+    )
 
 
 def nearest_names(name: str, names: Sequence[str]) -> str:

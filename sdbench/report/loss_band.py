@@ -10,7 +10,6 @@ hide a single bad step.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 import statistics
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import open_table
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe
-from sdbench.report.runs import describe_devices
+from sdbench.report.runs import describe_devices, read_steps
 from sdbench.report.tables import EMPTY, Table, make_cell, make_table, optional_cell
 from sdbench.settings.config import PRESETS
 
@@ -89,15 +87,11 @@ class Band:
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
     """Read the first 50 losses of a run; a run with fewer is refused."""
     path = folder / STEPS_NAME
-    try:
-        losses = [float(row["loss"]) for row in csv.DictReader(open_table(path))]
-        found = f"{len(losses)} steps"
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        losses, found = [], f"losses that cannot be read ({error})"
+    losses = [step["loss"] for step in read_steps(path, columns=["loss"], flag="--numerics")]
     if len(losses) < NUM_STEPS:
         raise ConfigError(
             "the band of losses takes runs of 50 steps",
-            value=f"{path}: {found}",
+            value=f"{path}: {len(losses)} steps",
             allowed=f"at least {NUM_STEPS} steps with a loss",
             flag="--numerics",
         )

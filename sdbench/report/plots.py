@@ -27,17 +27,8 @@ SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F0
 # Paul Tol, "Colour schemes" (SRON technical note, 2021), the scheme "muted" with its pale grey, and
 # a dark one.
 PART_COLOURS = (
-    "#CC6677",
-    "#DDCC77",
-    "#332288",
-    "#88CCEE",
-    "#117733",
-    "#44AA99",
-    "#882255",
-    "#555555",
-    "#999933",
-    "#AA4499",
-    "#BBBBBB",
+    *("#CC6677", "#DDCC77", "#332288", "#88CCEE", "#117733", "#44AA99"),
+    *("#882255", "#555555", "#999933", "#AA4499", "#BBBBBB"),
 )
 MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
 WIDTH_INCHES = 7.5
@@ -89,8 +80,7 @@ class Plot:
     def svg_element(self) -> str:
         """The chart as an element of an HTML page, without the ids that matplotlib numbers."""
         element = self.svg[self.svg.index("<svg") :]
-        element = METADATA.sub("", element)
-        return NUMBERED_ID.sub("", element)
+        return NUMBERED_ID.sub("", METADATA.sub("", element))
 
 
 @contextlib.contextmanager
@@ -116,8 +106,7 @@ def make_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Make axes one below the other, with up to three lines of sources under them.
 
-    All sizes are in inches: the heights, the space for the labels of the y axis (`left`) and of the
-    last x axis (`below`), and the gap between two axes.
+    All sizes are in inches. `left` and `below` are the space for labels of the axes.
     """
     from matplotlib.figure import Figure
 
@@ -128,11 +117,9 @@ def make_figure(
     figure = Figure(figsize=(WIDTH_INCHES, total), dpi=DOTS_PER_INCH)
     axes, top = [], total - above
     for height in heights_inches:
-        rectangle = (left, top - height, WIDTH_INCHES - left - right, height)
-        sizes = (WIDTH_INCHES, total, WIDTH_INCHES, total)
-        axes.append(
-            figure.add_axes([part / size for part, size in zip(rectangle, sizes, strict=True)])
-        )
+        width = (WIDTH_INCHES - left - right) / WIDTH_INCHES
+        place = (left / WIDTH_INCHES, (top - height) / total, width, height / total)
+        axes.append(figure.add_axes(place))
         top -= height + gap
     text = "\n".join(for_plot(line) for line in lines)
     figure.text(0.01, 0.06 / total, text, fontsize=7.5, color="#444444", va="bottom")
@@ -159,17 +146,15 @@ def render(
     return Plot(name, title, svg.getvalue(), png.getvalue(), notes or {})
 
 
-def save(plots: Iterable[Plot], folder: Path, *, names: Sequence[str]) -> None:
+def save(plots: Iterable[Plot], folder: Path, *, names: Iterable[str]) -> None:
     """Write the plots, and delete those of `names`, all possible ones, that were not drawn."""
     folder.mkdir(exist_ok=True)
-    drawn = set()
+    contents = {}
     for plot in plots:
-        drawn.add(plot.name)
-        for ending, content in (("svg", plot.svg.encode()), ("png", plot.png)):
-            temporary = folder / f".{plot.name}.{ending}"
-            temporary.write_bytes(content)
-            temporary.replace(folder / f"{plot.name}.{ending}")
-    for name in names:
-        for ending in ("svg", "png"):
-            if name not in drawn:
-                (folder / f"{name}.{ending}").unlink(missing_ok=True)
+        contents |= {f"{plot.name}.svg": plot.svg.encode(), f"{plot.name}.png": plot.png}
+    for name, content in contents.items():
+        temporary = folder / f".{name}"
+        temporary.write_bytes(content)
+        temporary.replace(folder / name)
+    for name in {f"{name}.{ending}" for name in names for ending in ("svg", "png")} - set(contents):
+        (folder / name).unlink(missing_ok=True)

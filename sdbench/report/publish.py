@@ -62,12 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     kind = NUMERICS if flags.numerics else RUNS
-    if len(flags.runs) == 1:
-        published, refused = [publish(flags.runs[0], results=flags.folder, kind=kind)], []
+
+    def publish_one(run: Path) -> Path:
+        return publish(run, results=flags.folder, kind=kind)
+
+    if len(flags.runs) == 1:  # what is wrong with it is bad input
+        published, refused = [publish_one(flags.runs[0])], []
     else:
-        published, refused = use_each(
-            flags.runs, lambda run: publish(run, results=flags.folder, kind=kind)
-        )
+        published, refused = use_each(flags.runs, publish_one)
     for folder in published:
         print(f"published {folder}")
     made, left_out = rebuild(flags.folder)

@@ -14,6 +14,8 @@ from typing import Any
 
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file
+from sdbench.base.outside import read_text
+from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
 from sdbench.report import (
@@ -24,7 +26,7 @@ from sdbench.report import (
     throughput_plots,
     training_times,
 )
-from sdbench.report.compare_sides import tell_time
+from sdbench.report.compare_sides import read_time
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
@@ -34,11 +36,7 @@ from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.runs import read_record, use_each
-from sdbench.report.tables import (
-    Table,
-    to_captioned_markdown,
-    to_folded_markdown,
-)
+from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
 from sdbench.report.throughput_table import make_headline_table, make_tables
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
@@ -157,26 +155,22 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     """
     files = sorted(results.glob(f"{RUNS}/*/record.json"))
     records, left_out = use_each(files, _load_record)
-    trained = [record for record in records if kind_of(record) == BENCHMARK]
-    whole_runs = [record for record in records if kind_of(record) == TRAIN]
-    loaded = [record for record in records if kind_of(record) not in (BENCHMARK, TRAIN)]
+    by_kind = group(records, key_of=kind_of)
+    trained, whole_runs = by_kind.pop(BENCHMARK, []), by_kind.pop(TRAIN, [])
+    loaded = [record for record in records if kind_of(record) in by_kind]
     ended_well = [record for record in trained if record["status"] == OK]
     quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
     modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
     losses, bad_losses = load_losses(results)
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
-    figures = [
-        row
-        for rows in (*quoted.values(), *modelled.values())
-        for row in rows
-        if row.get("images_per_second") is not None
-    ]
+    of_others = [row for rows in (*quoted.values(), *modelled.values()) for row in rows]
+    figures = [row for row in of_others if row.get("images_per_second") is not None]
 
-    plots, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
-    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
     with plain_style():
-        plots += [plot for plot in [training_times.draw(times)] if plot is not None]
+        drawn, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
+        plots = [plot for plot in (*drawn, training_times.draw(times)) if plot is not None]
+    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     ladder = _make_ladder(ended_well, losses)
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
@@ -237,21 +231,20 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
 def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> tuple[list[Plot], list[Path]]:
-    """Every plot that has data, and the tables of steps that cannot be read."""
+) -> tuple[list[Plot | None], list[Path]]:
+    """The plots of throughput and of runs, and the tables of steps that cannot be read."""
     measured = [
         {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
     ]
     rows = [*measured, *figures]
-    with plain_style():
-        step_times, left_out = run_plots.draw_step_times(ended_well, runs)
-        drawn = (
-            *throughput_plots.draw_micro_batch(rows),
-            *throughput_plots.draw_scaling(rows),
-            run_plots.draw_breakdown(ended_well),
-            step_times,
-        )
-    return [plot for plot in drawn if plot is not None], left_out
+    step_times, left_out = run_plots.draw_step_times(ended_well, runs)
+    drawn = [
+        *throughput_plots.draw_micro_batch(rows),
+        *throughput_plots.draw_scaling(rows),
+        run_plots.draw_breakdown(ended_well),
+        step_times,
+    ]
+    return drawn, left_out
 
 
 def _make_ladder(
@@ -286,14 +279,14 @@ def _load_record(path: Path) -> dict[str, Any]:
             allowed=f"the folder {record['run_id']}",
             flag="--folder",
         )
-    tell_time(record["started_utc"], of=path)  # the ladder compares runs by their times
+    read_time(record["started_utc"], of=path)  # the ladder compares runs by their times
     return record
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"a text with places for tables cannot be read ({error})",
             value=str(path),
@@ -307,9 +300,5 @@ def _format_section(section: Section) -> str:
     pictures = [
         f"**{plot.title}**\n\n![{plot.title}](plots/{plot.name}.png)" for plot in section.plots
     ]
-    parts = [
-        to_captioned_markdown(section.tables),
-        to_folded_markdown(section.folds),
-        *pictures,
-    ]
+    parts = [to_captioned_markdown(section.tables), to_folded_markdown(section.folds), *pictures]
     return "\n\n".join(filter(None, parts)) or NO_RUNS

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cel
 from sdbench.report.terminal import NOT_KNOWN, format_rate
 from sdbench.settings.data import ONLINE
 
-# Runs of each configuration by its letter.
+# Runs of each configuration by its name: (a), (b), ...
 Groups = Mapping[str, list[dict[str, Any]]]
 
-BREAKDOWN = "## Where the time goes"
 RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
 
 
@@ -54,19 +53,20 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
 def _select(
     records: Sequence[dict[str, Any]], *, patterns: Sequence[str], path: Path
 ) -> list[dict[str, Any]]:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(record["run_id"], pattern) for record in records):
+    fitting = {
+        pattern: fnmatch.filter([record["run_id"] for record in records], pattern)
+        for pattern in patterns
+    }
+    for pattern, run_ids in fitting.items():
+        if not run_ids:
             raise ConfigError(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
                 allowed="names of folders in results/runs, with * for any text",
                 flag="--folder",
             )
-    return [
-        record
-        for record in records
-        if any(fnmatch.fnmatchcase(record["run_id"], pattern) for pattern in patterns)
-    ]
+    chosen = {run_id for run_ids in fitting.values() for run_id in run_ids}
+    return [record for record in records if record["run_id"] in chosen]
 
 
 def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
@@ -77,50 +77,50 @@ def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
-    groups = dict(zip(map(chr, itertools.count(ord("a"))), group_runs(runs), strict=False))
-    sections = (
-        ("## Models", "The models.", _models_table(groups)),
-        ("## Hardware", "The hardware.", _hardware_table(runs)),
+    names = (f"({chr(ord('a') + number)})" for number in itertools.count())
+    groups = dict(zip(names, group_runs(runs), strict=False))
+    by_configuration = [_throughput_row(name, group) for name, group in groups.items()]
+    by_run = [_run_row(name, run) for name, group in groups.items() for run in group]
+    breakdown = _breakdown_table(groups)
+    parts = (
+        "## Models",
+        ("The models.", _models_table(groups)),
+        "## Hardware",
+        ("The hardware.", _hardware_table(runs)),
+        f"## How it was measured\n\n{_describe_method(runs)}",
+        # One configuration differs in no setting.
+        ("The settings in which the configurations differ.", _settings_table(groups)),
+        "## Throughput",
         (
-            f"## How it was measured\n\n{_describe_method(runs)}",
-            "The settings in which the configurations differ.",
-            _settings_table(groups),
-        ),
-        (
-            "## Throughput",
             "Throughput by configuration. Three or more runs have a 95 % interval between runs (t "
             "on the logs of their rates).",
-            make_table(itertools.starmap(_throughput_row, groups.items()), left=["notes"]),
+            make_table(by_configuration, left=["notes"]),
         ),
         (
-            None,
             "Every run. Its interval is within the run (t over block means of its steps).",
-            make_table(
-                [_run_row(letter, run) for letter, group in groups.items() for run in group],
-                left=["notes"],
-            ),
+            make_table(by_run, left=["notes"]),
         ),
+        "## Where the time goes" if breakdown.rows else "",
         (
-            BREAKDOWN,
             "Where the time of a step goes: medians over the runs, of steps behind the measured "
             "window in which the device is waited for between phases.",
-            _breakdown_table(groups),
+            breakdown,  # old records have none
         ),
     )
-    parts, numbers = [], itertools.count(1)
-    for heading, caption, table in sections:
-        # One configuration differs in no setting, and old records have no breakdown.
-        if table.rows or heading != BREAKDOWN:
-            parts.append(heading)
-        if table.rows:
-            parts += [f"**Table {next(numbers)}.** {caption}", to_markdown(table)]
-    return "\n\n".join(part for part in parts if part is not None)
+    texts, numbers = [], itertools.count(1)
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part[1].rows:
+            texts += [f"**Table {next(numbers)}.** {part[0]}", to_markdown(part[1])]
+    return "\n\n".join(filter(None, texts))
 
 
 def _models_table(groups: Groups) -> Table:
     rows = []
     for group in groups.values():
         workload, config = group[0]["workload"], group[0]["config"]
+        place = place_of_encoders(config)
         row = {
             "model": workload["architecture"],
             "parameters": _grouped_cell(workload.get("num_parameters")),
@@ -128,9 +128,7 @@ def _models_table(groups: Groups) -> Table:
             "weights": workload["weights"],
             "model FLOP per image, 10^9": _grouped_cell(round(workload["flops_per_image"] / 1e9)),
             "resolution, px": config["image_size"],
-            "encoders": "in the step"
-            if place_of_encoders(config) == ONLINE
-            else place_of_encoders(config),
+            "encoders": "in the step" if place == ONLINE else place,
         }
         if row not in rows:
             rows.append(row)
@@ -138,56 +136,48 @@ def _models_table(groups: Groups) -> Table:
 
 
 def _hardware_table(runs: Sequence[dict[str, Any]]) -> Table:
-    return _facts_table(
-        runs,
-        {
-            "device": lambda run: count_devices(run["machine"], run["ranks"]),
-            "nodes": lambda run: run["ranks"]["num_nodes"],
-            "memory of a device, GiB": lambda run: run["machine"]["device_memory_gib"],
-            "CPU": lambda run: run["machine"]["cpu_name"],
-            "CPU cores": lambda run: run["machine"]["num_cpu_cores"],
-            "CPU instructions for training": lambda run: ", ".join(run["machine"]["cpu_flags"]),
-            "memory, GiB": lambda run: run["machine"]["memory_gib"],
-            "driver": lambda run: run["machine"]["driver"],
-            "system": lambda run: run["machine"]["platform"],
-        },
-        heading="value",
-    )
+    facts = []
+    for run in runs:
+        machine, ranks = run["machine"], run["ranks"]
+        facts.append(
+            {
+                "device": count_devices(machine, ranks),
+                "nodes": ranks["num_nodes"],
+                "memory of a device, GiB": machine["device_memory_gib"],
+                "CPU": machine["cpu_name"],
+                "CPU cores": machine["num_cpu_cores"],
+                "CPU instructions for training": ", ".join(machine["cpu_flags"]),
+                "memory, GiB": machine["memory_gib"],
+                "driver": machine["driver"],
+                "system": machine["platform"],
+            }
+        )
+    return _facts_table(facts, heading="value")
 
 
-def _facts_table(
-    runs: Sequence[dict[str, Any]],
-    facts: Mapping[str, Callable[[dict[str, Any]], Any]],
-    *,
-    heading: str,
-) -> Table:
-    """A row for each fact, with every distinct value of the runs."""
+def _facts_table(facts: Sequence[Mapping[str, Any]], *, heading: str) -> Table:
+    """A row for each fact, with its distinct values in all runs."""
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
     return make_table(
-        {"what": name, heading: _join(value_of(run) for run in runs)}
-        for name, value_of in facts.items()
+        {"what": name, heading: _join(of_run.get(name) for of_run in facts)} for name in names
     )
 
 
 def _settings_table(groups: Groups) -> Table:
     """One column per configuration, one row per setting in which two of them differ."""
-    configs = {letter: group[0]["config"] for letter, group in groups.items()}
-    names = dict.fromkeys(name for config in configs.values() for name in config)
-    rows = [
-        {
-            "setting": name,
-            **{f"({letter})": make_cell(config.get(name)) for letter, config in configs.items()},
-        }
-        for name in names
-        if len({str(config.get(name)) for config in configs.values()}) > 1
-    ]
-    left = [f"({letter})" for letter in configs]
-    return make_table(rows, left=left)
+    configs = [group[0]["config"] for group in groups.values()]
+    rows = []
+    for setting in dict.fromkeys(setting for config in configs for setting in config):
+        values = [config.get(setting) for config in configs]
+        if len(set(map(str, values))) > 1:
+            rows.append({"setting": setting, **dict(zip(groups, values, strict=True))})
+    return make_table(rows, left=list(groups))
 
 
-def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _throughput_row(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     config = runs[0]["config"]
     return {
-        "configuration": f"({letter})",
+        "configuration": name,
         "preset": config["preset"],
         "precision": config["precision"],
         "global batch": config["batch_size"],
@@ -204,10 +194,10 @@ def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, An
     }
 
 
-def _run_row(letter: str, run: dict[str, Any]) -> dict[str, Any]:
+def _run_row(name: str, run: dict[str, Any]) -> dict[str, Any]:
     summary = run["summary"]
     return {
-        "configuration": f"({letter})",
+        "configuration": name,
         "run": run["run_id"],
         "images/s (95 % interval)": Cell(format_rate(summary), summary["images_per_second"]),
         "warm-up steps": _num_warmup_steps(run),
@@ -222,7 +212,7 @@ def _run_row(letter: str, run: dict[str, Any]) -> dict[str, Any]:
 def _breakdown_table(groups: Groups) -> Table:
     """Seconds and shares by phase, two columns per profiled configuration; no rows without one."""
     rows: dict[str, dict[str, Any]] = {}
-    for letter, group in groups.items():
+    for name, group in groups.items():
         known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
         for phase in known[0]["seconds"] if known else ():
             row = rows.setdefault(phase, {"phase": phase.replace("_", " ")})
@@ -231,8 +221,8 @@ def _breakdown_table(groups: Groups) -> Table:
                 100 * time_s / one["step_time_s"]
                 for time_s, one in zip(times_s, known, strict=True)
             ]
-            row[f"({letter}), s"] = median_cell(times_s, num_digits=3)
-            row[f"({letter}), %"] = median_cell(shares, num_digits=2)
+            row[f"{name}, s"] = median_cell(times_s, num_digits=3)
+            row[f"{name}, %"] = median_cell(shares, num_digits=2)
     return make_table(rows.values())
 
 
@@ -265,14 +255,16 @@ def _num_warmup_steps(run: dict[str, Any]) -> int:
 
 
 def _format_versions(runs: Sequence[dict[str, Any]]) -> str:
-    facts: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "this suite, commit": lambda run: run["git"]["commit"],
-        "uncommitted changes": lambda run: run["git"]["dirty"],
-        "date of the runs": lambda run: run["started_utc"][:10],
-    }
-    for name in dict.fromkeys(name for run in runs for name in run["versions"]):
-        facts[name] = lambda run, name=name: run["versions"].get(name)
-    return to_markdown(_facts_table(runs, facts, heading="version"))
+    facts = [
+        {
+            "this suite, commit": run["git"]["commit"],
+            "uncommitted changes": run["git"]["dirty"],
+            "date of the runs": run["started_utc"][:10],
+            **run["versions"],
+        }
+        for run in runs
+    ]
+    return to_markdown(_facts_table(facts, heading="version"))
 
 
 def _join(values: Any) -> str:

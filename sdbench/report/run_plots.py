@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_plot
-from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import group, place_of_encoders
 from sdbench.record.devices import count_devices
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.runs import describe_devices, group_runs, tell_apart, use_each
+from sdbench.report.runs import describe_devices, group_runs, read_steps, tell_apart, use_each
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,15 +73,9 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     axes[-1].set_xlabel("share of a step, %")
     handles, names = axes[0].get_legend_handles_labels()
     parts = dict(zip(names, handles, strict=True))
-    figure.legend(
-        parts.values(),
-        parts.keys(),
-        loc="lower center",
-        ncols=4,
-        bbox_to_anchor=(0.5, 0.5 / figure.get_figheight()),
-        columnspacing=1.2,
-        handlelength=1.2,
-    )
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.5 / figure.get_figheight())}
+    spaces = {"ncols": 4, "columnspacing": 1.2, "handlelength": 1.2}
+    figure.legend(parts.values(), parts.keys(), **place, **spaces)
     title = "Where the time of a step goes"
     return render(figure, name=BREAKDOWN, title=title, notes=notes)
 
@@ -109,14 +100,19 @@ def draw_step_times(
     """
     traced = {runs / record["run_id"] / STEPS_NAME: record for record in _latest(records)}
     traced = {path: record for path, record in traced.items() if path.exists()}
-    shown, left_out = use_each(
-        list(traced)[:MAX_TRACES], lambda path: (traced[path], _read_steps(path))
-    )
+
+    def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        columns = ("index", "phase", "step_time_s")
+        return traced[path], read_steps(path, columns=columns, flag="--folder")
+
+    read_runs, left_out = use_each(list(traced)[:MAX_TRACES], read)
+    shown = [(record, steps) for record, steps in read_runs if steps]
     if not shown:
         return None, left_out
-    sources = _describe_sources([record for record, _ in shown], num_found=len(traced))
+    drawn = [record for record, _ in shown]
+    sources = _describe_sources(drawn, num_found=len(traced))
     figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.9)
-    _, labels = tell_apart([record for record, _ in shown])
+    _, labels = tell_apart(drawn)
     for ax, (record, steps), label in zip(axes, shown, labels, strict=True):
         _draw_trace(ax, record, steps, label=label)
     axes[-1].set_xlabel("step")
@@ -141,11 +137,12 @@ def describe_run(record: dict[str, Any]) -> str:
 
 def _latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The latest run of each configuration, newest first."""
-    latest = [
-        max(runs, key=lambda run: (run["started_utc"], run["run_id"]))
-        for runs in group_runs(records)
-    ]
-    return sorted(latest, key=lambda run: (run["started_utc"], run["run_id"]), reverse=True)
+
+    def began(run: dict[str, Any]) -> tuple[str, str]:
+        return run["started_utc"], run["run_id"]
+
+    latest = [max(runs, key=began) for runs in group_runs(records)]
+    return sorted(latest, key=began, reverse=True)
 
 
 def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int) -> str:
@@ -167,86 +164,43 @@ def _draw_bar(
         percent = 100 * seconds / breakdown["step_time_s"]
         gid = f"{BREAKDOWN}-{len(notes) + 1}"
         notes[gid] = [f"{label}\n{meaning}: {percent:.1f} %, {seconds:.3g} s\n{origin}"]
-        ax.barh(
-            y,
-            percent,
-            left=left,
-            height=0.5,
-            color=colour,
-            edgecolor="white",
-            label=meaning,
-            gid=gid,
-        )
+        style = {"height": 0.5, "color": colour, "edgecolor": "white"}
+        ax.barh(y, percent, left=left, label=meaning, gid=gid, **style)
         if percent >= MIN_LABELLED_PERCENT:
-            ax.text(
-                left + percent / 2,
-                y,
-                f"{percent:.0f}",
-                ha="center",
-                va="center",
-                fontsize=8.5,
-                color="white" if _is_dark(colour) else "black",
-            )
+            # Dark by the luma of ITU-R BT.601, where white text is easier to read.
+            red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 130
+            place = {"ha": "center", "va": "center", "fontsize": 8.5}
+            text_colour = "white" if is_dark else "black"
+            ax.text(left + percent / 2, y, f"{percent:.0f}", color=text_colour, **place)
         left += percent
     heading = f"{label}: {breakdown['step_time_s']:.3g} s"
     ax.text(0, y + 0.3, shorten(heading, length=105), fontsize=8.5, va="bottom")
 
 
-def _is_dark(colour: str) -> bool:
-    """Whether white text is easier to read on a colour than black (luma of ITU-R BT.601)."""
-    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 130
-
-
-def _read_steps(path: Path) -> list[tuple[int, str, float]]:
-    """Index, phase and time in seconds of every step."""
-    try:
-        steps = [
-            (int(step["index"]), step["phase"], float(step["step_time_s"]))
-            for step in csv.DictReader(open_table(path))
-        ]
-        if not steps or not all(index >= 0 and is_bounded(time) for index, _, time in steps):
-            raise ValueError("it has no step, or one that no run can have")
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ConfigError(
-            f"a table of steps cannot be read ({error})",
-            value=str(path),
-            allowed="the table as the run wrote it",
-            flag="--folder",
-        ) from None
-    return steps
-
-
 def _draw_trace(
-    ax: Axes, record: dict[str, Any], steps: Sequence[tuple[int, str, float]], *, label: str
+    ax: Axes, record: dict[str, Any], steps: Sequence[dict[str, Any]], *, label: str
 ) -> None:
     num_together = -(-len(steps) // MAX_STEPS_DRAWN)
     groups = [steps[start : start + num_together] for start in range(0, len(steps), num_together)]
-    positions = [group[0][0] for group in groups]
-    times_s = [[time_s for _, _, time_s in group] for group in groups]
+    positions = [group[0]["index"] for group in groups]
+    times_s = [[step["step_time_s"] for step in group] for group in groups]
     means_s = [sum(group) / len(group) for group in times_s]
     colour = SERIES_COLOURS[0]
     if num_together > 1:
         lows, highs = [min(group) for group in times_s], [max(group) for group in times_s]
         ax.fill_between(positions, lows, highs, color=colour, alpha=0.25, linewidth=0)
-    ax.plot(
-        positions,
-        means_s,
-        color=colour,
-        linewidth=1.2,
-        marker="o" if len(steps) <= 60 else None,
-        markersize=3.5,
-    )
+    marker = "o" if len(steps) <= 60 else None
+    ax.plot(positions, means_s, color=colour, linewidth=1.2, marker=marker, markersize=3.5)
     for phase, (meaning, shade) in SHADED_PHASES.items():
-        inside = [index for index, of_phase, _ in steps if of_phase == phase]
+        inside = [step["index"] for step in steps if step["phase"] == phase]
         if inside:
             ax.axvspan(inside[0] - 0.5, inside[-1] + 0.5, color=shade, alpha=0.5, linewidth=0)
             place = {"transform": ax.get_xaxis_transform(), "fontsize": 8, "color": "#333333"}
             ax.text(inside[0] - 0.4, 0.04, meaning, **place)
-    ax.set_xlim(-0.5, steps[-1][0] + 0.5)
+    ax.set_xlim(-0.5, steps[-1]["index"] + 0.5)
     ax.set_ylim(0, 1.08 * max(max(group) for group in times_s))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_ylabel("step time, s")
     notes = ", ".join(record["summary"].get("flags", ()))
-    title = label + (f" ({notes})" if notes else "")
-    _set_title(ax, title)
+    _set_title(ax, f"{label} ({notes})" if notes else label)

@@ -1,14 +1,17 @@
-"""Reads records, groups runs by configuration, and describes the runs of one in words and cells."""
+"""Reads records and steps, groups runs by configuration, and describes them in words and cells."""
 
 from __future__ import annotations
 
 import collections
+import csv
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import (
     as_key,
     describe_model,
@@ -36,14 +39,10 @@ MAX_NAMED_RUNS = 5
 
 
 def read_record(path: Path, *, flag: str) -> dict[str, Any]:
-    """Read a record.
-
-    Args:
-        path: record.json, or the run folder that holds it.
-        flag: The flag for errors.
+    """Read a record, given by its file or the folder of its run.
 
     Raises:
-        ConfigError: If it cannot be read, or this version of the suite cannot use it.
+        ConfigError: If it cannot be read, or this version of the suite cannot use it; has `flag`.
     """
     try:
         return load_record(path)
@@ -56,15 +55,44 @@ def read_record(path: Path, *, flag: str) -> dict[str, Any]:
         ) from None
 
 
-def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
-    """Use files; one that cannot be used is named on stderr and left out.
+def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[str, Any]]:
+    """Read columns of a steps.csv: the phase as text, and numbers.
 
-    Args:
-        paths: Of the files, or of run folders.
-        use: Reads one, or raises ConfigError.
+    A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN.
+
+    Raises:
+        ConfigError: If it cannot be read, lacks a column, or has a number that no step can have;
+            has `flag`.
+    """
+    steps = []
+    try:
+        for row in csv.DictReader(open_table(path)):
+            if None in row.values():
+                continue
+            step = {name: row[name] if name == "phase" else float(row[name]) for name in columns}
+            if not is_bounded(step.get("loss", 0.0)):
+                step["loss"] = math.nan
+            others = [value for name, value in step.items() if name not in ("phase", "loss")]
+            if min(others, default=0) < 0 or not all(map(is_bounded, others)):
+                raise ValueError("it has a number that no step can have")
+            if step.get("images_per_second") == 0:
+                raise ValueError("it has a rate of 0")
+            steps.append(step)
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"a table of steps cannot be read ({error})",
+            value=str(path),
+            allowed=f"a table with the columns {', '.join(columns)}, as the run wrote it",
+            flag=flag,
+        ) from None
+    return steps
+
+
+def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
+    """Use files or folders of runs; each for which `use` raises ConfigError is named on stderr.
 
     Returns:
-        The results in order, and the files that are left out.
+        The results in order, and the paths that are left out.
     """
     whole, left_out = [], []
     for path in paths:
@@ -124,11 +152,13 @@ def tell_apart(
     labels = [
         ", ".join(text for name, text in each.items() if name not in shared) for each in facts
     ]
-    for more in (_code_of, _start_of):
+    codes = [f"code {(record['git']['commit'] or 'unknown')[:7]}" for record in records]
+    starts = [record["started_utc"][:19].replace("T", " ") for record in records]
+    for details in (codes, starts):
         numbers = collections.Counter(labels)
         labels = [
-            label if numbers[label] == 1 else ", ".join(filter(None, (label, more(record))))
-            for label, record in zip(labels, records, strict=True)
+            label if numbers[label] == 1 else ", ".join(filter(None, (label, detail)))
+            for label, detail in zip(labels, details, strict=True)
         ]
     common = ", ".join(text for name, text in facts[0].items() if name in shared)
     return common, [label or "no other setting" for label in labels]
@@ -165,14 +195,6 @@ def _facts_of(record: dict[str, Any]) -> dict[str, str]:
             if name != "lora_rank"  # the model tells it
         },
     }
-
-
-def _code_of(record: dict[str, Any]) -> str:
-    return f"code {(record['git']['commit'] or 'unknown')[:7]}"
-
-
-def _start_of(record: dict[str, Any]) -> str:
-    return record["started_utc"][:19].replace("T", " ")
 
 
 def name_runs(runs: Sequence[str]) -> str:

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
 
-# Rows that a page shows of a table.
-MAX_ROWS = 1000
 # Extra columns with the origin of a row, which no caption repeats.
 ORIGIN = ("run ids", "command")
 
@@ -94,16 +92,6 @@ class Table:
         return names.index("kind") if "kind" in names else None
 
     @property
-    def shown_rows(self) -> Sequence[Sequence[Cell]]:
-        """The first `MAX_ROWS` rows."""
-        return self.rows[:MAX_ROWS]
-
-    @property
-    def num_hidden_rows(self) -> int:
-        """Number of rows beyond `MAX_ROWS`."""
-        return len(self.rows) - len(self.shown_rows)
-
-    @property
     def constants(self) -> dict[int, str]:
         """Text of each column that is the same in all of several rows, by its index.
 
@@ -172,13 +160,9 @@ class Fold:
 def tabulate(
     fields: Sequence[Field], records: Iterable[Any], *, name: str = "", caption: str = ""
 ) -> Table:
-    """Make a table with a row for each record.
+    """Make a table with a column for each field and a row for each record.
 
-    Args:
-        fields: One for each column.
-        records: Mappings, or whatever the functions of the fields take.
-        name: See `Table`.
-        caption: See `Table`.
+    Records are mappings, or whatever the functions of the fields take.
     """
     rows = [[field.cell_of(record) for field in fields] for record in records]
     cells = zip(*rows, strict=True) if rows else [()] * len(fields)
@@ -202,11 +186,8 @@ def make_table(
 ) -> Table:
     """Make a table of rows by heading, in the order in which the headings first occur.
 
-    Args:
-        rows: Cells, or values for `make_cell`. A heading that a row lacks is an unknown value.
-        name: See `Table`.
-        caption: See `Table`.
-        left: Headings of columns of numbers to left-align.
+    A row has cells, or values for `make_cell`; a heading that it lacks is an unknown value. `left`
+    has headings of columns of numbers to left-align.
     """
     rows = list(rows)
     headings = dict.fromkeys(heading for row in rows for heading in row)
@@ -215,12 +196,9 @@ def make_table(
 
 
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
-    """Make a cell of a value.
+    """Make a cell of a text, a number, a bool or None, whose text is `unknown`.
 
-    Args:
-        value: Text, a number, a bool or None.
-        num_digits: Significant figures of a float. Integers are shown in full.
-        unknown: Text for None.
+    A float has `num_digits` significant figures, an integer is shown in full.
     """
     if value is None:
         return Cell(unknown, None)
@@ -249,12 +227,11 @@ def to_markdown(table: Table) -> str:
     """The table in markdown, without its caption."""
     lines = [
         [column.name for column in table.columns],
-        *([cell.text for cell in row] for row in table.shown_rows),
+        *([cell.text for cell in row] for row in table.rows),
     ]
     heading, *rows = (f"| {' | '.join(map(for_markdown, line))} |" for line in lines)
     marks = ("---:" if column.is_number else "---" for column in table.columns)
-    rest = ["", f"{table.num_hidden_rows} more rows are left out."] if table.num_hidden_rows else []
-    return "\n".join([heading, f"|{'|'.join(marks)}|", *rows, *rest])
+    return "\n".join([heading, f"|{'|'.join(marks)}|", *rows])
 
 
 def to_captioned_markdown(tables: Iterable[Table]) -> str:

@@ -23,19 +23,13 @@ FLAG_MEANINGS = {
 
 
 def format_summary(record: dict[str, Any]) -> str:
-    """Format the result that is printed at the end of a run.
-
-    Args:
-        record: A record with the status ok.
-
-    Returns:
-        Lines of name and value; a value that is not known is n/a.
-    """
+    """Format the result of a run that ended well as lines of name and value."""
     summary = record["summary"]
+    times_s = [f"{summary[name]:.4g} s" for name in ("step_time_p50_s", "step_time_p95_s")]
     rows = [
         ("images/s", format_rate(summary)),
         ("images/s per device", f"{summary['images_per_second_per_device']:.4g}"),
-        ("step time p50 / p95", _step_times(summary)),
+        ("step time p50 / p95", " / ".join(times_s)),
         ("data wait", f"{summary['data_wait_percent']:.1f} %"),
         ("peak memory", f"{summary['peak_memory_gib']:.1f} GiB per rank"),
         ("GPU utilisation", _percent(summary["gpu_utilization_percent"])),
@@ -61,23 +55,14 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Lines for figures that are not in every record: it is old, or they were not measured."""
     rows = []
     if summary.get("matmul_tflops") is not None:
-        rows.append(
-            (
-                "MFU of a matrix product",
-                f"{_percent(summary['mfu_of_matmul_percent'])} of the "
-                f"{format_number(summary['matmul_tflops'])} TFLOP/s measured before the run",
-            )
-        )
+        share, product = summary["mfu_of_matmul_percent"], format_number(summary["matmul_tflops"])
+        of_product = f"{_percent(share)} of the {product} TFLOP/s measured before the run"
+        rows.append(("MFU of a matrix product", of_product))
     if summary.get("gpu") is not None:
         rows.append(("GPU", _gpu_state(summary["gpu"])))
-    if summary.get("breakdown") is not None:
-        rows += [
-            (
-                f"of a profiled step, {summary['breakdown']['step_time_s']:.3g} s",
-                format_breakdown(summary["breakdown"]),
-            ),
-            ("largest part", summary["bottleneck"]),
-        ]
+    if (breakdown := summary.get("breakdown")) is not None:
+        name = f"of a profiled step, {breakdown['step_time_s']:.3g} s"
+        rows += [(name, format_breakdown(breakdown)), ("largest part", summary["bottleneck"])]
     if summary.get("attention_kernels"):
         rows.append(("attention kernels", _attention_kernels(summary["attention_kernels"])))
     rows += [("straggler", _straggler(rank)) for rank in summary.get("stragglers") or []]
@@ -181,10 +166,6 @@ def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
 def format_number(value: float, *, num_digits: int = 4) -> str:
     """A number to `num_digits` significant figures, without an exponent below a million."""
     return f"{float(f'{value:.{num_digits}g}'):g}"
-
-
-def _step_times(summary: dict[str, Any]) -> str:
-    return f"{summary['step_time_p50_s']:.4g} s / {summary['step_time_p95_s']:.4g} s"
 
 
 def _percent(value: float | None) -> str:

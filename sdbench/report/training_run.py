@@ -5,22 +5,20 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import LARGEST, SMALLEST
 from sdbench.record.history import TRAIN_STEP_COLUMNS, read_history
 from sdbench.record.store import STEPS_NAME, TRAIN, kind_of
 from sdbench.report.plots import SERIES_COLOURS, Plot, make_figure, render
-from sdbench.report.runs import read_record
+from sdbench.report.runs import read_record, read_steps
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-MAX_STEP = 10**12
 # Of a longer run every n-th step is drawn.
 MAX_STEPS_DRAWN = 1500
 # Half-life of the smoothed loss, as a share of the steps, and the shortest one in steps.
@@ -30,6 +28,7 @@ MAX_GRIDS = 7
 # A larger grid is shown smaller, and as JPEG.
 MAX_GRID_BYTES = 1_000_000
 MAX_GRID_PIXELS = 1400
+DASHED = {"color": "#666666", "linestyle": "--", "linewidth": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +56,16 @@ class TrainingRun:
         """The events with which later processes resumed the run."""
         return self.of("begin")[1:]
 
+    @property
+    def last_step(self) -> int:
+        """The newest step, 0 before the first."""
+        return 0 if self.steps.empty else int(self.steps["step"].iloc[-1])
+
+    @property
+    def half_life(self) -> float:
+        """Half-life of the smoothed loss, in steps."""
+        return max(MIN_HALF_LIFE, SMOOTHING_SHARE * len(self.steps))
+
 
 def read_run(folder: Path) -> TrainingRun:
     """Read a run of train.py, which may still be training."""
@@ -65,39 +74,17 @@ def read_run(folder: Path) -> TrainingRun:
     record = read_record(folder, flag="RUN")
     if kind_of(record) != TRAIN:
         raise ConfigError(
-            "the run has trained no model that is kept",
+            "this is not a run of train.py",
             value=str(folder),
             allowed="the folder of a run of train.py",
             flag="RUN",
         )
     path = folder / STEPS_NAME
-    try:
-        steps = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
-        # Of a row that a full disk has cut off, the rest is missing.
-        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna(subset=TRAIN_STEP_COLUMNS[-1]).astype(float)
-        # An infinite loss is drawn no more than one that is NaN.
-        steps["loss"] = steps["loss"].where(steps["loss"].abs() <= LARGEST)
-        others = steps.drop(columns="loss")
-        is_right = others.eq(0) | (others.ge(SMALLEST) & others.le(LARGEST))
-        is_right["images_per_second"] &= others["images_per_second"] > 0
-        if not is_right.all(axis=None) or (others["step"] > MAX_STEP).any():
-            raise ValueError("a number that no step can have")
-        steps = steps.astype({"step": int})
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{STEPS_NAME} cannot be read ({error})",
-            value=str(path),
-            allowed=f"a table with the columns {', '.join(TRAIN_STEP_COLUMNS)}",
-            flag="RUN",
-        ) from None
-    half_life = half_life_of(len(steps))
-    steps["smooth_loss"] = steps["loss"].ewm(halflife=half_life).mean()
-    return TrainingRun(folder, record, steps, read_history(folder))
-
-
-def half_life_of(num_steps: int) -> float:
-    """Half-life of the smoothed loss, in steps."""
-    return max(MIN_HALF_LIFE, SMOOTHING_SHARE * num_steps)
+    rows = read_steps(path, columns=TRAIN_STEP_COLUMNS, flag="RUN") if path.exists() else []
+    steps = pd.DataFrame(rows, columns=[*TRAIN_STEP_COLUMNS], dtype=float)
+    run = TrainingRun(folder, record, steps, read_history(folder))
+    steps["smooth_loss"] = steps["loss"].ewm(halflife=run.half_life).mean()
+    return run
 
 
 def draw_run(run: TrainingRun) -> Plot | None:
@@ -106,28 +93,25 @@ def draw_run(run: TrainingRun) -> Plot | None:
         return None
     sources = (
         f"steps.csv and history.jsonl of {run.folder.name}; the line through the losses is their "
-        f"exponentially weighted mean with a half-life of {half_life_of(len(run.steps)):.0f} steps"
+        f"exponentially weighted mean with a half-life of {run.half_life:.0f} steps"
     )
     figure, axes = make_figure([3.0, 1.0, 1.0, 1.0], sources=sources, left=0.95, gap=0.3)
     stride = -(-len(run.steps) // MAX_STEPS_DRAWN)
     shown = run.steps[(len(run.steps) - 1) % stride :: stride]  # the last step is among them
     _draw_losses(axes[0], run, shown)
-    for ax, column, label in zip(
-        axes[1:],
-        ("learning_rate", "images_per_second", "data_wait_percent"),
-        ("learning rate", "images/s", "data wait, %"),
-        strict=True,
-    ):
+    panels = {"learning_rate": "learning rate", "images_per_second": "images/s"}
+    panels["data_wait_percent"] = "data wait, %"
+    for ax, (column, label) in zip(axes[1:], panels.items(), strict=True):
         # The figures of a period are those of each step in it.
         ax.plot(shown["step"], shown[column], color=SERIES_COLOURS[0], drawstyle="steps-pre")
         ax.set_ylim(0, 1.1 * max(shown[column].max(), 1e-9))
         ax.set_ylabel(label)
     for ax in axes:
-        ax.set_xlim(0, run.steps["step"].iloc[-1])
+        ax.set_xlim(0, run.last_step)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.tick_params(labelbottom=ax is axes[-1])
         for restart in run.restarts:
-            ax.axvline(restart["step"], color="#666666", linestyle="--", linewidth=1)
+            ax.axvline(restart["step"], **DASHED)
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("step")
     return render(figure, name="training", title="Training, step by step")
@@ -137,33 +121,27 @@ def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     training, *colours = SERIES_COLOURS
-    ax.plot(
-        shown["step"],
-        shown["loss"],
-        color=training,
-        alpha=0.35,
-        linestyle="",
-        marker=".",
-        markersize=4,
-        markeredgewidth=0,
-    )
+    dots = {"alpha": 0.35, "linestyle": "", "marker": ".", "markersize": 4, "markeredgewidth": 0}
+    ax.plot(shown["step"], shown["loss"], color=training, **dots)
     ax.plot(shown["step"], shown["smooth_loss"], color=training, label="training, smoothed")
-    validations = run.of("validation")
     for fact, label, marker, colour in (
         ("loss", "validation", "o", colours[0]),
         ("ema_loss", "validation, averaged weights", "s", colours[1]),
     ):
-        points = [(one["step"], one[fact]) for one in validations if fact in one]
+        points = [(one["step"], one[fact]) for one in run.of("validation") if fact in one]
         if points:
             places = zip(*points, strict=True)
             ax.plot(*places, color=colour, marker=marker, label=label, clip_on=False)
     at_the_foot = {"transform": ax.get_xaxis_transform(), "linestyle": "", "clip_on": False}
-    for label, marker, colour, holds in _SAVES:
-        saved = [one["step"] for one in run.of("save") if holds(one)]
+    for label, marker, colour, has_failed in (
+        ("checkpoint", "^", "#000000", False),
+        ("checkpoint that failed", "x", "#D55E00", True),
+    ):
+        saved = [one["step"] for one in run.of("save") if (one["error"] is not None) == has_failed]
         if saved:
             ax.plot(saved, [0.0] * len(saved), marker, color=colour, label=label, **at_the_foot)
     if run.restarts:
-        ax.plot([], [], color="#666666", linestyle="--", linewidth=1, label="restart")
+        ax.plot([], [], label="restart", **DASHED)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
@@ -173,25 +151,14 @@ def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=3)
 
 
-def _is_whole(save: dict[str, Any]) -> bool:
-    return save["error"] is None
-
-
-_SAVES: tuple[tuple[str, str, str, Callable[[dict[str, Any]], bool]], ...] = (
-    ("checkpoint", "^", "#000000", _is_whole),
-    ("checkpoint that failed", "x", "#D55E00", lambda save: not _is_whole(save)),
-)
-
-
 def encode_grids(run: TrainingRun) -> list[tuple[int, str]]:
     """Steps and data URIs of grids, the newest first, the others from all over the run."""
     # A step that was trained twice has one file.
     files = {one["step"]: run.folder / one["file"] for one in run.of("samples") if one["file"]}
     steps = sorted((step for step, path in files.items() if path.exists()), reverse=True)
     last = len(steps) - 1
-    num_shown = min(len(steps), MAX_GRIDS)
-    places = [round(last * place / max(1, num_shown - 1)) for place in range(num_shown)]
-    return [(steps[place], _as_data_uri(files[steps[place]])) for place in places]
+    places = {round(last * place / (MAX_GRIDS - 1)) for place in range(MAX_GRIDS) if steps}
+    return [(steps[place], _as_data_uri(files[steps[place]])) for place in sorted(places)]
 
 
 def _as_data_uri(path: Path) -> str:

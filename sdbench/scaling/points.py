@@ -50,7 +50,7 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
         for path in paths
         for row in ([_row_of_run(path)] if path.is_dir() else read_figures(path, required=required))
     )
-    rows = select_rows(rows, parse_conditions(where, flag="--where"), flag="--where")
+    rows = select_rows(rows, where)
     rows = [
         row
         for row in rows

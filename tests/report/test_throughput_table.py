@@ -7,13 +7,11 @@ import pytest
 from sdbench.record.row import make_row
 from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.tables import (
-    MAX_ROWS,
     Column,
     Table,
     make_cell,
     to_captioned_markdown,
     to_folded_markdown,
-    to_markdown,
 )
 from sdbench.report.throughput_table import make_headline_table, make_tables
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
@@ -321,9 +319,3 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
-
-
-def test_a_very_long_table_ends_with_how_much_is_left():
-    rows = [[make_cell(number)] for number in range(MAX_ROWS + 5)]
-    lines = to_markdown(Table("long", "", [Column("n", is_number=True)], rows)).splitlines()
-    assert (len(lines), lines[-1]) == (MAX_ROWS + 4, "5 more rows are left out.")

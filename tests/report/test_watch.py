@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
-import html.parser
+import html
 import io
 import json
 import re
@@ -23,28 +23,12 @@ from tests.report.results_folder import make_record
 NUM_STEPS = 4000
 
 
-class Cells(html.parser.HTMLParser):
-    """Texts of the cells of each table's rows; empty ones are left out."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.rows = {}
-        self._is_cell = False
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "table":
-            self._rows = self.rows[dict(attributes)["id"]] = []
-        elif tag == "tr":
-            self._rows.append([])
-        self._is_cell = tag == "td"
-
-    def handle_endtag(self, tag):
-        self._is_cell = False
-
-    def handle_data(self, data):
-        if self._is_cell:
-            self._rows[-1].append(data)
+def rows_of(page, name):
+    """Texts of the cells of a table's rows; empty ones are left out."""
+    table = page.partition(f'<table id="{name}">')[2].partition("</table>")[0]
+    body = table.partition("<tbody>")[2]
+    rows = re.findall(r"<tr.*?</tr>", body, re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>([^<]+)", row)] for row in rows]
 
 
 def make_steps(num_steps):
@@ -91,7 +75,7 @@ def make_run(folder, *, steps=(), events=(), status="failed", reason=UNFINISHED_
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that has been killed once, whose newest event is cut off."""
+    """A run that has been killed once, whose newest event and step are cut off."""
     events = [
         event("begin", 0, num_lost_steps=0, lost_s=0.0, down_s=0.0, passed_over=[]),
         validation(1000, [0.9, 0.1], loss=0.5, ema_loss=0.6),
@@ -112,8 +96,9 @@ def run(tmp_path):
         validation(3000, [0.8, 0.1], loss=0.45, ema_loss=0.2),
     ]
     folder = make_run(tmp_path / "first", steps=make_steps(NUM_STEPS), events=events)
-    with (folder / HISTORY_NAME).open("a") as file:
-        file.write('{"time_utc": "2026-')
+    for name, cut_off in ((HISTORY_NAME, '{"time_utc": "2026-'), ("steps.csv", "4001,0.5")):
+        with (folder / name).open("a") as file:
+            file.write(cut_off)
     (folder / "samples").mkdir()
     Image.new("RGB", (8, 8), "red").save(folder / "samples" / "step_00001000.png")
     return folder
@@ -122,8 +107,7 @@ def run(tmp_path):
 def test_the_page_tells_where_the_run_is(run):
     assert main(["watch", str(run)]) == 0
     page = (run / "watch.html").read_text()
-    tables = Cells(page).rows
-    state = dict(tables["state"][1:])
+    state = dict(rows_of(page, "state"))
     assert (
         state
         | {
@@ -147,14 +131,17 @@ def test_the_page_tells_where_the_run_is(run):
     )
     # The swing of the losses is gone: their mean falls as 1 / sqrt(n).
     assert float(state["training loss, smoothed"]) == pytest.approx(NUM_STEPS**-0.5, abs=0.002)
-    assert tables["validation"][1:] == [
+    assert rows_of(page, "validation") == [
         ["3000", "0.45", "0.2", "0.8", "0.1"],
         ["2000", "0.4", "0.3", "0.7", "0.1"],
         ["1000", "0.5", "0.6", "0.9", "0.1"],
     ]
     assert all(f"t = {timestep}<" in page for timestep in (100, 300))
-    assert tables["scores"][1:] == [["3000", "64", "22.5", "0.25"], ["2000", "64", "21.5", "0.5"]]
-    assert [row[1:] for row in tables["events"][1:]] == [
+    assert rows_of(page, "scores") == [
+        ["3000", "64", "22.5", "0.25"],
+        ["2000", "64", "21.5", "0.5"],
+    ]
+    assert [row[1:] for row in rows_of(page, "events")] == [
         [
             "1000",
             "restart",
@@ -165,11 +152,7 @@ def test_the_page_tells_where_the_run_is(run):
         ["1000", "checkpoint", "1 GiB in 2 s; training waited 0.5 s"],
         ["0", "start"],
     ]
-
-
-def test_the_page_is_one_file_and_shows_curves_and_pictures(run):
-    assert main(["watch", str(run)]) == 0
-    page = (run / "watch.html").read_text()
+    # It is one file, with curves and pictures.
     links = re.findall(r"""\b(?:src|href|action|srcset)=["']?([^"'\s>]+)""", page)
     pictures = [link for link in links if not link.startswith("#")]
     assert [link.partition(";")[0] for link in pictures] == ["data:image/png"]
@@ -185,13 +168,20 @@ def test_the_page_is_one_file_and_shows_curves_and_pictures(run):
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     run = make_run(tmp_path / "new")
     assert main(["watch", str(run)]) == 0
-    state = Cells((run / "watch.html").read_text()).rows["state"]
-    assert state[1:] == [
+    assert rows_of((run / "watch.html").read_text(), "state") == [
         ["state", "training, or killed"],
         ["steps", "0 of 5,000"],
         ["restarts", "0"],
     ]
     assert draw_run(read_run(run)) is None
+
+
+def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
+    losses = ("inf", "1e308", 0.5)
+    run = make_run(tmp_path / "run", steps=[(n, loss, 0, 8, 0) for n, loss in enumerate(losses, 1)])
+    assert main(["watch", str(run)]) == 0
+    state = rows_of((run / "watch.html").read_text(), "state")
+    assert ["training loss, smoothed", "0.5000"] in state
 
 
 def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
@@ -214,12 +204,13 @@ def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
     assert len(pages) == 2 and all('http-equiv="refresh" content="30"' in page for page in pages)
     last = (run / "watch.html").read_text()
     assert 'http-equiv="refresh"' not in last
-    assert Cells(last).rows["state"][1] == ["state", "ok"]
+    assert rows_of(last, "state")[0] == ["state", "ok"]
 
 
-def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
+def test_the_page_of_a_long_run_has_few_grids_of_small_size_and_the_newest_rows(tmp_path):
     names = {step: f"samples/step_{step:08d}.png" for step in range(10, 210, 10)}
     events = [event("samples", step, seconds=1.0, file=file) for step, file in names.items()]
+    events += [validation(step, [0.9, 0.1], loss=0.5) for step in names]
     run = make_run(tmp_path / "long", events=events)
     (run / "samples").mkdir()
     for file in names.values():
@@ -232,12 +223,18 @@ def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
     kind, _, content = grids[0][1].partition(",")
     assert kind == "data:image/jpeg;base64"
     assert Image.open(io.BytesIO(base64.b64decode(content))).size == (1400, 933)
+    # And of each table the newest rows.
+    assert main(["watch", str(run)]) == 0
+    rows = rows_of((run / "watch.html").read_text(), "validation")
+    assert [row[0] for row in rows] == [f"{step}" for step in range(200, 80, -10)]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     run = make_run(tmp_path / "other", steps=make_steps(1))
-    (run / "steps.csv").write_text("index,phase\n0,warmup\n")
-    assert refusal_of("watch", run).value == str(run / "steps.csv")
+    header = ",".join(TRAIN_STEP_COLUMNS)
+    for content in ("index,phase\n0,warmup\n", f"{header}\n1,1,1,8,-1\n", f"{header}\n1,1,1,0,1\n"):
+        (run / "steps.csv").write_text(content)
+        assert refusal_of("watch", run).value == str(run / "steps.csv")
     (run / "record.json").write_text(json.dumps(make_record()))
     assert refusal_of("watch", run).flag == "RUN"
     assert refusal_of("watch", tmp_path / "nowhere").value == str(tmp_path / "nowhere")
