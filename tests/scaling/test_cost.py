@@ -191,7 +191,7 @@ def test_a_prediction_can_be_paid_for(quoted, rows_of, cost, tmp_path):
         (
             "{table} --recipe seed --num_gpus 9",
             "--num_gpus; python -m sdbench scaling predict makes figures of others",
-            [9],
+            (9,),
         ),
         ("{table} --recipe seed --price gold", "--price", "gold"),
         ("{table} --recipe seed --price -1", "--prices or --price", -1.0),
@@ -203,7 +203,7 @@ def test_a_prediction_can_be_paid_for(quoted, rows_of, cost, tmp_path):
             "{table}",
         ),
         ("--recipe seed --images_per_second 256=fast", "--images_per_second", "256=fast"),
-        ("--recipe seed --images_per_second 256=1", "--num_gpus", []),
+        ("--recipe seed --images_per_second 256=1", "--num_gpus", None),
         ("mixed.csv --recipe seed", "--where latents=...", "online and precomputed"),
         ("several.csv --recipe seed", "--where micro_batch=...", "4 and 8"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.scaling.points import make_points, parse_counts, read_rows
+from sdbench.scaling.points import TableFlags, make_points, parse_counts, read_rows
 from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
@@ -33,8 +33,7 @@ def predict(rows_of):
 
 
 def fit_table(*paths, where=()):
-    rows = read_rows(paths, where=where, required=("num_gpus", "images_per_second"))
-    return fit_law(make_points(rows))
+    return fit_law(make_points(read_rows(TableFlags(tables=paths, where=where))))
 
 
 def test_a_run_in_two_tables_counts_once(tmp_path):
@@ -292,4 +291,4 @@ def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, 
     ],
 )
 def test_gpu_counts(text, counts):
-    assert parse_counts(text, flag="--num_gpus") == counts
+    assert parse_counts(text) == tuple(counts)

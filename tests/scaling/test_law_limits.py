@@ -11,7 +11,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.measure.phases import PHASES
-from sdbench.scaling.points import make_points, read_rows
+from sdbench.scaling.points import TableFlags, make_points, read_rows
 from sdbench.statistics.law import (
     COMMUNICATION,
     LATENCY,
@@ -162,7 +162,7 @@ def test_intervals_hold_the_truth_of_four_kinds_of_steps(setup_of, cover, latenc
 
 
 def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(quoted):
-    points = make_points(read_rows([quoted / "aws_p5_scaling.csv"], where=(), required=()))
+    points = make_points(read_rows(TableFlags(tables=(quoted / "aws_p5_scaling.csv",))))
     law = fit_law([point for point in points if point.setup.num_gpus <= 128])
     beyond = [point for point in points if point.setup.num_gpus > 128]
     # The table of results/scaling.md.
@@ -197,7 +197,7 @@ def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(tabl
         waited_s = seconds - work_s(setup, 0.2, 0.3)
         rows.append(f"H100,{num_gpus},4,2048,{2048 / seconds!r},{waited_s!r}")
     path = table(*rows, header=WITH_COMMUNICATION)
-    law = fit_law(make_points(read_rows([path], where=(), required=())))
+    law = fit_law(make_points(read_rows(TableFlags(tables=(path,)))))
     assert law.terms == (MICRO_BATCH, OVERHEAD, COMMUNICATION, LATENCY)
     assert law.seconds == pytest.approx((0.2, 0.3, 0.3, 1e-4), rel=1e-4)
     assert law.hidden_share == 0.5
@@ -251,7 +251,7 @@ def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
         folders.append(tmp_path / str(number))
         folders[-1].mkdir()
         (folders[-1] / "record.json").write_text(json.dumps(record))
-    points = make_points(read_rows(folders, where=(), required=()))
+    points = make_points(read_rows(TableFlags(tables=tuple(folders))))
     assert [point.setup.num_gpus for point in points] == [8, 16, 32, 64]
     assert [point.communication_s for point in points] == pytest.approx([0.1, 0.3, 0.4, 0.45])
 
