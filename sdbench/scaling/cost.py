@@ -327,7 +327,7 @@ def _load_rows(
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+    if not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigError(
             "a price or power is not a positive number",
             value=value,
