@@ -15,7 +15,7 @@ import pytest
 
 import sdbench
 from sdbench.cli import COMMANDS, main
-from sdbench.scaling.command_line import COMMANDS as SCALING
+from sdbench.scaling.scaling import COMMANDS as SCALING
 from tests.refusals import PLACE_FLAGS, printed_refusal
 
 PROGRAMS = ("benchmark", "train", "generate", "data", "calculate_number_of_parameters")

@@ -27,7 +27,7 @@ import benchmark
 import train
 from sdbench import cli
 from sdbench.report.compare import CompareFlags
-from sdbench.scaling import command_line
+from sdbench.scaling.scaling import COMMANDS as SCALING
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
@@ -213,7 +213,7 @@ def flags_of_commands(inputs: Inputs) -> Iterator[Case]:
     inputs.file("recipes.yaml", RECIPE)
     while True:
         for name, argv in right.items():
-            declared = declarations(command_line.COMMANDS[name].flags)
+            declared = declarations(SCALING[name].flags)
             optional = {
                 name: one
                 for name, one in declared.items()

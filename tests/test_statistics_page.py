@@ -38,10 +38,7 @@ def assert_says(page_share: str, share: float, *, least: float = 0.0, most: floa
     ("case", "num_steps", "least"),
     [
         ("plain", 10, 0.95),
-        ("correlated, 0.5", 10, 0.91),
-        ("correlated, 0.8", 10, 0.91),
         ("correlated, 0.8", 20, 0.93),
-        ("correlated, 0.8", 200, 0.94),
         ("heavy-tailed", 50, 0.94),
     ],
 )
@@ -75,10 +72,8 @@ def test_a_precision_is_reached_where_no_outliers_are_missed(page, case, least, 
     ("heading", "case", "num_steps", "least", "most"),
     [
         (ALARMS, "correlated, 0.5", 100, 0.0, 0.1),
-        (ALARMS, "correlated, 0.8", 10, 0.0, 0.13),
         (ALARMS, "correlated, 0.8", 20, 0.0, 0.13),
         (POWER, "plain, 3 % faster from end to end", 50, 0.48, 1.0),
-        (POWER, "plain, 3 % faster from end to end", 100, 0.75, 1.0),
     ],
 )
 def test_a_drift_is_found_and_few_steady_windows_are_called_drifting(

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sdbench.record.store import load_record
-from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown
+from sdbench.report.tables import Cell, Field, Table, tabulate, to_markdown
 from sdbench.statistics.law import communication_share
 from tests.nodes import address_of, limit_links, make_nodes
 from tools import comparison
@@ -88,44 +88,38 @@ def predict_added_s(num_bytes: int, *, num_nodes: int, rate_mbit: int) -> float:
 
 def summarize(result: dict[str, Any]) -> Table:
     """Make a row for each model, number of nodes and link of the result that `main` writes."""
-    headings = (
-        "model",
-        "nodes",
-        "link",
-        "step, s (lowest to highest run)",
-        "images/s",
-        "added by the link, s",
-        "predicted, s",
-        "measured / predicted",
-    )
     rows = []
     for model, cells in result["step_time_p50_s"].items():
         for cell, times_s in cells.items():
-            num_nodes, link = cell.split()
+            nodes, link = cell.split()
             step_s = statistics.median(times_s)
-            free_s = statistics.median(cells[f"{num_nodes} free"])
-            images = result["work"][model]["device_batch"] * int(num_nodes)
-            added_s, predicted_s = None, None
+            row = {
+                "model": model,
+                "nodes": int(nodes),
+                "link": "no limit" if link == "free" else f"{link} Mbit/s",
+                "step": Cell(f"{step_s:.3g} ({min(times_s):.3g} to {max(times_s):.3g})", step_s),
+                "rate": result["work"][model]["device_batch"] * int(nodes) / step_s,
+            }
             if link != "free":
-                added_s = step_s - free_s
-                predicted_s = predict_added_s(
-                    result["gradient_bytes"][model], num_nodes=int(num_nodes), rate_mbit=int(link)
+                row["added_s"] = step_s - statistics.median(cells[f"{nodes} free"])
+                row["predicted_s"] = predict_added_s(
+                    result["gradient_bytes"][model], num_nodes=int(nodes), rate_mbit=int(link)
                 )
-            ratio = None if predicted_s is None else added_s / predicted_s
-            rows.append(
-                [
-                    make_cell(model),
-                    make_cell(int(num_nodes)),
-                    make_cell("no limit" if link == "free" else f"{link} Mbit/s"),
-                    Cell(f"{step_s:.3g} ({min(times_s):.3g} to {max(times_s):.3g})", step_s),
-                    make_cell(images / step_s, num_digits=3),
-                    make_cell(added_s, num_digits=3, unknown=""),
-                    make_cell(predicted_s, num_digits=3, unknown=""),
-                    make_cell(ratio, num_digits=3, unknown=""),
-                ]
-            )
-    columns = [Column(name, is_number=name not in ("model", "link")) for name in headings]
-    return Table("links", "Steps over limited links", columns, rows)
+                row["ratio"] = row["added_s"] / row["predicted_s"]
+            rows.append(row)
+    return tabulate(FIELDS, rows, name="links", caption="Steps over limited links")
+
+
+FIELDS = (
+    Field("model", "model"),
+    Field("nodes", "nodes"),
+    Field("link", "link"),
+    Field("step, s (lowest to highest run)", "step"),
+    Field("images/s", "rate", digits=3),
+    Field("added by the link, s", "added_s", digits=3, unknown=""),
+    Field("predicted, s", "predicted_s", digits=3, unknown=""),
+    Field("measured / predicted", "ratio", digits=3, unknown=""),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

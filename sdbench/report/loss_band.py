@@ -10,19 +10,20 @@ hide a single bad step.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
-from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe
+from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe, pure_preset
 from sdbench.report.runs import describe_devices, read_steps
-from sdbench.report.tables import EMPTY, Table, make_cell, make_table, optional_cell
+from sdbench.report.tables import Field, Table, tabulate
 from sdbench.settings.config import PRESETS
 
 # Settings of the reference that may differ from seed: in fp32 they change the speed only.
@@ -33,55 +34,26 @@ NUM_SPREADS = 3
 INSIDE, OUTSIDE, NO_BAND = "inside", "OUTSIDE", "no band yet"
 
 
-@dataclasses.dataclass(frozen=True)
-class LossRun:
+class LossRun(NamedTuple):
     """A record and the losses of the first 50 steps."""
 
     record: dict[str, Any]
     losses: Sequence[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """The distance of the losses of a run from those of the reference.
-
-    Attributes:
-        recipe: The preset, and the flags on top of it.
-        deviation: The largest distance at one step; NaN if a loss is NaN.
-        step: That step, from 0.
-        mean_deviation: Mean over the steps, with its sign.
-        verdict: ``inside``, ``OUTSIDE`` or ``no band yet``; None for the runs that make the band.
-    """
-
-    run: LossRun
-    recipe: str
-    deviation: float
-    step: int
-    mean_deviation: float
-    verdict: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """The band of one device and size, and the runs that were compared with it.
 
     Attributes:
-        reference: The run that the others are compared with.
+        caption: The work and the width of the band.
         spread: Root mean square over the steps of the standard deviation of the losses of five
             runs with other weights; None with fewer runs.
-        num_others: Runs with other weights.
-        judged: The runs with other weights, then the recipes.
+        rows: The reference, the runs with other weights, then the recipes, as rows of the table.
     """
 
-    reference: LossRun
+    caption: str
     spread: float | None
-    num_others: int
-    judged: Sequence[Judged]
-
-    @property
-    def half_width(self) -> float | None:
-        """The largest distance from the reference that is inside."""
-        return None if self.spread is None else NUM_SPREADS * self.spread
+    rows: Sequence[dict[str, Any]]
 
 
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
@@ -111,12 +83,7 @@ def find_bands(runs: Sequence[LossRun]) -> list[Band]:
 def make_tables(bands: Sequence[Band]) -> list[Table]:
     """A table for each band."""
     return [
-        make_table(
-            _table_rows(band),
-            name=f"loss-band-{number}",
-            caption=_describe_band(band),
-            left=["verdict"],
-        )
+        tabulate(FIELDS, band.rows, name=f"loss-band-{number}", caption=band.caption)
         for number, band in enumerate(bands, 1)
     ]
 
@@ -124,72 +91,57 @@ def make_tables(bands: Sequence[Band]) -> list[Table]:
 def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
     others = [run for run in runs if _has_other_weights(run) and _is_eager_fp32(run)]
     recipes = [run for run in runs if not _has_other_weights(run) and run is not reference]
-    spread = None
-    if len(others) >= NUM_OTHER_WEIGHTS:
+    record, config = reference.record, reference.record["config"]
+    work = (
+        f"{describe_devices(record)}, {record['workload']['architecture']}, "
+        f"{config['image_size']} px, batch {config['batch_size']}"
+    )
+    if len(others) < NUM_OTHER_WEIGHTS:
+        spread, half_width = None, None
+        band = f"no band yet, {len(others)} of {NUM_OTHER_WEIGHTS} runs that make it"
+    else:
         by_step = zip(*(run.losses for run in others), strict=True)
         spread = math.sqrt(statistics.fmean(map(statistics.variance, by_step)))
-    half_width = None if spread is None else NUM_SPREADS * spread
-    judged = [_judge(run, reference) for run in others]
-    for one in (_judge(run, reference) for run in recipes):
+        half_width = NUM_SPREADS * spread
+        band = (
+            f"the band is {NUM_SPREADS} x {spread:.4g} = {half_width:.4g} to either side of the "
+            f"reference, from {len(others)} runs with other weights"
+        )
+    rows = [_describe(reference) | {"recipe": "the reference"}]
+    for run in others:
+        seed = run.record["config"]["weights_seed"]
+        recipe = f"the reference with weights of seed {seed}"
+        rows.append(_describe(run) | _deviations(run, reference) | {"recipe": recipe})
+    for run in recipes:
+        row = _describe(run) | _deviations(run, reference)
         if half_width is None:
             verdict = NO_BAND
         else:
-            verdict = INSIDE if one.deviation <= half_width else OUTSIDE  # a NaN is outside
-        judged.append(dataclasses.replace(one, verdict=verdict))
-    return Band(reference, spread, len(others), judged)
+            verdict = INSIDE if row["deviation"] <= half_width else OUTSIDE  # a NaN is outside
+        rows.append(row | {"verdict": verdict})
+    return Band(f"{work}: {band}", spread, rows)
 
 
-def _judge(run: LossRun, reference: LossRun) -> Judged:
-    deviations = [
-        loss - expected for loss, expected in zip(run.losses, reference.losses, strict=True)
-    ]
+def _describe(run: LossRun) -> dict[str, Any]:
+    return {
+        "recipe": describe_recipe(run.record),
+        "preset": pure_preset(run.record),
+        "engine": run.record["config"]["engine"],
+        "losses": f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}",
+        "run_id": run.record["run_id"],
+    }
+
+
+def _deviations(run: LossRun, reference: LossRun) -> dict[str, Any]:
+    """The largest distance at one step, NaN if a loss is NaN, that step, and the mean deviation."""
+    deviations = np.subtract(run.losses, reference.losses)
     # The first NaN, if there is one, and else the largest: nothing is larger than a NaN.
-    distances = [math.inf if math.isnan(one) else abs(one) for one in deviations]
-    step = distances.index(max(distances))
-    return Judged(
-        run=run,
-        recipe=f"the reference with weights of seed {run.record['config']['weights_seed']}"
-        if _has_other_weights(run)
-        else describe_recipe(run.record),
-        deviation=abs(deviations[step]),
-        step=step,
-        mean_deviation=statistics.fmean(deviations),
-        verdict=None,
-    )
-
-
-def _table_rows(band: Band) -> list[dict[str, Any]]:
-    rows = [
-        {
-            "recipe": one.recipe,
-            "engine": one.run.record["config"]["engine"],
-            "largest deviation": make_cell(one.deviation, num_digits=3),
-            "at step": one.step,
-            "mean deviation": make_cell(one.mean_deviation, num_digits=2),
-            "loss, first to last": f"{one.run.losses[0]:.4f} to {one.run.losses[-1]:.4f}",
-            "verdict": optional_cell(one.verdict),
-            "run": one.run.record["run_id"],
-        }
-        for one in (_judge(band.reference, band.reference), *band.judged)
-    ]
-    no_deviations = dict.fromkeys(("largest deviation", "at step", "mean deviation"), EMPTY)
-    rows[0] |= {"recipe": "the reference", **no_deviations}
-    return rows
-
-
-def _describe_band(band: Band) -> str:
-    record, config = band.reference.record, band.reference.record["config"]
-    work = (
-        f"{describe_devices(record)}, "
-        f"{record['workload']['architecture']}, {config['image_size']} px, batch "
-        f"{config['batch_size']}"
-    )
-    if band.spread is None:
-        return f"{work}: no band yet, {band.num_others} of {NUM_OTHER_WEIGHTS} runs that make it"
-    return (
-        f"{work}: the band is {NUM_SPREADS} x {band.spread:.4g} = {band.half_width:.4g} to either "
-        f"side of the reference, from {band.num_others} runs with other weights"
-    )
+    step = int(np.argmax(np.nan_to_num(np.abs(deviations), nan=math.inf)))
+    return {
+        "deviation": float(abs(deviations[step])),
+        "step": step,
+        "mean_deviation": statistics.fmean(deviations.tolist()),
+    }
 
 
 def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
@@ -213,3 +165,15 @@ def _is_eager_fp32(run: LossRun) -> bool:
 def _has_other_weights(run: LossRun) -> bool:
     config = run.record["config"]
     return config["weights_seed"] not in (None, config["seed"])  # None: one seed for all
+
+
+FIELDS = (
+    Field("recipe", "recipe"),
+    Field("engine", "engine"),
+    Field("largest deviation", "deviation", digits=3, unknown=""),
+    Field("at step", "step", unknown=""),
+    Field("mean deviation", "mean_deviation", digits=2, unknown=""),
+    Field("loss, first to last", "losses"),
+    Field("verdict", "verdict", unknown="", is_left=True),
+    Field("run", "run_id"),
+)

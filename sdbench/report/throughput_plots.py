@@ -7,11 +7,9 @@ encoders. A series of a single figure is not drawn.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.record.configuration import group
 from sdbench.report.figures import MEASURED, describe_origin, device_of
@@ -42,8 +40,7 @@ PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """Images/s at one micro-batch or number of GPUs.
 
     Attributes:
@@ -57,8 +54,7 @@ class Point:
     note: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Figures that differ only in the micro-batch or the number of GPUs, by which they are sorted.
 
     `has_ema` is None if it is unknown.
@@ -71,13 +67,20 @@ class Series:
     has_ema: bool | None
     points: dict[int, Point]
 
+    @property
+    def line(self) -> tuple[str, str, str]:
+        """What it shares with its counterpart without EMA: a single figure is drawn beside it."""
+        return self.device, self.settings, self.source
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Series on common axes."""
+    @property
+    def label(self) -> str:
+        """Its settings in words."""
+        ema = {True: "EMA", False: "no EMA", None: None}[self.has_ema]
+        return ", ".join(filter(None, (self.device, ema, self.settings, self.kind)))
 
-    title: str
-    series: Sequence[Series]
+
+# Series on common axes, by the title of these.
+Panels = dict[str, list[Series]]
 
 
 def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
@@ -86,7 +89,8 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     Measured rows also have the ``command`` of their run. There is a chart of the seed's work and
     one of other work, if a series has two micro-batches.
     """
-    seed_panels, other_panels = [], []
+    seed_panels: Panels = {}
+    other_panels: Panels = {}
     for work, series in _collect(
         rows,
         x_of=lambda row: row.get("micro_batch"),
@@ -95,23 +99,17 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     ):
         image_size, latents, number = work
         title = f"{describe_work(image_size=image_size, latents=latents)}, {_count_devices(number)}"
-        panels = seed_panels if work == SEED_PANEL else other_panels
-        panels.append(Panel(title, series))
-    seed_title = "Throughput against micro-batch per GPU type, with and without EMA"
-    plots = [
-        _draw(
-            panels,
-            name=name,
-            title=title,
-            draw_panel=_draw_micro_batch_panel,
-            describe_x=lambda micro_batch: f"micro-batch {micro_batch}",
-        )
-        for panels, name, title in (
-            (seed_panels, MICRO_BATCH, seed_title),
-            (other_panels, OTHER_MICRO_BATCHES, "Throughput against micro-batch, other work"),
-        )
+        (seed_panels if work == SEED_PANEL else other_panels)[title] = series
+    against = "Throughput against micro-batch"
+    charts = (
+        (MICRO_BATCH, f"{against} per GPU type, with and without EMA", seed_panels),
+        (OTHER_MICRO_BATCHES, f"{against}, other work", other_panels),
+    )
+    return [
+        _draw(name, title, panels, _draw_micro_batch_panel, "micro-batch {}".format)
+        for name, title, panels in charts
+        if panels
     ]
-    return [plot for plot in plots if plot is not None]
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
@@ -119,36 +117,29 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
 
     There is no chart if no series has two numbers of GPUs.
     """
-    rows = [row for row in rows if row.get("num_gpus")]
-    scaled_with = _describe_batches(rows)
-    panels = [
-        Panel(describe_work(image_size=image_size, latents=latents), series)
-        for (image_size, latents), series in _collect(
-            rows,
-            x_of=lambda row: row["num_gpus"],
-            panel_of=lambda row: (row.get("image_size"), row.get("latents")),
-            settings_of=lambda row: [
-                *_settings(row),
-                f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
-                scaled_with(row),
-            ],
-        )
+    found = _collect(
+        _label_batches([row for row in rows if row.get("num_gpus")]),
+        x_of=lambda row: row["num_gpus"],
+        panel_of=lambda row: (row.get("image_size"), row.get("latents")),
+        settings_of=lambda row: [
+            *_settings(row),
+            f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
+            row["batch"],
+        ],
+    )
+    panels = {describe_work(image_size=size, latents=latents): of for (size, latents), of in found}
+    from_smallest = {title: _from_smallest(series) for title, series in panels.items()}
+    from_smallest = {title: series for title, series in from_smallest.items() if series}
+    charts = (
+        (SPEED_UP, "Speed-up against GPU count, with the ideal line", from_smallest),
+        (SCALING, "Throughput against GPU count", panels),
+    )
+    draw_panel = {SPEED_UP: _draw_speed_up_panel, SCALING: _draw_scaling_panel}
+    return [
+        _draw(name, title, of_chart, draw_panel[name], _count_devices)
+        for name, title, of_chart in charts
+        if of_chart
     ]
-    speed_up = _draw(
-        [panel for panel in map(_with_speed_up, panels) if panel.series],
-        name=SPEED_UP,
-        title="Speed-up against GPU count, with the ideal line",
-        draw_panel=_draw_speed_up_panel,
-        describe_x=_count_devices,
-    )
-    throughput = _draw(
-        panels,
-        name=SCALING,
-        title="Throughput against GPU count",
-        draw_panel=_draw_scaling_panel,
-        describe_x=_count_devices,
-    )
-    return [plot for plot in (speed_up, throughput) if plot is not None]
 
 
 def _collect(
@@ -165,7 +156,7 @@ def _collect(
     """
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        settings = ", ".join(part for part in settings_of(row) if part)
+        settings = ", ".join(filter(None, settings_of(row)))
         return _device(row), settings, row["kind"], describe_origin(row), row.get("ema")
 
     drawable = [row for row in rows if row.get("images_per_second") and isinstance(x_of(row), int)]
@@ -175,50 +166,37 @@ def _collect(
         for key, of_series in group(of_panel, key_of=key_of).items():
             by_x = group(of_series, key_of=x_of)
             series.append(Series(*key, {x: _summarise(by_x[x]) for x in sorted(by_x)}))
-        lines = {_line_of(one) for one in series if len(one.points) > 1}
-        series = [one for one in series if _line_of(one) in lines]
+        lines = {one.line for one in series if len(one.points) > 1}
+        series = [one for one in series if one.line in lines]
         if series:
             panels.append((panel, series))
-    panels.sort(key=lambda item: (item[0][:2] != SEED_PANEL[:2], -_num_points(item[1])))
+    panels.sort(
+        key=lambda item: (item[0][:2] != SEED_PANEL[:2], -sum(len(s.points) for s in item[1]))
+    )
     return panels
 
 
-def _line_of(series: Series) -> tuple[str, str, str]:
-    """Key that series with and without EMA share: a single figure is drawn beside such a line."""
-    return series.device, series.settings, series.source
-
-
-def _with_speed_up(panel: Panel) -> Panel:
-    """The panel with only the lines that begin at its smallest number of GPUs."""
-    smallest = min(min(series.points) for series in panel.series)
-    series = [one for one in panel.series if smallest in one.points and len(one.points) > 1]
-    return dataclasses.replace(panel, series=series)
-
-
-def _num_points(series: Sequence[Series]) -> int:
-    return sum(len(one.points) for one in series)
+def _from_smallest(series: Sequence[Series]) -> list[Series]:
+    """The lines that begin at the smallest number of GPUs of all."""
+    smallest = min(min(one.points) for one in series)
+    return [one for one in series if smallest in one.points and len(one.points) > 1]
 
 
 def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
     """The median of the runs, with the lowest and the highest end of their intervals."""
     rate = statistics.median(row["images_per_second"] for row in rows)
-    lows = [row.get("images_per_second_low") or row["images_per_second"] for row in rows]
-    highs = [row.get("images_per_second_high") or row["images_per_second"] for row in rows]
-    low, high = min(lows), max(highs)
+    low, high = (
+        choose(row.get(f"images_per_second_{end}") or row["images_per_second"] for row in rows)
+        for choose, end in ((min, "low"), (max, "high"))
+    )
     text = f"{format_number(rate, num_digits=6)} images/s"
     if low < high:
         text += f" ({format_number(low)} to {format_number(high)})"
-    return Point(rate, low, high, f"{text}\n{_describe_origin(rows)}")
-
-
-def _describe_origin(rows: Sequence[dict[str, Any]]) -> str:
-    """The runs and the command of the first, or where the figure was read."""
-    first = rows[0]
-    if first["kind"] != MEASURED:
-        return describe_origin(first)
-    names = name_runs([row["source"] for row in rows])
-    count = "run" if len(rows) == 1 else f"median of {len(rows)} runs"
-    return f"{count}: {names}\n{first['command']}"
+    origin = describe_origin(rows[0])
+    if rows[0]["kind"] == MEASURED:
+        count = "run" if len(rows) == 1 else f"median of {len(rows)} runs"
+        origin = f"{count}: {name_runs([row['source'] for row in rows])}\n{rows[0]['command']}"
+    return Point(rate, low, high, f"{text}\n{origin}")
 
 
 def _settings(row: dict[str, Any]) -> list[Any]:
@@ -239,91 +217,82 @@ def _describe_batch(row: dict[str, Any]) -> str | None:
     return f"global batch {row['global_batch']}"
 
 
-def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
-    """A function from a row to its global batch (strong scaling) or images per GPU (weak)."""
+def _label_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with their ``batch`` in words: global (strong scaling) or images per GPU (weak)."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         names = ("image_size", "latents", "ema", "micro_batch")
         values = [*_settings(row), *(row.get(name) for name in names)]
         return (_device(row), describe_origin(row), row["kind"], *values)
 
-    batches: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
-    for row in rows:
-        if row.get("global_batch"):
-            batches[key_of(row)].add((row["global_batch"], row["num_gpus"]))
-
-    def describe(row: dict[str, Any]) -> str | None:
-        if not row.get("global_batch"):
-            return None
-        per_gpu = {batch / number for batch, number in batches[key_of(row)]}
-        numbers = {number for _, number in batches[key_of(row)]}
-        if len(per_gpu) == 1 and len(numbers) > 1:
-            return f"{row['global_batch'] / row['num_gpus']:g} images per GPU and step"
-        return f"global batch {row['global_batch']}"
-
-    return describe
+    labelled = [{**row, "batch": None} for row in rows]
+    known = [row for row in labelled if row.get("global_batch")]
+    for alike in group(known, key_of=key_of).values():
+        per_gpu = {row["global_batch"] / row["num_gpus"] for row in alike}
+        is_weak = len(per_gpu) == 1 and len({row["num_gpus"] for row in alike}) > 1
+        for row in alike:
+            row["batch"] = (
+                f"{min(per_gpu):g} images per GPU and step"
+                if is_weak
+                else f"global batch {row['global_batch']}"
+            )
+    return labelled
 
 
 def _draw(
-    panels: Sequence[Panel],
-    *,
     name: str,
     title: str,
-    draw_panel: Callable[[Axes, Panel, Style], None],
+    panels: Panels,
+    draw_panel: Callable[[Axes, Sequence[Series], Style], None],
     describe_x: Callable[[int], str],
-) -> Plot | None:
-    if not panels:
-        return None
-    shown = [
-        dataclasses.replace(panel, series=panel.series[:MAX_SERIES])
-        for panel in panels[:MAX_PANELS]
-    ]
-    every_series = [series for panel in shown for series in panel.series]
-    colours = _number(series.device for series in every_series)
-    sources = _number(series.source for series in every_series)
+) -> Plot:
+    shown = {key: panels[key][:MAX_SERIES] for key in list(panels)[:MAX_PANELS]}
+    every_series = [one for series in shown.values() for one in series]
+    colours = _number(one.device for one in every_series)
+    sources = _number(one.source for one in every_series)
     notes: dict[str, list[str]] = {}
 
     def style_of(series: Series) -> dict[str, Any]:
         gid = f"{name}-{len(notes) + 1}"
         notes[gid] = [
-            f"{_describe_series(series)}\n{describe_x(x)}: {point.note}"
-            for x, point in series.points.items()
+            f"{series.label}\n{describe_x(x)}: {point.note}" for x, point in series.points.items()
         ]
         colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
+        is_hollow = series.has_ema is False
         return {
             "color": colour,
             "marker": MARKERS[series.kind],
-            "markerfacecolor": "white" if series.has_ema is False else colour,
-            "markersize": 8 if series.has_ema is False else 5,
-            "linestyle": "--" if series.has_ema is False else "-",
+            "markerfacecolor": "white" if is_hollow else colour,
+            "markersize": 8 if is_hollow else 5,
+            "linestyle": "--" if is_hollow else "-",
             # A hollow marker goes behind a full one at the same place.
-            "zorder": 2 if series.has_ema is False else 3,
-            "label": shorten(_describe_series(series), length=80) + f" [{sources[series.source]}]",
+            "zorder": 2 if is_hollow else 3,
+            "label": shorten(series.label, length=80) + f" [{sources[series.source]}]",
             "gid": gid,
         }
 
     footnotes = [f"[{number}] {source}" for source, number in sources.items()]
-    left_out = sum(len(panel.series) for panel in panels) - len(every_series)
+    left_out = sum(map(len, panels.values())) - len(every_series)
     if left_out:
         footnotes.insert(0, f"{left_out} more series are not drawn")
-    legend_inches = LEGEND_LINE_INCHES * (1 + max(len(panel.series) for panel in shown))
+    legend_inches = LEGEND_LINE_INCHES * (1 + max(map(len, shown.values())))
     figure, axes = make_figure(
         [PANEL_HEIGHT_INCHES] * len(shown),
         sources="; ".join(footnotes),
         gap=0.9 + legend_inches,
         below=0.55 + legend_inches,
     )
-    for ax, panel in zip(axes, shown, strict=True):
-        ax.set_title(shorten(panel.title, length=90))
-        draw_panel(ax, panel, style_of)
+    for ax, (panel_title, series) in zip(axes, shown.items(), strict=True):
+        ax.set_title(shorten(panel_title, length=90))
+        draw_panel(ax, series, style_of)
         # Below the axes, where it covers no line.
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
     return render(figure, name=name, title=title, notes=notes)
 
 
-def _draw_micro_batch_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
+def _draw_micro_batch_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
     _draw_lines(ax, panel, style_of)
-    micro_batches = sorted({x for series in panel.series for x in series.points})
+    micro_batches = sorted({x for series in panel for x in series.points})
     if len(micro_batches) <= MAX_TICKS:
         ax.set_xticks(micro_batches)
     ax.set_xlim(left=0)
@@ -332,9 +301,9 @@ def _draw_micro_batch_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
     ax.set_ylabel("images/s")
 
 
-def _draw_speed_up_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
-    smallest = min(min(series.points) for series in panel.series)
-    largest = max(max(series.points) for series in panel.series)
+def _draw_speed_up_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
+    smallest = min(min(series.points) for series in panel)
+    largest = max(max(series.points) for series in panel)
     ax.plot(
         [smallest, largest],
         [1, largest / smallest],
@@ -347,17 +316,17 @@ def _draw_speed_up_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
     ax.set_ylabel(f"speed-up over {smallest} GPUs")
 
 
-def _draw_scaling_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
+def _draw_scaling_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
     _draw_lines(ax, panel, style_of)
     _label_gpu_counts(ax, panel)
     ax.set_ylabel("images/s")
 
 
-def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
+def _label_gpu_counts(ax: Axes, panel: Sequence[Series]) -> None:
     """Make both axes logarithmic, so that 8 and 512 GPUs can both be read."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
 
-    counts = {x for series in panel.series for x in series.points}
+    counts = {x for series in panel for x in series.points}
     powers = [2**exponent for exponent in range(max(counts).bit_length())]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -369,9 +338,11 @@ def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel("GPUs")
 
 
-def _draw_lines(ax: Axes, panel: Panel, style_of: Style, *, relative_to: int | None = None) -> None:
+def _draw_lines(
+    ax: Axes, panel: Sequence[Series], style_of: Style, *, relative_to: int | None = None
+) -> None:
     """Draw each series with its intervals, or both over its figure at `relative_to`."""
-    for series in panel.series:
+    for series in panel:
         style, points = style_of(series), series.points.values()
         scale = 1.0 if relative_to is None else 1 / series.points[relative_to].rate
         ax.plot(list(series.points), [point.rate * scale for point in points], **style)
@@ -382,12 +353,6 @@ def _draw_lines(ax: Axes, panel: Panel, style_of: Style, *, relative_to: int | N
             color=style["color"],
             linewidth=1,
         )
-
-
-def _describe_series(series: Series) -> str:
-    ema = {True: "EMA", False: "no EMA", None: None}[series.has_ema]
-    parts = [series.device, ema, series.settings, series.kind]
-    return ", ".join(part for part in parts if part)
 
 
 def _number(names: Iterable[str]) -> dict[str, int]:

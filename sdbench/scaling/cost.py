@@ -1,4 +1,4 @@
-"""Days, GPU-hours, dollars and kilowatt-hours of a training at a given throughput.
+"""The command `scaling cost`: days, GPU-hours, dollars and kilowatt-hours of a training.
 
     days = sum over the stages of images / images_per_second / 86,400
     GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
@@ -10,23 +10,99 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.outside import is_bounded
 from sdbench.base.yaml_file import read_mapping
-from sdbench.report.figures import find_name
-
-# A value and the low and high ends of its 95 % interval. NaN: unknown or unbounded.
-Amount = np.ndarray
+from sdbench.record.configuration import group
+from sdbench.report.figures import as_text, find_name, parse_conditions
+from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.terminal import format_number
+from sdbench.scaling.amounts import (
+    Amount,
+    make_amount,
+    range_field,
+    swap_ends,
+    value_field,
+    whole_field,
+    write_rows,
+)
+from sdbench.scaling.points import (
+    COUNTS,
+    IMAGE_SIZE,
+    MODELLED,
+    OUT_HELP,
+    Row,
+    TableFlags,
+    check_one_kind,
+    describe_sources,
+    first_known,
+    known_values,
+    rate_of,
+    read_rows,
+)
+from sdbench.settings.kinds import PATH, TEXT
+from sdbench.settings.setting import REQUIRED, setting
 
 SECONDS_PER_DAY = 86_400
 HOURS_PER_DAY = 24
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 PRICES_FILE = Path(__file__).with_name("prices.yaml")
+
+DESCRIPTION = """\
+Days, GPU-hours, cost and energy of a whole training at the throughput of a table, or at one that
+you give. Days are those of training alone: no evaluation, checkpoints or broken nodes. Prices and
+powers are those of prices.yaml, which you edit; energy is that of the GPU boards at the most that
+they may draw, without hosts and cooling. Intervals of the throughput are carried through.
+"""
+
+EPILOG = """\
+examples:
+  python -m sdbench scaling cost results/quoted/mosaicml_diffusion_a100.csv --recipe mosaicml
+  python -m sdbench scaling cost --images_per_second 256=4439 512=1420 --num_gpus 32 \\
+      --gpu A100-80GB --recipe seed002 --price p4de-on-demand
+"""
+
+
+# The rows of the file of prices by key: unit, what it is per, and columns that are not in all.
+PER_GPU_HOUR = ("prices", "USD", "GPU-hour", ("name",))
+PER_GPU_BOARD = ("power", "W", "GPU board", ())
+PER_MACHINE_HOUR = ("machines", "USD", "machine-hour", ("name", "num_devices", "num_cpu_cores"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeFlags:
+    """What is trained, and what a GPU-hour costs."""
+
+    recipe: str = setting(TEXT, REQUIRED, "a training of --recipes")
+    recipes: Path | None = setting(
+        PATH, None, "YAML file of trainings (default: sdbench/scaling/recipes.yaml)"
+    )
+    price: str | None = setting(TEXT, None, "a row of --prices, or dollars per GPU-hour")
+    prices: Path | None = setting(
+        PATH, None, "YAML file of prices and powers (default: sdbench/scaling/prices.yaml)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostFlags(RecipeFlags, TableFlags):
+    """Flags of cost."""
+
+    images_per_second: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "IMAGE_SIZE=RATE, instead of a table: images/s of all GPUs together",
+        takes_several=True,
+    )
+    num_gpus: tuple[int, ...] | None = setting(
+        COUNTS, None, "only these (default: all of the table)"
+    )
+    gpu: str | None = setting(TEXT, None, "GPU to look up (default: that of the figures)")
+    out: Path | None = setting(PATH, None, OUT_HELP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,52 +136,33 @@ class Tariff:
     others: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """A kind of machine in the file of prices.
-
-    Attributes:
-        name: Its name.
-        num_devices: Trainers or encoders on it: its GPUs, or 1 if it computes on the CPU.
-        num_cpu_cores: Cores; each can run a decoder.
-        usd_per_hour: Price of the whole machine.
-        source: Source of the price, with a date.
-    """
-
-    name: str
-    num_devices: int
-    num_cpu_cores: int
-    usd_per_hour: float
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Time, cost and energy of a training.
-
-    Attributes:
-        num_gpus: Number of GPUs.
-        days_to_train: Days of training, without interruptions and evaluation.
-        gpu_hours: GPU-hours.
-        cost_usd: Dollars; NaN without a price.
-        energy_kwh: Energy of the GPU boards alone; NaN without their power.
-    """
-
-    num_gpus: int
-    days_to_train: Amount
-    gpu_hours: Amount
-    cost_usd: Amount
-    energy_kwh: Amount
-
-
-def make_amount(value: float, low: float | None = None, high: float | None = None) -> Amount:
-    """Make an amount, with NaN for an unknown end of its interval."""
-    return np.array([value, low, high], dtype=float)
-
-
-def swap_ends(amount: Amount) -> Amount:
-    """Return the amount with swapped ends, to divide by it."""
-    return amount[[0, 2, 1]]
+def run(arguments: CostFlags) -> None:
+    """Print time, cost and energy of a recipe, and write them to the file of --out."""
+    recipe = load_recipe(arguments)
+    rows = [] if arguments.images_per_second else read_rows(arguments)
+    check_one_kind(rows)
+    gpu = arguments.gpu or first_known(rows, "gpu")
+    price, power = load_price(gpu, arguments), load_power(gpu, arguments)
+    if arguments.images_per_second:
+        rates, left_out = _parse_rates(arguments), []
+    else:
+        sizes = {stage.image_size for stage in recipe.stages}
+        rates, left_out = _find_rates(rows, sizes, num_gpus=arguments.num_gpus)
+    common = {
+        "source": f"recipe {recipe.name} at {describe_sources(rows) or 'a throughput given'}",
+        "kind": MODELLED,
+        "gpu": gpu,
+        "recipe": recipe.name,
+        "latents": first_known(rows, "latents"),
+    }
+    found = [
+        {**common, **estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power)}
+        for num_gpus in sorted(rates)
+    ]
+    lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
+    print("\n".join(map(for_terminal, lines)))
+    print(f"\n{to_terminal(tabulate(COST, found))}")
+    write_rows(arguments.out, found)
 
 
 def estimate(
@@ -113,10 +170,13 @@ def estimate(
     rates: Mapping[int, Amount],
     *,
     num_gpus: int,
-    price: Tariff | None = None,
-    power: Tariff | None = None,
-) -> Estimate:
-    """Estimate a training at images/s of all GPUs together, by resolution in pixels."""
+    price: Tariff | None,
+    power: Tariff | None,
+) -> Row:
+    """Estimate a training at images/s of all GPUs together, by resolution in pixels.
+
+    Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
+    """
     missing = [stage.image_size for stage in recipe.stages if stage.image_size not in rates]
     if missing:
         raise ConfigError(
@@ -129,20 +189,49 @@ def estimate(
     seconds = sum(stage.num_images / swap_ends(rates[stage.image_size]) for stage in recipe.stages)
     days = seconds / SECONDS_PER_DAY
     gpu_hours = days * HOURS_PER_DAY * num_gpus
-    return Estimate(
-        num_gpus=num_gpus,
-        days_to_train=days,
-        gpu_hours=gpu_hours,
-        cost_usd=gpu_hours * (price.value if price else math.nan),
-        energy_kwh=gpu_hours * (power.value / 1000 if power else math.nan),
+    return {
+        "num_gpus": num_gpus,
+        "days_to_train": days,
+        "gpu_hours": gpu_hours,
+        "cost_usd": gpu_hours * (price.value if price else math.nan),
+        "energy_kwh": gpu_hours * (power.value / 1000 if power else math.nan),
+    }
+
+
+def describe_recipe(recipe: Recipe) -> list[str]:
+    """Lines on a recipe, its stages and its source."""
+    stages = ", then ".join(
+        f"{stage.num_images:,} images at {stage.image_size} px" for stage in recipe.stages
     )
+    return [f"recipe {recipe.name}: {recipe.about}", f"  {stages} ({recipe.source})"]
 
 
-def load_recipe(name: str, *, path: Path | None = None) -> Recipe:
+def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None) -> list[str]:
+    """Lines on price and power with their sources, or on the rows to add for them."""
+    name = gpu or "a GPU that is not named"
+    lines = []
+    for title, tariff, unit, key in (
+        ("price", price, "USD per GPU-hour", "prices"),
+        ("power", power, "W per GPU board", "power"),
+    ):
+        if tariff is None:
+            lines.append(
+                f"{title}: n/a for {name}; add a row with gpus: [{name}] under {key} in "
+                f"{'/'.join(PRICES_FILE.parts[-3:])}, or in a file like it given with --prices"
+            )
+            continue
+        others = f"; --price chooses {' or '.join(tariff.others)}" if tariff.others else ""
+        lines.append(f"{title}: {format_number(tariff.value)} {unit} ({tariff.source}{others})")
+    return lines
+
+
+def load_recipe(arguments: RecipeFlags) -> Recipe:
     """Read the recipe with this key, or with the only key that begins so, from a YAML file."""
-    path = path or RECIPES_FILE
+    path = arguments.recipes or RECIPES_FILE
     content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
-    key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
+    key = find_name(
+        arguments.recipe, list(content), what="there is no such recipe", flag="--recipe"
+    )
     try:
         values = content[key]
         stages = tuple(
@@ -160,40 +249,36 @@ def load_recipe(name: str, *, path: Path | None = None) -> Recipe:
         ) from None
 
 
-def load_price(
-    gpu: str | None, *, chosen: str | None = None, path: Path | None = None
-) -> Tariff | None:
-    """Read the price of a GPU-hour: the one chosen by name or in dollars, or the first for a GPU.
+def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
+    """Read the price of a GPU-hour: --price by name or in dollars, or the first row for a GPU.
 
     Returns:
         The price, or None without a row for this GPU.
     """
-    path = path or PRICES_FILE
-    if chosen is not None and _is_number(chosen):
-        return Tariff(_positive(float(chosen), path=path), "given with --price")
-    rows = _load_tariffs(path, "prices", per="GPU-hour", unit="USD", needed=("name",))
-    if chosen is not None:
-        names = [row["name"] for row in rows]
-        name = find_name(chosen, names, what="there is no such price", flag="--price")
-        rows = [row for row in rows if row["name"] == name]
-    else:
-        rows = [row for row in rows if _is_for(gpu, row)]
-    return _first(rows)
+    chosen = arguments.price
+    try:
+        dollars = None if chosen is None else float(chosen)
+    except ValueError:  # a name
+        rows = {row["name"]: row for row in _load_rows(arguments.prices, *PER_GPU_HOUR)}
+        name = find_name(chosen, list(rows), what="there is no such price", flag="--price")
+        return Tariff(float(rows[name]["value"]), source_of(rows[name]))
+    if dollars is not None:
+        return Tariff(_positive(dollars), "given with --price")
+    return _first_for(gpu, _load_rows(arguments.prices, *PER_GPU_HOUR))
 
 
-def load_power(gpu: str | None, *, path: Path | None = None) -> Tariff | None:
+def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
     """Read the maximum power of a GPU board, in watts; None without a row for this GPU."""
-    rows = _load_tariffs(path or PRICES_FILE, "power", per="GPU board", unit="W")
-    return _first([row for row in rows if _is_for(gpu, row)])
+    return _first_for(gpu, _load_rows(arguments.prices, *PER_GPU_BOARD))
 
 
-def load_machine(name: str, *, flag: str, path: Path | None = None) -> Machine:
-    """Read the machine with this name, or with the only name that begins so, which a flag gives."""
-    needed = ("name", "num_devices", "num_cpu_cores")
-    rows = _load_tariffs(
-        path or PRICES_FILE, "machines", per="machine-hour", unit="USD", needed=needed
-    )
-    by_name = {row["name"]: row for row in rows}
+def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
+    """Read the machine with this name, or with the only name that begins so, which a flag gives.
+
+    ``num_devices`` are the trainers or encoders on it: its GPUs, or 1 if it computes on the CPU;
+    each of ``num_cpu_cores`` can run a decoder. ``value`` is the price of an hour in dollars.
+    """
+    by_name = {row["name"]: row for row in _load_rows(path, *PER_MACHINE_HOUR)}
     row = by_name[find_name(name, list(by_name), what="there is no such machine", flag=flag)]
     counts = [row["num_devices"], row["num_cpu_cores"]]
     if not all(type(count) is int and count > 0 for count in counts):
@@ -203,30 +288,30 @@ def load_machine(name: str, *, flag: str, path: Path | None = None) -> Machine:
             allowed="num_devices: its GPUs, or 1 if it computes on the CPU; num_cpu_cores",
             flag="--prices",
         )
-    return Machine(row["name"], *counts, float(row["value"]), _source_of(row))
+    return row
 
 
-def _first(rows: Sequence[dict[str, Any]]) -> Tariff | None:
-    if not rows:
+def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
+    """The first row for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``."""
+    names = {gpu, str(gpu).split(" (")[0]}
+    found = [row for row in rows if names & set(row["gpus"])]
+    if not found:
         return None
-    others = tuple(row["name"] for row in rows[1:] if "name" in row)
-    return Tariff(float(rows[0]["value"]), _source_of(rows[0]), others)
+    others = tuple(row["name"] for row in found[1:] if "name" in row)
+    return Tariff(float(found[0]["value"]), source_of(found[0]), others)
 
 
-def _source_of(row: Mapping[str, Any]) -> str:
+def source_of(row: Row) -> str:
+    """The source of a row of the file of prices, with its date."""
     return f"{row['source']}; {row['date']}"
 
 
-def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
-    """Return True if a row is for a GPU, which may include its machine: ``H100 (p5.48xlarge)``."""
-    return gpu is not None and (gpu in row["gpus"] or gpu.split(" (")[0] in row["gpus"])
-
-
-def _load_tariffs(
-    path: Path, key: str, *, per: str, unit: str, needed: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def _load_rows(
+    path: Path | None, key: str, unit: str, per: str, needed: Collection[str]
+) -> list[Row]:
+    """Read the rows under a key of the file of prices."""
     allowed = f"a YAML file like {PRICES_FILE.name}"
-    rows = read_mapping(path, allowed=allowed, flag="--prices").get(key) or []
+    rows = read_mapping(path or PRICES_FILE, allowed=allowed, flag="--prices").get(key) or []
     columns = {"gpus", "value", "unit", "per", "source", "date", *needed}
     for row in rows if isinstance(rows, list) else [rows]:
         is_whole = isinstance(row, dict) and columns <= row.keys() and isinstance(row["gpus"], list)
@@ -237,24 +322,90 @@ def _load_tariffs(
                 allowed=f"{', '.join(sorted(columns))}; unit {unit}, per {per}",
                 flag="--prices",
             )
-        _positive(row["value"], path=path)
+        _positive(row["value"])
     return rows
 
 
-def _positive(value: Any, *, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+def _positive(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigError(
             "a price or power is not a positive number",
             value=value,
-            allowed=f"a number above 0 (in {path.name} or after --price)",
+            allowed="a number above 0",
             flag="--prices or --price",
         )
     return float(value)
 
 
-def _is_number(text: str) -> bool:
+def _parse_rates(arguments: CostFlags) -> dict[int, dict[int, Amount]]:
+    """Parse ``IMAGE_SIZE=IMAGES_PER_SECOND`` of one number of GPUs."""
+    if arguments.tables:
+        raise ConfigError(
+            "both a throughput and a table are given",
+            value=" ".join(map(str, arguments.tables)),
+            allowed="one of the two",
+            flag="TABLE or --images_per_second",
+        )
+    given = parse_conditions(arguments.images_per_second, flag="--images_per_second")
     try:
-        float(text)
+        rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
     except ValueError:
-        return False
-    return True
+        rates = {}
+    if not rates or not all(rate[0] > 0 and is_bounded(rate[0]) for rate in rates.values()):
+        raise ConfigError(
+            "a throughput is not a number",
+            value=" ".join(arguments.images_per_second),
+            allowed="IMAGE_SIZE=IMAGES_PER_SECOND of all GPUs together, e.g. 256=1100 512=290",
+            flag="--images_per_second",
+        )
+    if len(arguments.num_gpus or ()) != 1:
+        raise ConfigError(
+            "a given throughput is for one number of GPUs",
+            value=arguments.num_gpus,
+            allowed="one number",
+            flag="--num_gpus",
+        )
+    return {arguments.num_gpus[0]: rates}
+
+
+def _find_rates(
+    rows: Sequence[Row], sizes: Collection[int], *, num_gpus: Collection[int] | None
+) -> tuple[dict[int, dict[int, Amount]], list[str]]:
+    """Find images/s by number of GPUs and by resolution, in pixels.
+
+    Returns:
+        The rates for each number of GPUs with all resolutions, or for every number if none has all;
+        and a line about each number of GPUs that is left out.
+    """
+    chosen = [row for row in rows if num_gpus is None or row["num_gpus"] in num_gpus]
+    if not chosen:
+        raise ConfigError(
+            "no figure has this number of GPUs",
+            value=num_gpus,
+            allowed=", ".join(map(as_text, known_values(rows, "num_gpus"))),
+            flag="--num_gpus; python -m sdbench scaling predict makes figures of others",
+        )
+    rates: dict[int, dict[int, Amount]] = {}
+    for count, of_count in group(chosen, key_of=lambda row: row["num_gpus"]).items():
+        by_size = group(of_count, key_of=lambda row: row.get(IMAGE_SIZE))
+        rates[count] = {size: rate_of(runs) for size, runs in by_size.items() if size in sizes}
+    complete = {count: found for count, found in rates.items() if found.keys() >= set(sizes)}
+    if not complete:
+        return rates, []
+    return complete, [
+        f"left out: {count} GPUs, without a figure at "
+        + " and ".join(f"{size} px" for size in sorted(set(sizes) - rates[count].keys()))
+        for count in rates
+        if count not in complete
+    ]
+
+
+COST = (
+    Field("GPUs", "num_gpus"),
+    value_field("days", "days_to_train"),
+    range_field("95 % interval", "days_to_train"),
+    whole_field("GPU-hours", "gpu_hours"),
+    whole_field("cost, USD", "cost_usd"),
+    range_field("95 % interval, USD", "cost_usd"),
+    whole_field("energy of the boards, kWh", "energy_kwh"),
+)

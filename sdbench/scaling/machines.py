@@ -1,4 +1,4 @@
-"""Plans the machines of a training, its hours and its price, by where pictures are encoded.
+"""The command `scaling machines`: machines of a training, by where pictures are encoded.
 
     trained = trainers x images/s of one x scaling efficiency
     encoders = trained x (1 + margin) / images/s of one, rounded up; decoders likewise
@@ -16,15 +16,77 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from sdbench.base.escape import for_terminal
 from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR
-from sdbench.scaling.cost import Amount, Machine, Recipe, Stage, make_amount, swap_ends
+from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.terminal import NOT_KNOWN, format_number
+from sdbench.scaling.amounts import (
+    Amount,
+    format_range,
+    range_field,
+    swap_ends,
+    value_field,
+    whole_field,
+    write_rows,
+)
+from sdbench.scaling.cost import (
+    Recipe,
+    RecipeFlags,
+    Stage,
+    describe_recipe,
+    load_machine,
+    load_recipe,
+    source_of,
+)
+from sdbench.scaling.points import MODELLED, OUT_HELP, Row
+from sdbench.scaling.worker_rates import (
+    DECODER,
+    ENCODER,
+    ENCODING_TRAINER,
+    TRAINER,
+    Rates,
+    RatesFlags,
+    read_rates,
+)
+from sdbench.settings.kinds import (
+    NOT_NEGATIVE_NUMBER,
+    PATH,
+    POSITIVE,
+    TEXT,
+    number,
+    whole_number,
+)
+from sdbench.settings.setting import REQUIRED, setting, shared
 
+DESCRIPTION = """\
+How many machines of which kind a training takes, for how long and at which price, if its pictures
+are encoded by GPUs beside the trainers (online preprocessing), in the step of the trainers, or once
+before the training. Works from images/s of one trainer, one encoder and one decoder (a CPU worker
+that reads, decodes and tokenizes): records of this suite, or numbers. Encoders and decoders are as
+many as keep the trainers from waiting, with a margin, or as many as you have: then the slowest
+decides. Intervals of the rates are carried to every figure. What it does not know it leaves out:
+storage of latents, disturbed runs, and what a network slows down.
+"""
+
+EPILOG = """\
+examples:
+  python -m sdbench scaling machines --recipe seed002 --num_trainers 32 --scaling_efficiency 0.95 \\
+      --trainer_rates 256=138.7:135:142 512=44.3:43:46 --in_step_rates 256=70:68:72 512=24:23:25 \\
+      --encoder_rates 256=100:95:105 512=32:31:33 --decoder_rates 256=25:24:26 512=18:17:19 \\
+      --trainer_machine p4de.24xlarge-reserved --encoder_machine g5.2xlarge-on-demand \\
+      --num_encoders 48 --num_dataset_images 800000000
+      The rates are made up: give records of your machines, --encoder_rates runs/*_precompute-* ...
+"""
+
+# More than 1 is not scaling: the rates were measured badly.
+EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 SECONDS_PER_HOUR = 3600
 BYTES_PER_FLOAT16 = 2
-BYTES_PER_TERABYTE = 10**12
 # Relative rounding error of a quotient that is a whole number.
 ROUNDING = 1e-9
 
@@ -34,221 +96,276 @@ PRECOMPUTED_ONCE = "latents made once, before"
 TRAINERS, ENCODERS, DECODERS = "trainers", "encoders", "decoders"
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerRates:
-    """Images/s of one worker of each kind, by resolution in pixels.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachinesFlags(RatesFlags):
+    """Flags of machines."""
 
-    A ``trainer`` gets latents; an ``encoding_trainer`` encodes in its step and may be unknown.
-    """
-
-    trainer: Mapping[int, Amount]
-    encoder: Mapping[int, Amount]
-    decoder: Mapping[int, Amount]
-    encoding_trainer: Mapping[int, Amount]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fleet:
-    """Choices before the plan.
-
-    Attributes:
-        num_trainers: GPUs that train.
-        scaling_efficiency: Images/s of one of these trainers over those of a trainer alone.
-        margin: Share by which encoders and decoders exceed the rate of the trainers.
-        trainer_machine: Machine of the trainers.
-        encoder_machine: Machine of the encoders.
-        decoder_machine: Machine of the decoders; None: the cores of the encoders' machines.
-        num_encoders: None: as many as the trainers need.
-        num_decoders: None: as many as the trainers need.
-    """
-
-    num_trainers: int
-    scaling_efficiency: float
-    margin: float
-    trainer_machine: Machine
-    encoder_machine: Machine
-    decoder_machine: Machine | None
-    num_encoders: int | None
-    num_decoders: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Feeding:
-    """The encoders and decoders beside the trainers at one resolution.
-
-    Attributes:
-        image_size: Resolution in pixels.
-        trained: Images/s of all trainers.
-        encoders_needed: Number for that rate and the margin, with its interval.
-        decoders_needed: The same for decoders.
-        num_encoders: Number in the plan: the need, or the number given.
-        num_decoders: The same for decoders.
-        machines: Machines of encoders and decoders, with their numbers.
-    """
-
-    image_size: int
-    trained: Amount
-    encoders_needed: Amount
-    decoders_needed: Amount
-    num_encoders: int
-    num_decoders: int
-    machines: tuple[tuple[Machine, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A stage of the training, or the encoding of its data set.
-
-    Attributes:
-        image_size: Resolution in pixels.
-        num_images: Pictures that it processes.
-        images_per_second: Rate of the slowest kind of worker.
-        slowest: That kind, and others whose known interval overlaps.
-        num_trainers: GPUs that train.
-        num_encoders: GPUs that only encode.
-        num_decoders: Decoders with a core of their own.
-        machines: All machines with their numbers.
-    """
-
-    image_size: int
-    num_images: int
-    images_per_second: Amount
-    slowest: tuple[str, ...]
-    num_trainers: int
-    num_encoders: int
-    num_decoders: int
-    machines: tuple[tuple[Machine, int], ...]
-
-    @property
-    def hours(self) -> Amount:
-        """Hours that it takes."""
-        return self.num_images / swap_ends(self.images_per_second) / SECONDS_PER_HOUR
-
-    @property
-    def cost_usd(self) -> Amount:
-        """Price of its machines for these hours."""
-        return self.hours * sum(number * machine.usd_per_hour for machine, number in self.machines)
-
-
-def plan_feeding(stage: Stage, rates: WorkerRates, fleet: Fleet) -> Feeding:
-    """Return the encoders and decoders that keep the trainers of a stage busy."""
-    size = stage.image_size
-    trained = fleet.num_trainers * fleet.scaling_efficiency * rates.trainer[size]
-    wanted = trained * (1 + fleet.margin)
-    encoders, decoders = (_divide_up(wanted, one[size]) for one in (rates.encoder, rates.decoder))
-    num_encoders = fleet.num_encoders or int(encoders[0])
-    num_decoders = fleet.num_decoders or int(decoders[0])
-    return Feeding(
-        image_size=size,
-        trained=trained,
-        encoders_needed=encoders,
-        decoders_needed=decoders,
-        num_encoders=num_encoders,
-        num_decoders=num_decoders,
-        machines=_machines_beside(fleet, num_encoders=num_encoders, num_decoders=num_decoders),
+    recipe: str = shared(RecipeFlags, "recipe")
+    recipes: Path | None = shared(RecipeFlags, "recipes")
+    num_trainers: int = setting(POSITIVE, REQUIRED, "GPUs that train")
+    scaling_efficiency: float = setting(
+        EFFICIENCY,
+        REQUIRED,
+        "assumed: images/s of one of these trainers over those in --trainer_rates; 1 if these were "
+        "measured on as many",
     )
+    num_encoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
+    num_decoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
+    margin: float = setting(
+        NOT_NEGATIVE_NUMBER, 0.1, "share by which encoders and decoders may do more than is taken"
+    )
+    trainer_machine: str = setting(TEXT, REQUIRED, "a row under machines in --prices")
+    encoder_machine: str = setting(TEXT, REQUIRED, "likewise")
+    decoder_machine: str | None = setting(
+        TEXT, None, "likewise (default: the CPU cores of the encoders' machines)"
+    )
+    num_dataset_images: int | None = setting(
+        whole_number(1, 10**12),
+        None,
+        "pictures that are encoded if that is done once (default: those of each stage, none twice)",
+    )
+    text_embedding_dim: int = setting(
+        POSITIVE, 1024, "width of the text embeddings, for the size of latents"
+    )
+    prices: Path | None = shared(RecipeFlags, "prices")
+    out: Path | None = setting(PATH, None, OUT_HELP)
 
 
-def plan_jobs(
+def run(flags: MachinesFlags) -> None:
+    """Print the machines that a training takes, by where its pictures are encoded."""
+    recipe = load_recipe(flags)
+    rates = read_rates(flags, {stage.image_size for stage in recipe.stages})
+    machines = {
+        name: load_machine(chosen, flag=f"--{name}_machine", path=flags.prices)
+        for name in ("trainer", "encoder", "decoder")
+        if (chosen := getattr(flags, f"{name}_machine")) is not None
+    }
+    feedings = [_feed(stage, rates, machines, flags) for stage in recipe.stages]
+    ways = _plan_ways(recipe, rates, machines, flags, feedings)
+    sums = {way: {"way": way, **_sum(jobs)} for way, jobs in ways.items()}
+    jobs = [{"way": way, **job} for way, of_way in ways.items() for job in of_way]
+    lines = [
+        *describe_recipe(recipe),
+        *_describe_machines(machines, flags),
+        *_describe_rates(rates),
+    ]
+    print("\n".join(map(for_terminal, lines)))
+    for fields, rows in ((FEEDING, feedings), (JOB, jobs), (WAY, sums.values())):
+        print(f"\n{to_terminal(tabulate(fields, rows))}")
+    print()
+    for amount, word, unit in (("cost_usd", "cheapest", "USD"), ("hours", "fastest", "hours")):
+        print(_advise({way: row[amount] for way, row in sums.items()}, word=word, unit=unit))
+    num_bytes = _count_latent_bytes(recipe, flags)
+    size = f"{num_bytes / 1e12:,.1f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:,.1f} GB"
+    print(f"Latents made once take {size} of storage, whose price is not in it.")
+    source = f"recipe {recipe.name} at rates of one worker"
+    common = {"source": source, "kind": MODELLED, "recipe": recipe.name}
+    write_rows(flags.out, [{**common, **job} for job in jobs])
+
+
+def _feed(
+    stage: Stage, rates: Rates, machines: Mapping[str, Row], flags: MachinesFlags
+) -> dict[str, Any]:
+    """The encoders and decoders that keep the trainers of a stage busy, and their machines."""
+    size = stage.image_size
+    trained = flags.num_trainers * flags.scaling_efficiency * rates[TRAINER][size]
+    wanted = trained * (1 + flags.margin)
+    encoders, decoders = (
+        np.ceil(wanted / swap_ends(rates[worker][size]) * (1 - ROUNDING))
+        for worker in (ENCODER, DECODER)
+    )
+    num_encoders = flags.num_encoders or int(encoders[0])
+    num_decoders = flags.num_decoders or int(decoders[0])
+    encoding = machines["encoder"]
+    decoding = machines.get("decoder", encoding)
+    for_encoders = math.ceil(num_encoders / encoding["num_devices"])
+    for_decoders = math.ceil(num_decoders / decoding["num_cpu_cores"])
+    beside = [(encoding, for_encoders), (decoding, for_decoders)]
+    if "decoder" not in machines:  # the decoders are on the cores of the encoders' machines
+        beside = [(encoding, max(for_encoders, for_decoders))]
+    return {
+        "image_size": size,
+        "trained": trained,
+        "encoders_needed": encoders,
+        "decoders_needed": decoders,
+        "num_encoders": num_encoders,
+        "num_decoders": num_decoders,
+        "machines": beside,
+    }
+
+
+def _plan_ways(
     recipe: Recipe,
-    rates: WorkerRates,
-    fleet: Fleet,
-    feedings: Sequence[Feeding],
-    *,
-    num_dataset_images: int | None,
-) -> dict[str, list[Job]]:
-    """Return the jobs of each way to train, in order.
+    rates: Rates,
+    machines: Mapping[str, Row],
+    flags: MachinesFlags,
+    feedings: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Row]]:
+    """The jobs of each way to train, in order.
 
-    Encoders in the step are left out if their rate is not known. `num_dataset_images` are encoded
-    once; None: the images of each stage, without repetition.
+    Encoders in the step are left out if their rate is not known.
     """
-    ways: dict[str, list[Job]] = {ONLINE_PREPROCESSING: [], IN_STEP: [], PRECOMPUTED_ONCE: []}
-    trainers = _machines_of_trainers(fleet)
-    num_own_decoders = trainers[1] * trainers[0].num_cpu_cores
+    ways: dict[str, list[Row]] = {ONLINE_PREPROCESSING: [], IN_STEP: [], PRECOMPUTED_ONCE: []}
+    trainer = machines["trainer"]
+    trainers = (trainer, math.ceil(flags.num_trainers / trainer["num_devices"]))
+    num_own_decoders = trainers[1] * trainer["num_cpu_cores"]
+    training_ranks = {"num_trainers": flags.num_trainers}
     for stage, feeding in zip(recipe.stages, feedings, strict=True):
         size = stage.image_size
-        beside = {"num_encoders": feeding.num_encoders, "num_decoders": feeding.num_decoders}
-        training = {TRAINERS: feeding.trained}
-        encoding = {ENCODERS: feeding.num_encoders * rates.encoder[size]}
-        decoding = {DECODERS: feeding.num_decoders * rates.decoder[size]}
+        beside = {name: feeding[name] for name in ("num_encoders", "num_decoders")}
+        training = {TRAINERS: feeding["trained"]}
+        encoding = {ENCODERS: feeding["num_encoders"] * rates[ENCODER][size]}
+        decoding = {DECODERS: feeding["num_decoders"] * rates[DECODER][size]}
         # Workers whose number follows from the need are fast enough.
-        at_work = training | (encoding if fleet.num_encoders else {})
-        at_work |= decoding if fleet.num_decoders else {}
-        machines = (trainers, *feeding.machines)
-        ways[ONLINE_PREPROCESSING].append(
-            _make_job(stage, at_work, machines, num_trainers=fleet.num_trainers, **beside)
-        )
-        if size in rates.encoding_trainer:
-            rate = fleet.num_trainers * fleet.scaling_efficiency * rates.encoding_trainer[size]
-            at_work = {TRAINERS: rate, DECODERS: num_own_decoders * rates.decoder[size]}
-            counts = {"num_trainers": fleet.num_trainers, "num_decoders": num_own_decoders}
-            ways[IN_STEP].append(_make_job(stage, at_work, (trainers,), **counts))
-        once = dataclasses.replace(stage, num_images=num_dataset_images or stage.num_images)
+        at_work = training | (encoding if flags.num_encoders else {})
+        at_work |= decoding if flags.num_decoders else {}
+        both = [trainers, *feeding["machines"]]
+        ways[ONLINE_PREPROCESSING].append(_make_job(stage, at_work, both, training_ranks | beside))
+        if size in rates[ENCODING_TRAINER]:
+            rate = flags.num_trainers * flags.scaling_efficiency * rates[ENCODING_TRAINER][size]
+            at_work = {TRAINERS: rate, DECODERS: num_own_decoders * rates[DECODER][size]}
+            counts = training_ranks | {"num_decoders": num_own_decoders}
+            ways[IN_STEP].append(_make_job(stage, at_work, [trainers], counts))
+        once = Stage(size, flags.num_dataset_images or stage.num_images)
         ways[PRECOMPUTED_ONCE] += [
-            _make_job(once, encoding | decoding, feeding.machines, **beside),
-            _make_job(stage, training, (trainers,), num_trainers=fleet.num_trainers),
+            _make_job(once, encoding | decoding, feeding["machines"], beside),
+            _make_job(stage, training, [trainers], training_ranks),
         ]
     if len(ways[IN_STEP]) < len(recipe.stages):
         del ways[IN_STEP]
     return ways
 
 
-def latents_in_terabytes(
-    recipe: Recipe, *, text_embedding_dim: int, num_dataset_images: int | None
-) -> float:
-    """Return the size of VAE moments and encoded captions of all stages in float16, 10^12 bytes."""
-    num_bytes = 0
-    for stage in recipe.stages:
-        num_moments = 2 * NUM_LATENT_CHANNELS * (stage.image_size // VAE_FACTOR) ** 2
-        num_values = num_moments + NUM_TOKENS * text_embedding_dim
-        num_bytes += (num_dataset_images or stage.num_images) * num_values * BYTES_PER_FLOAT16
-    return num_bytes / BYTES_PER_TERABYTE
-
-
-def add(amounts: list[Amount]) -> Amount:
-    """Return the sum of amounts."""
-    return reduce(np.add, amounts, make_amount(0, 0, 0))
-
-
 def _make_job(
     stage: Stage,
     at_work: Mapping[str, Amount],
-    machines: tuple[tuple[Machine, int], ...],
-    *,
-    num_trainers: int = 0,
-    num_encoders: int = 0,
-    num_decoders: int = 0,
-) -> Job:
-    rate, slowest = _find_slowest(at_work)
-    counts = (num_trainers, num_encoders, num_decoders)
-    return Job(stage.image_size, stage.num_images, rate, slowest, *counts, machines)
+    machines: Sequence[tuple[Row, int]],
+    counts: Mapping[str, int],
+) -> Row:
+    """A stage of the training, or the encoding of its data set, at the pace of the slowest.
 
-
-def _find_slowest(at_work: Mapping[str, Amount]) -> tuple[Amount, tuple[str, ...]]:
-    """Return images/s of the slowest, and its name first; NaN for an end that one of them lacks."""
+    The slowest are the workers with the lowest rate, and others whose known interval overlaps.
+    """
     names = sorted(at_work, key=lambda name: at_work[name][0])
-    slowest = at_work[names[0]]
+    lowest = at_work[names[0]]
     # Comparisons with NaN are False: without an interval no other worker counts as the slowest.
-    others = [name for name in names[1:] if at_work[name][1] < slowest[2]]
-    return reduce(np.minimum, at_work.values()), (names[0], *others)
+    slowest = [names[0], *(name for name in names[1:] if at_work[name][1] < lowest[2])]
+    # NaN for an end that one of them lacks.
+    rate = reduce(np.minimum, at_work.values())
+    hours = stage.num_images / swap_ends(rate) / SECONDS_PER_HOUR
+    work = "train" if "num_trainers" in counts else "encode"
+    return {
+        "job": f"{work} at {stage.image_size} px",
+        "image_size": stage.image_size,
+        "num_images": stage.num_images,
+        **{name: counts.get(name, 0) for name in ("num_trainers", "num_encoders", "num_decoders")},
+        "machines": _count_machines(machines),
+        "images_per_second": rate,
+        "slowest": " or ".join(slowest),
+        "hours": hours,
+        "cost_usd": hours * sum(number * machine["value"] for machine, number in machines),
+    }
 
 
-def _machines_of_trainers(fleet: Fleet) -> tuple[Machine, int]:
-    machine = fleet.trainer_machine
-    return machine, math.ceil(fleet.num_trainers / machine.num_devices)
+def _sum(jobs: Sequence[Row]) -> Row:
+    """Hours, cost and work of the jobs of a way together."""
+    worked = {
+        name: round(sum(float(job["hours"][0]) * job[name] for job in jobs))
+        for name in ("num_trainers", "num_encoders", "num_decoders")
+    }
+    return {"hours": sum(job["hours"] for job in jobs), **worked} | {
+        "cost_usd": sum(job["cost_usd"] for job in jobs)
+    }
 
 
-def _machines_beside(
-    fleet: Fleet, *, num_encoders: int, num_decoders: int
-) -> tuple[tuple[Machine, int], ...]:
-    encoding, decoding = fleet.encoder_machine, fleet.decoder_machine
-    for_encoders = math.ceil(num_encoders / encoding.num_devices)
-    if decoding is not None:
-        for_decoders = math.ceil(num_decoders / decoding.num_cpu_cores)
-        return (encoding, for_encoders), (decoding, for_decoders)
-    return ((encoding, max(for_encoders, math.ceil(num_decoders / encoding.num_cpu_cores))),)
+def _count_latent_bytes(recipe: Recipe, flags: MachinesFlags) -> int:
+    """The size of VAE moments and encoded captions of all stages in float16."""
+    num_bytes = 0
+    for stage in recipe.stages:
+        num_moments = 2 * NUM_LATENT_CHANNELS * (stage.image_size // VAE_FACTOR) ** 2
+        num_values = num_moments + NUM_TOKENS * flags.text_embedding_dim
+        num_images = flags.num_dataset_images or stage.num_images
+        num_bytes += num_images * num_values * BYTES_PER_FLOAT16
+    return num_bytes
 
 
-def _divide_up(wanted: Amount, one: Amount) -> Amount:
-    """Return the number of workers of one rate for the wanted rate, rounded up."""
-    return np.ceil(wanted / swap_ends(one) * (1 - ROUNDING))
+def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> list[str]:
+    """Lines on what is assumed, and on the machines with the sources of their prices."""
+    by_name = {machine["name"]: machine for machine in machines.values()}
+    return [
+        f"assumed: scaling efficiency {flags.scaling_efficiency:g} of {flags.num_trainers} "
+        f"trainers, and a margin of {flags.margin:.0%} for encoders and decoders",
+        *(
+            f"machine {name}: devices {one['num_devices']}, CPU cores {one['num_cpu_cores']}, "
+            f"{format_number(one['value'])} USD an hour ({source_of(one)})"
+            for name, one in by_name.items()
+        ),
+    ]
+
+
+def _describe_rates(rates: Rates) -> list[str]:
+    """A line on each kind of worker with images/s of one."""
+    return [
+        f"images/s of {worker.name}: "
+        + ", ".join(
+            f"{format_number(rate[0])} ({_format_known_range(rate)}) at {size} px"
+            for size, rate in sorted(by_size.items())
+        )
+        for worker, by_size in rates.items()
+        if by_size
+    ]
+
+
+def _format_known_range(amount: Amount) -> str:
+    return NOT_KNOWN if math.isnan(amount[1]) else format_range(*amount[1:])
+
+
+def _advise(amounts: Mapping[str, Amount], *, word: str, unit: str) -> str:
+    """A sentence on the way with the least of an amount."""
+    best = min(amounts, key=lambda way: amounts[way][0])
+    others = {way: amount for way, amount in amounts.items() if way != best}
+    overlapping = [way for way, amount in others.items() if amount[1] <= amounts[best][2]]
+    sentence = f"The {word} is {best}, {amounts[best][0]:,.0f} {unit}"
+    if overlapping:
+        sentence += f"; the intervals do not exclude {' or '.join(overlapping)}"
+    if any(math.isnan(amount[1]) for amount in amounts.values()):
+        sentence += "; some rates have no interval, so that is not tested"
+    return f"{sentence}."
+
+
+def _count_machines(machines: Sequence[tuple[Row, int]]) -> str:
+    return ", ".join(f"{number} x {machine['name']}" for machine, number in machines)
+
+
+FEEDING = (
+    Field("px", "image_size"),
+    value_field("trainers take, images/s", "trained", digits=5),
+    range_field("95 % interval", "trained", unknown=NOT_KNOWN),
+    whole_field("encoders needed", "encoders_needed"),
+    range_field("low to high", "encoders_needed", unknown=NOT_KNOWN),
+    whole_field("decoders needed", "decoders_needed"),
+    range_field("low to high", "decoders_needed", unknown=NOT_KNOWN),
+    Field("planned", lambda row: f"{row['num_encoders']} encoders, {row['num_decoders']} decoders"),
+    Field("on", lambda row: _count_machines(row["machines"])),
+)
+HOURS = (
+    value_field("hours", "hours", digits=5),
+    range_field("95 % interval", "hours", unknown=NOT_KNOWN),
+)
+JOB = (
+    *(Field(name, name) for name in ("way", "job", "machines")),
+    value_field("images/s", "images_per_second", digits=5),
+    Field("slowest", "slowest"),
+    *HOURS,
+    whole_field("cost, USD", "cost_usd"),
+)
+WAY = (
+    Field("way", "way"),
+    *HOURS,
+    Field("days", lambda row: float(row["hours"][0]) / 24),
+    Field("GPU-hours of trainers", "num_trainers"),
+    Field("of encoders", "num_encoders"),
+    Field("core-hours of decoders", "num_decoders"),
+    whole_field("cost, USD", "cost_usd"),
+    range_field("95 % interval, USD", "cost_usd", unknown=NOT_KNOWN),
+)

@@ -1,4 +1,4 @@
-"""Predicts the gain of sharing or hiding the overhead of a step on more GPUs.
+"""The command `scaling overhead`: the gain of sharing or hiding the overhead of a step.
 
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
 
@@ -11,21 +11,64 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
-from sdbench.scaling.points import phase_seconds
-from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
+from sdbench.report.tables import Cell, Table, make_table, to_terminal
+from sdbench.scaling.amounts import write_rows
+from sdbench.scaling.points import (
+    MODELLED,
+    OUT_HELP,
+    BatchFlags,
+    Row,
+    make_setups,
+    phase_seconds,
+    setup_columns,
+)
+from sdbench.scaling.predict import SETUP
+from sdbench.settings.kinds import (
+    NOT_NEGATIVE_NUMBER,
+    PATH,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    TEXT,
+    one_of,
+    whole_number,
+)
 from sdbench.settings.parallel import NODE_MIB, SEVERAL_NODES_MIB, SHARED, WITHIN_NODE
+from sdbench.settings.setting import setting
 from sdbench.statistics.law import Setup, communication_share
 
-if TYPE_CHECKING:  # the flags name the changes below
-    from sdbench.scaling.command_line import OverheadFlags
+DESCRIPTION = """\
+What would sharing out, or hiding, the overhead of a step give on more GPUs? The step is that of a
+record with --profile_batches, or of phases that you give: a micro-batch on one GPU. Optimizer,
+moving average, gradients and what is in no phase count once in a step, the encoders, the forward
+and the backward pass in each micro-batch. What gradients take between GPUs that the record did not
+have comes from the links; the first row counts all of it, though DDP and FSDP hide a part. All of
+it is modelled: measure what matters.
+
+Changes: the GPUs of a node share out optimizer and moving average (shared); gradients travel in 16
+bits (16_bit), behind the backward pass (behind_backward), behind the encoders of the next step
+(behind_encoders); what is in no phase is hidden, as CUDA graphs do (no_rest).
+"""
+
+EPILOG = """\
+examples:
+  python -m sdbench scaling overhead --num_gpus 8,512,1024 --global_batch 2048 --micro_batch 4 \\
+      --phases vae_encode=11 text_encode=1 unet_forward=8 backward=16 optimizer=9 ema=4 other=12
+      The phases are estimates: take those of a record.
+  python -m sdbench scaling overhead --help
+      With a record: --record runs/<run> --num_gpus 8,512 --global_batch 2048
+"""
 
 AS_IT_IS = "as it is, nothing hidden"
+SHARE, HALVE, BEHIND_BACKWARD, BEHIND_ENCODERS, NO_REST = CHANGES = (
+    *("shared", "16_bit", "behind_backward", "behind_encoders", "no_rest"),
+)
 BYTES_PER_MIB = 2**20
 ENCODERS = (phases.VAE_ENCODE, phases.TEXT_ENCODE)
 # Phases of every micro-batch; the others count once in a step.
@@ -34,176 +77,184 @@ UPDATES = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A change of the overhead.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverheadFlags(BatchFlags):
+    """Flags of overhead."""
 
-    Attributes:
-        shares: The GPUs of a node share optimizer and moving average.
-        halves: Gradients have 16 bits instead of 32.
-        hides_behind: Phases of a micro-batch that overlap with the communication of gradients.
-        hides_rest: Time outside of the device's phases is hidden, as with CUDA graphs.
-    """
+    record: Path | None = setting(PATH, None, "run of benchmark.py whose phases are taken")
+    phases: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "PHASE=MILLISECONDS of a step of one micro-batch on one GPU, instead of a record",
+        takes_several=True,
+    )
+    micro_batch: int | None = setting(POSITIVE, None, "with --phases: images of the micro-batch")
+    num_parameters: int = setting(
+        whole_number(1, 10**12),
+        865_910_724,
+        "with --phases: trained weights, whose gradients travel in 32 bits",
+    )
+    bucket_mib: int | None = setting(
+        POSITIVE,
+        None,
+        "size of the pieces in which gradients travel (default: within a node that of the record, "
+        "or 25; between nodes that of a record of several, or 200)",
+    )
+    changes: tuple[str, ...] = setting(
+        one_of(*CHANGES),
+        CHANGES,
+        "what is done about the overhead, in this order",
+        takes_several=True,
+    )
+    gpus_per_node: int = setting(POSITIVE, 8, "that share a fast link")
+    # AWS's page of p5 instances: NVSwitch of 900 GB/s a GPU in both directions together, and
+    # 3200 Gbit/s of EFA for 8 GPUs.
+    node_gb_per_s: float = setting(
+        POSITIVE_NUMBER, 450.0, "what a GPU sends within its node, in GB/s"
+    )
+    network_gb_per_s: float = setting(
+        POSITIVE_NUMBER, 50.0, "what a GPU sends to other nodes, in GB/s"
+    )
+    out: Path | None = setting(PATH, None, OUT_HELP)
 
-    shares: bool = False
-    halves: bool = False
-    hides_behind: tuple[str, ...] = ()
-    hides_rest: bool = False
 
-    def __or__(self, other: Change) -> Change:
-        return Change(
-            self.shares or other.shares,
-            self.halves or other.halves,
-            tuple(dict.fromkeys(self.hides_behind + other.hides_behind)),
-            self.hides_rest or other.hides_rest,
-        )
-
-
-CHANGES = {
-    "shared": Change(shares=True),
-    "16_bit": Change(halves=True),
-    "behind_backward": Change(hides_behind=(phases.BACKWARD,)),
-    "behind_encoders": Change(hides_behind=ENCODERS),
-    "no_rest": Change(hides_rest=True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """A measured step.
 
     Attributes:
         source: Source of its figures, in words.
+        seconds: Seconds of each phase.
         micro_batch: Images of a micro-batch.
+        gradient_bytes: Bytes that one GPU averages with the others.
         num_micro_batches: Micro-batches of the step on one GPU.
         num_gpus: GPUs that it was measured on.
-        seconds: Seconds of each phase.
         num_sharers: GPUs that shared optimizer and moving average; 1: not shared.
-        gradient_bytes: Bytes that one GPU averages with the others.
-        is_16_bit: True if gradients have 16 bits, False if 32.
-        bucket_bytes: Bytes of a bucket of gradients within a node.
-        bucket_bytes_of_nodes: Bytes of a bucket between nodes.
+        is_16_bit: Whether gradients have 16 bits, not 32.
+        bucket_mib: Size of a bucket of gradients within a node.
+        nodes_bucket_mib: Size of a bucket between nodes.
     """
 
     source: str
-    micro_batch: int
-    num_micro_batches: int
-    num_gpus: int
     seconds: Mapping[str, float]
-    num_sharers: int
+    micro_batch: int
     gradient_bytes: float
-    is_16_bit: bool
-    bucket_bytes: float
-    bucket_bytes_of_nodes: float
+    num_micro_batches: int = 1
+    num_gpus: int = 1
+    num_sharers: int = 1
+    is_16_bit: bool = False
+    bucket_mib: int = NODE_MIB
+    nodes_bucket_mib: int = SEVERAL_NODES_MIB
 
     def of_micro_batch(self, *names: str) -> float:
         """Return the seconds of phases in one micro-batch."""
         return sum(self.seconds[name] for name in names) / self.num_micro_batches
 
 
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Link speeds of GPUs: bytes/s that one GPU sends within its node and to other nodes."""
-
-    gpus_per_node: int
-    node_bytes_per_s: float
-    network_bytes_per_s: float
-
-    def transfer_s(self, num_bytes: float, num_gpus: int) -> float:
-        """Return the seconds to average these bytes over all GPUs.
-
-        Rings within each node sum the bytes and later distribute them; in between, each GPU
-        averages its share with the GPUs of other nodes that have the same share. Reducing gradients
-        and gathering weights, as with sharded optimizers, takes as long.
-        """
-        in_node = min(num_gpus, self.gpus_per_node)
-        num_nodes = math.ceil(num_gpus / self.gpus_per_node)
-        within = communication_share(in_node) * num_bytes / self.node_bytes_per_s
-        between = communication_share(num_nodes) * num_bytes / in_node / self.network_bytes_per_s
-        return 2 * (within + between)
+def run(arguments: OverheadFlags) -> None:
+    """Print what changes of the overhead give, and write it to the file of --out."""
+    step = _read_step(arguments)
+    setups = make_setups(
+        arguments, global_batch=arguments.global_batch, micro_batch=step.micro_batch
+    )
+    common = {"source": step.source, "kind": MODELLED}
+    rows = [
+        {**common, "change": name, "with_those_above": is_together, **row}
+        for index, name in enumerate((AS_IT_IS, *arguments.changes))
+        for is_together, made in ((False, (name,)), (True, arguments.changes[:index]))
+        for row in _add_efficiency([_forecast(step, arguments, made, one) for one in setups])
+    ]
+    print("\n".join(map(for_terminal, _describe(step, arguments, setups))))
+    print(f"\n{to_terminal(_tabulate(rows))}")
+    write_rows(arguments.out, rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """A predicted step.
+def _add_efficiency(forecasts: Sequence[Row]) -> list[Row]:
+    """Forecasts with their images/s per GPU over that on the fewest GPUs."""
+    rates = [row["images_per_second"] / row["num_gpus"] for row in forecasts]
+    return [
+        {**row, "efficiency_percent": 100 * rate / rates[0]}
+        for row, rate in zip(forecasts, rates, strict=True)
+    ]
 
-    Attributes:
-        name: A key of `CHANGES`, or `AS_IT_IS`: communication with GPUs that the record did not
-            have is added in full, though DDP and FSDP hide a part of it.
-        is_together: True if the changes before it are made as well.
-        setup: How the step is divided.
-        work_s: Seconds of its micro-batches.
-        overhead_s: Seconds of each part of the overhead.
+
+def _tabulate(rows: Sequence[Row]) -> Table:
+    """A row for each change and number of GPUs: the change alone, and with those above it."""
+    shown: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        cells = shown.setdefault(
+            (row["change"], row["num_gpus"]),
+            {"change": row["change"], **{field.heading: field.cell_of(row) for field in SETUP}},
+        )
+        which = "with those above" if row["with_those_above"] else "alone"
+        cells[f"{which}: step, ms"] = 1000 * row["step_time_s"]
+        percent = row["efficiency_percent"]
+        cells[f"{which}: efficiency"] = Cell(f"{percent:.0f}%", percent)
+    return make_table(shown.values())
+
+
+def _forecast(step: Step, links: OverheadFlags, made: Collection[str], setup: Setup) -> Row:
+    """The step with these changes; communication with GPUs that it did not have is added in full.
+
+    DDP and FSDP hide a part of that, which is left to the changes.
     """
-
-    name: str
-    is_together: bool
-    setup: Setup
-    work_s: float
-    overhead_s: Mapping[str, float]
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of the step."""
-        return self.work_s + sum(self.overhead_s.values())
-
-    @property
-    def images_per_second(self) -> float:
-        """Images/s of all GPUs."""
-        return self.setup.images_per_step / self.step_time_s
-
-
-def forecast(
-    step: Step, cluster: Cluster, setups: Sequence[Setup], *, names: Sequence[str]
-) -> list[Forecast]:
-    """Predict the step as it is, and each named change alone and with the changes before it."""
-    found, together = [], Change()
-    for name, change in ((AS_IT_IS, Change()), *((name, CHANGES[name]) for name in names)):
-        together = together | change
-        for is_together, made in ((False, change), (True, together)):
-            for setup in setups:
-                work_s = setup.num_micro_batches * step.of_micro_batch(*WORK)
-                overhead_s = _overhead(step, cluster, made, num_gpus=setup.num_gpus)
-                found.append(Forecast(name, is_together, setup, work_s, overhead_s))
-    return found
-
-
-def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> dict[str, float]:
     share = 1.0
-    if change.shares:  # the record may share over more GPUs than a node has
-        share = min(1.0, step.num_sharers / min(num_gpus, cluster.gpus_per_node))
-    rest_s = 0.0 if change.hides_rest else sum(step.seconds[name] for name in REST)
-    return {
+    if SHARE in made:  # the record may share over more GPUs than a node has
+        share = min(1.0, step.num_sharers / min(setup.num_gpus, links.gpus_per_node))
+    rest_s = 0.0 if NO_REST in made else sum(step.seconds[name] for name in REST)
+    overhead_s = {
         **{name: step.seconds[name] * share for name in UPDATES},
-        phases.GRADIENT_COMMUNICATION: _exposed(step, cluster, change, num_gpus=num_gpus),
+        phases.GRADIENT_COMMUNICATION: _exposed(step, links, made, num_gpus=setup.num_gpus),
         phases.RANK_WAIT: step.seconds[phases.RANK_WAIT],
         "rest": rest_s,
     }
+    work_s = setup.num_micro_batches * step.of_micro_batch(*WORK)
+    step_time_s = work_s + sum(overhead_s.values())
+    return {
+        **setup_columns(setup),
+        "images_per_second": setup.images_per_step / step_time_s,
+        "step_time_s": step_time_s,
+        **{f"{part}_s": value for part, value in overhead_s.items()},
+    }
 
 
-def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> float:
+def _exposed(step: Step, links: OverheadFlags, made: Collection[str], *, num_gpus: int) -> float:
     """Return the seconds of communication that nothing hides."""
-    part = 0.5 if change.halves and not step.is_16_bit else 1.0
+    part = 0.5 if HALVE in made and not step.is_16_bit else 1.0
     num_bytes = part * step.gradient_bytes
-    whole_s = cluster.transfer_s(num_bytes, num_gpus)
+    whole_s = _transfer_s(links, num_bytes, num_gpus)
     # The measured time, and by the model that of the GPUs that the record did not have.
-    added_s = max(0.0, whole_s - cluster.transfer_s(num_bytes, step.num_gpus))
+    added_s = max(0.0, whole_s - _transfer_s(links, num_bytes, step.num_gpus))
     unhidden_s = part * step.seconds[phases.GRADIENT_COMMUNICATION] + added_s
-    if not change.hides_behind:
+    if BEHIND_BACKWARD not in made and BEHIND_ENCODERS not in made:
         return unhidden_s
     # The first bucket is sent when its gradients are ready, the last one after the backward pass.
-    has_nodes = num_gpus > cluster.gpus_per_node
-    bucket_bytes = step.bucket_bytes_of_nodes if has_nodes else step.bucket_bytes
-    piece = min(1.0, bucket_bytes / num_bytes)
-    cover_s = sum(
-        step.of_micro_batch(name) * (1 - piece if name == phases.BACKWARD else 1)
-        for name in change.hides_behind
-    )
-    last_s = piece * whole_s if set(change.hides_behind) == {phases.BACKWARD} else 0.0
-    return min(unhidden_s, max(whole_s - cover_s, last_s))
+    own_mib = step.nodes_bucket_mib if num_gpus > links.gpus_per_node else step.bucket_mib
+    piece = min(1.0, (links.bucket_mib or own_mib) * BYTES_PER_MIB / num_bytes)
+    left_s = whole_s
+    if BEHIND_BACKWARD in made:
+        left_s -= step.of_micro_batch(phases.BACKWARD) * (1 - piece)
+    if BEHIND_ENCODERS in made:
+        left_s -= step.of_micro_batch(*ENCODERS)
+    last_s = 0.0 if BEHIND_ENCODERS in made else piece * whole_s
+    return min(unhidden_s, max(left_s, last_s))
 
 
-def read_step(arguments: OverheadFlags) -> Step:
+def _transfer_s(links: OverheadFlags, num_bytes: float, num_gpus: int) -> float:
+    """Return the seconds to average these bytes over all GPUs.
+
+    Rings within each node sum the bytes and later distribute them; in between, each GPU averages
+    its share with the GPUs of other nodes that have the same share. Reducing gradients and
+    gathering weights, as with sharded optimizers, takes as long.
+    """
+    in_node = min(num_gpus, links.gpus_per_node)
+    num_nodes = math.ceil(num_gpus / links.gpus_per_node)
+    within = communication_share(in_node) * num_bytes / links.node_gb_per_s
+    between = communication_share(num_nodes) * num_bytes / in_node / links.network_gb_per_s
+    return 2 * (within + between) / 1e9
+
+
+def _read_step(arguments: OverheadFlags) -> Step:
     """Read the step of a record, or of the phases that are given."""
     if (arguments.record is None) == (not arguments.phases):
         raise ConfigError(
@@ -213,7 +264,12 @@ def read_step(arguments: OverheadFlags) -> Step:
             flag="--record or --phases",
         )
     if arguments.record is None:
-        return _given_step(arguments)
+        return Step(
+            source="the phases that were given, of one micro-batch on one GPU",
+            seconds=_parse_phases(arguments),
+            micro_batch=arguments.micro_batch,
+            gradient_bytes=4 * arguments.num_parameters,
+        )
     record = read_record(arguments.record, flag="--record")
     seconds = phase_seconds(record)
     if seconds is None:
@@ -223,37 +279,32 @@ def read_step(arguments: OverheadFlags) -> Step:
             allowed="a run that ended well, with --profile_batches 1 or more",
             flag="--record",
         )
-    config, num_gpus = record["config"], record["ranks"]["world_size"]
+    config, ranks = record["config"], record["ranks"]
+    num_gpus = ranks["world_size"]
     device_batch = config["batch_size"] // num_gpus
     step_time_s = config["batch_size"] / record["summary"]["images_per_second"]
     is_16_bit = "bf16" in (config["precision"], config.get("grad_compression"))
-    num_bytes = record["workload"]["num_trainable_parameters"] * (2 if is_16_bit else 4)
     micro_batch = min(device_batch, config["device_train_microbatch_size"])
     bucket_mib = config.get("ddp_bucket_mib", NODE_MIB)  # torch's own, which older records had
-    of_nodes_mib = bucket_mib if record["ranks"]["num_nodes"] > 1 else SEVERAL_NODES_MIB
+    sharding, num_sharers = config.get("sharding"), 1
+    if sharding in SHARED:
+        num_sharers = ranks["ranks_per_node" if sharding in WITHIN_NODE else "world_size"]
     return Step(
         source=f"{arguments.record}, step {step_time_s:.4g} s on {num_gpus} ranks",
+        seconds=seconds,
         micro_batch=micro_batch,
+        gradient_bytes=record["workload"]["num_trainable_parameters"] * (2 if is_16_bit else 4),
         num_micro_batches=math.ceil(device_batch / micro_batch),
         num_gpus=num_gpus,
-        seconds=seconds,
-        num_sharers=_count_sharers(record),
-        gradient_bytes=num_bytes,
+        num_sharers=num_sharers,
         is_16_bit=is_16_bit,
-        bucket_bytes=(arguments.bucket_mib or bucket_mib) * BYTES_PER_MIB,
-        bucket_bytes_of_nodes=(arguments.bucket_mib or of_nodes_mib) * BYTES_PER_MIB,
+        bucket_mib=bucket_mib,
+        nodes_bucket_mib=bucket_mib if ranks["num_nodes"] > 1 else SEVERAL_NODES_MIB,
     )
 
 
-def _count_sharers(record: Mapping[str, Any]) -> int:
-    """Return the number of GPUs that shared the optimizer of a run."""
-    sharding, ranks = record["config"].get("sharding"), record["ranks"]
-    if sharding not in SHARED:
-        return 1
-    return ranks["ranks_per_node" if sharding in WITHIN_NODE else "world_size"]
-
-
-def _given_step(arguments: OverheadFlags) -> Step:
+def _parse_phases(arguments: OverheadFlags) -> dict[str, float]:
+    """Seconds of each phase, from ``PHASE=MILLISECONDS``."""
     given = [text.partition("=") for text in arguments.phases]
     try:
         seconds = {name: NOT_NEGATIVE_NUMBER.parse(value) / 1000 for name, _, value in given}
@@ -273,63 +324,21 @@ def _given_step(arguments: OverheadFlags) -> Step:
             allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
             flag="--phases and --micro_batch",
         )
-    return Step(
-        source="the phases that were given, of one micro-batch on one GPU",
-        micro_batch=arguments.micro_batch,
-        num_micro_batches=1,
-        num_gpus=1,
-        seconds={name: seconds.get(name, 0.0) for name in phases.PHASES},
-        num_sharers=1,
-        gradient_bytes=4 * arguments.num_parameters,
-        is_16_bit=False,
-        bucket_bytes=(arguments.bucket_mib or NODE_MIB) * BYTES_PER_MIB,
-        bucket_bytes_of_nodes=(arguments.bucket_mib or SEVERAL_NODES_MIB) * BYTES_PER_MIB,
-    )
+    return {name: seconds.get(name, 0.0) for name in phases.PHASES}
 
 
-def describe(step: Step, cluster: Cluster, setups: Sequence[Setup]) -> list[str]:
-    """Return lines about the figures and assumptions of the forecasts."""
-    first = setups[0]
+def _describe(step: Step, links: OverheadFlags, setups: Sequence[Setup]) -> list[str]:
+    """Lines about the figures and assumptions of the forecasts."""
     parts = ", ".join(f"{name} {1000 * value:.3g}" for name, value in step.seconds.items() if value)
     lines = [
         f"modelled, from {step.source}; phases in ms: {parts}",
         f"gradients: {step.gradient_bytes / 1e9:.3g} GB; a GPU sends "
-        f"{cluster.node_bytes_per_s / 1e9:g} GB/s within its node of {cluster.gpus_per_node} and "
-        f"{cluster.network_bytes_per_s / 1e9:g} GB/s to other nodes, at most",
-        f"efficiency: images/s per GPU over those on {first.num_gpus} with the same changes",
+        f"{links.node_gb_per_s:g} GB/s within its node of {links.gpus_per_node} and "
+        f"{links.network_gb_per_s:g} GB/s to other nodes, at most",
+        f"efficiency: images/s per GPU over those on {setups[0].num_gpus} with the same changes",
     ]
     if any(setup.device_batch % step.micro_batch for setup in setups):
         lines.append(
             f"a micro-batch of fewer images than {step.micro_batch} is assumed to take as long"
         )
     return lines
-
-
-def efficiency(one: Forecast, forecasts: Sequence[Forecast]) -> float:
-    """Return images/s per GPU over those of the same changes on the fewest GPUs."""
-    first = next(
-        other
-        for other in forecasts
-        if (other.name, other.is_together) == (one.name, one.is_together)
-    )
-    of_gpu, of_first = (each.images_per_second / each.setup.num_gpus for each in (one, first))
-    return of_gpu / of_first
-
-
-def forecast_rows(forecasts: Sequence[Forecast], *, source: str) -> list[dict[str, Any]]:
-    """Make the rows of the CSV file."""
-    return [
-        {
-            "source": source,
-            "kind": "modelled",
-            "change": one.name,
-            "with_those_above": one.is_together,
-            "num_gpus": one.setup.num_gpus,
-            "images_per_step": one.setup.images_per_step,
-            "images_per_second": one.images_per_second,
-            "step_time_s": one.step_time_s,
-            **{f"{part}_s": value for part, value in one.overhead_s.items()},
-            "efficiency_percent": 100 * efficiency(one, forecasts),
-        }
-        for one in forecasts
-    ]

@@ -1,34 +1,32 @@
-"""Reads figures of one kind of GPU and work from tables, records and flags, and divides steps."""
+"""Figures of one kind of GPU and work, from tables and records, and steps divided among GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import is_bounded
 from sdbench.measure import phases
-from sdbench.record.configuration import group
 from sdbench.record.row import make_row
 from sdbench.record.store import BENCHMARK, OK, kind_of
+from sdbench.report.compare import CompareFlags
 from sdbench.report.figures import (
     MEASURED,
     as_text,
     mark_copies,
-    parse_conditions,
     read_figures,
     select_rows,
 )
 from sdbench.report.runs import read_record
-from sdbench.scaling.cost import Amount, make_amount
-from sdbench.settings.kinds import MAX_COUNT
+from sdbench.scaling.amounts import Amount, make_amount
+from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, Kind
+from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
 
 Row = dict[str, Any]
-# Images/s of all GPUs together, by number of GPUs and by resolution.
-Rates = dict[int, dict[int, Amount]]
 
 # Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
@@ -37,31 +35,87 @@ IMAGE_SIZE = "image_size"
 COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
+OUT_HELP = "write the rows, of the kind modelled, as CSV"
 
 
-def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence[str]) -> list[Row]:
-    """Read the rows with a figure that meet conditions ``COLUMN=VALUE``, each run once.
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Parse ``8,16,32``, or ``8,16,...,512``, which continues by a factor of 2 or a difference."""
+    start, is_continued, end = text.partition(",...,")
+    counts = [int(number) for number in start.split(",")]
+    if is_continued:
+        before, last = counts[-2:]
+        doubles, step = last == 2 * before, last - before
+        if step <= 0 or int(end) > MAX_COUNT:
+            raise ValueError
+        while (last := 2 * last if doubles else last + step) <= int(end):
+            counts.append(last)
+    if len(counts) > MAX_COUNTS or not 1 <= min(counts) <= max(counts) <= MAX_COUNT:
+        raise ValueError
+    return tuple(sorted(counts))
 
-    Paths are CSV tables with the required columns, and folders of runs. The row of a run also has
-    the seconds of a step that wait for gradients.
+
+COUNTS = Kind(
+    f"whole numbers above 0, e.g. 8,16,64 or 8,16,...,512; at most {MAX_COUNTS} of them, up to "
+    f"{MAX_COUNT:,}",
+    parse_counts,
+    "TEXT",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableFlags:
+    """The figures that a command works with."""
+
+    tables: tuple[Path, ...] = setting(
+        PATH,
+        (),
+        "figures in CSV, or folders of runs",
+        is_positional=True,
+        takes_several=True,
+        spelling="[TABLE ...]",
+    )
+    where: tuple[str, ...] = shared(CompareFlags, "where")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchFlags:
+    """How the batch of a step depends on the number of GPUs."""
+
+    num_gpus: tuple[int, ...] = setting(COUNTS, REQUIRED, "e.g. 8,16,64 or 8,16,...,512")
+    global_batch: int | None = setting(POSITIVE, None, "images of a step, strong scaling")
+    device_batch: int | None = setting(POSITIVE, None, "images of each GPU, weak scaling")
+
+
+def read_rows(arguments: TableFlags) -> list[Row]:
+    """Read the rows with a figure that meet the conditions of --where, each run once.
+
+    The row of a run also has the seconds of a step that wait for gradients.
     """
+    if not arguments.tables:
+        raise ConfigError(
+            "no table is given",
+            value="",
+            allowed="at least one CSV file, or --images_per_second where a command has it",
+            flag="TABLE",
+        )
+    required = ("num_gpus", "images_per_second")
     rows = mark_copies(
         row
-        for path in paths
+        for path in arguments.tables
         for row in ([_row_of_run(path)] if path.is_dir() else read_figures(path, required=required))
     )
-    rows = select_rows(rows, where)
+    rows = select_rows(rows, arguments.where)
     rows = [
         row
         for row in rows
-        if row.get("status") in (None, "ok")
+        if row.get("status") in (None, OK)
         and row["images_per_second"] is not None
         and row["num_gpus"]
     ]
     if not rows:
         raise ConfigError(
             "no row has a figure of a GPU",
-            value=" ".join(map(str, paths)),
+            value=" ".join(map(str, arguments.tables)),
             allowed="rows with num_gpus and images_per_second whose status is ok",
             flag="TABLE and --where",
         )
@@ -134,35 +188,60 @@ def known_values(rows: Sequence[Row], column: str) -> list[Any]:
     return list(dict.fromkeys(row[column] for row in rows if row.get(column) is not None))
 
 
+def first_known(rows: Sequence[Row], column: str) -> Any:
+    """Return the first value of a column; None if the column is empty."""
+    return next(iter(known_values(rows, column)), None)
+
+
+def describe_sources(rows: Sequence[Row]) -> str:
+    """The sources of the rows, or their number if there are many."""
+    sources = known_values(rows, "source")
+    return f"{len(sources)} sources" if len(sources) > 3 else " and ".join(map(as_text, sources))
+
+
 def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[Point]:
     """Make points for a law from rows of one kind of work and one image size.
 
     Modelled rows are left out. `micro_batch` is that of rows without one.
     """
-    return [
-        Point(
-            _make_setup(row, micro_batch=micro_batch),
-            float(row["images_per_second"]),
-            _communication_s(row),
-        )
-        for row in rows
-        if row.get("kind") != MODELLED
-    ]
+    points = []
+    for row in rows:
+        if row.get("kind") != MODELLED:
+            setup = _make_setup(row, micro_batch=micro_batch)
+            rate = float(row["images_per_second"])
+            seconds = row.get(COMMUNICATION_S)
+            step_time_s = setup.images_per_step / rate
+            if seconds is not None and not _is_part(seconds, step_time_s):
+                raise ConfigError(
+                    "the seconds that a step waits for gradients are not a part of the step",
+                    value=as_text(seconds),
+                    allowed=f"0 to {step_time_s:.4g}, the whole step (num_gpus {row['num_gpus']})",
+                    flag=f"the column {COMMUNICATION_S}",
+                )
+            points.append(Point(setup, rate, seconds))
+    return points
 
 
-def _communication_s(row: Row) -> float | None:
-    value = row.get(COMMUNICATION_S)
-    if value is None:
-        return None
-    step_time_s = (row.get("images_per_step") or row["global_batch"]) / row["images_per_second"]
-    if isinstance(value, int | float) and 0 <= value < step_time_s:
-        return float(value)
-    raise ConfigError(
-        "the seconds that a step waits for gradients are not a part of the step",
-        value=as_text(value),
-        allowed=f"0 to {step_time_s:.4g}, the whole step (num_gpus {row['num_gpus']})",
-        flag=f"the column {COMMUNICATION_S}",
-    )
+def _is_part(seconds: Any, step_time_s: float) -> bool:
+    return isinstance(seconds, int | float) and 0 <= seconds < step_time_s
+
+
+def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
+    size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
+    images = row.get("images_per_step") or row.get("global_batch")
+    for column, value, flag in (
+        ("micro_batch", size, "--micro_batch, for the rows that do not tell it"),
+        ("global_batch", images, "the column global_batch or images_per_step"),
+    ):
+        if type(value) is not int or value < 1:
+            raise ConfigError(
+                f"a row does not tell its {column} as a whole number above 0",
+                value=as_text(row.get(column)),
+                allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, "
+                f"{row.get('source')})",
+                flag=flag,
+            )
+    return split_batch(global_batch=images, num_gpus=row["num_gpus"], micro_batch=size)
 
 
 def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
@@ -178,12 +257,13 @@ def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
 
 
 def make_setups(
-    gpu_counts: str, *, global_batch: int | None, device_batch: int | None, micro_batch: int
+    arguments: BatchFlags, *, global_batch: int | None, micro_batch: int
 ) -> list[Setup]:
     """Divide a step among each number of GPUs, in ascending order.
 
     Either the global batch is fixed (strong scaling) or the batch of each GPU (weak scaling).
     """
+    device_batch = arguments.device_batch
     if (global_batch is None) == (device_batch is None):
         raise ConfigError(
             "the batch is either the same for all numbers of GPUs or grows with them",
@@ -197,93 +277,14 @@ def make_setups(
         Setup(num_gpus, device_batch, micro_batch)
         if global_batch is None
         else split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
-        for num_gpus in sorted(parse_counts(gpu_counts, flag="--num_gpus"))
+        for num_gpus in arguments.num_gpus
     ]
 
 
-def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
-    size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
-    images = row.get("images_per_step") or row.get("global_batch")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise _missing(row, "micro_batch", flag="--micro_batch, for the rows that do not tell it")
-    if images is None:
-        raise _missing(row, "global_batch", flag="the column global_batch or images_per_step")
-    num_gpus = row["num_gpus"]
-    if row.get("images_per_step") and images % num_gpus:
-        raise ConfigError(
-            "the images of a step cannot be shared out among the GPUs",
-            value=f"images_per_step {images} on {num_gpus} GPUs",
-            allowed="a multiple of num_gpus",
-            flag="the column images_per_step",
-        )
-    return split_batch(global_batch=images, num_gpus=num_gpus, micro_batch=size)
-
-
-def _missing(row: Row, column: str, *, flag: str) -> ConfigError:
-    return ConfigError(
-        f"a row does not tell its {column} as a whole number above 0",
-        value=as_text(row.get(column)),
-        allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, {row.get('source')})",
-        flag=flag,
-    )
-
-
-def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
-    """Parse texts ``IMAGE_SIZE=IMAGES_PER_SECOND`` of one number of GPUs."""
-    given = parse_conditions(texts, flag="--images_per_second")
-    try:
-        rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
-    except ValueError:
-        rates = {}
-    if not rates or not all(rate[0] > 0 and is_bounded(rate[0]) for rate in rates.values()):
-        raise ConfigError(
-            "a throughput is not a number",
-            value=" ".join(texts),
-            allowed="IMAGE_SIZE=IMAGES_PER_SECOND of all GPUs together, e.g. 256=1100 512=290",
-            flag="--images_per_second",
-        )
-    if len(gpu_counts) != 1:
-        raise ConfigError(
-            "a given throughput is for one number of GPUs",
-            value=list(gpu_counts),
-            allowed="one number",
-            flag="--num_gpus",
-        )
-    return {gpu_counts[0]: rates}
-
-
-def find_rates(
-    rows: Sequence[Row], sizes: Collection[int], *, gpu_counts: Sequence[int]
-) -> tuple[Rates, list[str]]:
-    """Find the throughput at each resolution, in pixels, for each number of GPUs; empty: for all.
-
-    Returns:
-        The rates for each number of GPUs with all resolutions, or for every number if none has all;
-        and a line about each number of GPUs that is left out.
-    """
-    by_gpus = group(
-        [row for row in rows if not gpu_counts or row["num_gpus"] in gpu_counts],
-        key_of=lambda row: row["num_gpus"],
-    )
-    if not by_gpus:
-        raise ConfigError(
-            "no figure has this number of GPUs",
-            value=list(gpu_counts),
-            allowed=", ".join(map(as_text, known_values(rows, "num_gpus"))),
-            flag="--num_gpus; python -m sdbench scaling predict makes figures of others",
-        )
-    rates: Rates = {}
-    for num_gpus, of_gpus in by_gpus.items():
-        by_size = group(of_gpus, key_of=lambda row: row.get(IMAGE_SIZE))
-        rates[num_gpus] = {size: rate_of(runs) for size, runs in by_size.items() if size in sizes}
-    complete = {count: found for count, found in rates.items() if found.keys() >= set(sizes)}
-    left_out = [
-        f"left out: {num_gpus} GPUs, without a figure at "
-        + " and ".join(f"{size} px" for size in sorted(set(sizes) - found.keys()))
-        for num_gpus, found in rates.items()
-        if num_gpus not in complete
-    ]
-    return (complete, left_out) if complete else (rates, [])
+def setup_columns(setup: Setup) -> Row:
+    """The columns of a setup in CSV files and tables."""
+    names = ("num_gpus", "images_per_step", "micro_batch", "num_micro_batches", "last_micro_batch")
+    return {name: getattr(setup, name) for name in names}
 
 
 def rate_of(rows: Sequence[Row]) -> Amount:
@@ -297,38 +298,3 @@ def rate_of(rows: Sequence[Row]) -> Amount:
         check_one_kind(rows, ("source",))
     mean, interval = mean_rate(figures), between_runs_interval(figures)
     return make_amount(mean, interval.low, interval.high) if interval else make_amount(mean)
-
-
-def parse_counts(text: str, *, flag: str) -> list[int]:
-    """Parse ``8,16,32``, or ``8,16,...,512``, which continues by a factor of 2 or a difference."""
-    try:
-        return _expand(text.split(","))
-    except ValueError:
-        raise ConfigError(
-            "GPU counts cannot be read",
-            value=text,
-            allowed=f"whole numbers above 0, e.g. 8,16,64 or 8,16,...,512; at most {MAX_COUNTS} of "
-            f"them, up to {MAX_COUNT:,}",
-            flag=flag,
-        ) from None
-
-
-def _expand(texts: Sequence[str]) -> list[int]:
-    if "..." not in texts:
-        counts = [int(text) for text in texts]
-    else:
-        *start, _, end = (text if text == "..." else int(text) for text in texts)
-        if len(start) < 2 or texts[-2] != "...":
-            raise ValueError
-        before, last = start[-2:]
-        doubles, step = last == 2 * before, last - before
-        if step <= 0:
-            raise ValueError
-        counts = start
-        while (following := 2 * counts[-1] if doubles else counts[-1] + step) <= end:
-            counts.append(following)
-            if len(counts) > MAX_COUNTS:
-                raise ValueError
-    if len(counts) > MAX_COUNTS or not 1 <= min(counts) <= max(counts) <= MAX_COUNT:
-        raise ValueError
-    return counts

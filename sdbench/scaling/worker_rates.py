@@ -1,10 +1,9 @@
-"""Reads images/s of one trainer, encoder or decoder from records or from the command line."""
+"""Images/s of one trainer, encoder or decoder, from records or from the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,103 +16,149 @@ from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
 from sdbench.report import feed_table
 from sdbench.report.figures import MEASURED
 from sdbench.report.runs import read_record, use_each
-from sdbench.scaling.command_line import MachinesFlags
-from sdbench.scaling.cost import Amount
-from sdbench.scaling.machines import WorkerRates
+from sdbench.scaling.amounts import Amount
 from sdbench.scaling.points import IMAGE_SIZE, Row, rate_of
 from sdbench.settings.data import ONLINE, PRECOMPUTED
+from sdbench.settings.kinds import TEXT
 from sdbench.settings.ray import RAY
+from sdbench.settings.setting import REQUIRED, setting
 
-CONFIGURATION = "configuration"
-NUMBERS = re.compile(r"([1-9][0-9]*)=([^:]+)(?::([^:]+):([^:]+))?")
+NUMBERS = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
+ENDS = ("low", "high")
+# The rate of one worker and its interval; None: a record has neither.
+Found = tuple[float, Mapping[str, Any]] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatesFlags:
+    """Images/s of one worker of each kind."""
+
+    trainer_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one trainer that is given latents: records of benchmark.py, or SIZE=RATE, or "
+        "SIZE=RATE:LOW:HIGH",
+        takes_several=True,
+    )
+    encoder_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
+        takes_several=True,
+    )
+    decoder_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one CPU worker with a core of its own: records of data.py, or so",
+        takes_several=True,
+    )
+    in_step_rates: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "images/s of one trainer that encodes in its step: records of benchmark.py, or so "
+        "(default: this way is left out)",
+        takes_several=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """A kind of worker with the flag that takes its rates and the programs that measure them.
+    """A kind of worker.
 
-    ``find`` returns the rate of one worker in a record with its interval, or None without one.
+    Attributes:
+        name: In words.
+        flag: The flag that takes its rates, without dashes.
+        measured_by: The programs that measure them.
+        find: Returns the rate of one worker in a record.
     """
 
+    name: str
     flag: str
     measured_by: str
-    find: Callable[[Mapping[str, Any]], tuple[float, Mapping[str, Any] | None] | None]
+    find: Callable[[Mapping[str, Any]], Found]
 
 
-def _of_trainer(place: str, record: Mapping[str, Any]) -> Any:
+def _of_trainer(place: str, record: Mapping[str, Any]) -> Found:
     if kind_of(record) != BENCHMARK or place_of_encoders(record["config"]) != place:
         return None
     return _of_each(record["summary"], "device")
 
 
-def _of_encoder(record: Mapping[str, Any]) -> Any:
-    if kind_of(record) == PRECOMPUTE:
-        # With Ray the rate is that of decoders, encoders and the process together.
-        if record["config"].get("engine") == RAY:
-            return None
-        return _of_each(record["summary"], "device")
-    return _of_stage(record, "encoder")
+def _of_encoder(record: Mapping[str, Any]) -> Found:
+    if kind_of(record) == FEED:
+        return _of_stage(record, "encoder")
+    # With Ray the rate is that of decoders, encoders and the process together.
+    if kind_of(record) != PRECOMPUTE or record["config"].get("engine") == RAY:
+        return None
+    return _of_each(record["summary"], "device")
 
 
-def _of_decoder(record: Mapping[str, Any]) -> Any:
+def _of_decoder(record: Mapping[str, Any]) -> Found:
     if kind_of(record) != FEED or record["config"]["latents"] != ONLINE:
         return None
     # With an emulated step the rate is that of the trainer, and the record has none of a core.
     return _of_stage(record, "decoder") or _of_each(record["summary"], "core")
 
 
-def _of_each(summary: Mapping[str, Any], each: str) -> Any:
-    """Return the rate of one worker, and the interval of all scaled to it."""
+def _of_each(summary: Mapping[str, Any], each: str) -> Found:
+    """The rate of one worker, and the interval of all scaled to it."""
     rate, rate_of_each = summary["images_per_second"], summary[f"images_per_second_per_{each}"]
     if rate_of_each is None:
         return None
     interval = summary.get("images_per_second_interval") or {}
-    ends = {end: interval[end] for end in ("low", "high") if interval.get(end) is not None}
-    return rate_of_each, {end: value * rate_of_each / rate for end, value in ends.items()}
+    known = {end: interval[end] for end in ENDS if interval.get(end) is not None}
+    return rate_of_each, {end: value * rate_of_each / rate for end, value in known.items()}
 
 
-def _of_stage(record: Mapping[str, Any], worker: str) -> Any:
-    """Return the rate of an actor in a record of data.py --engine ray."""
-    stages = record["summary"].get("ray") if kind_of(record) == FEED else None
+def _of_stage(record: Mapping[str, Any], worker: str) -> Found:
+    """The rate of an actor in a record of data.py --engine ray."""
+    stages = record["summary"].get("ray") or {}
     name = f"images_per_second_per_{worker}"
-    return (stages[name], stages[f"{name}_interval"]) if stages and stages[name] else None
+    return (stages[name], stages[f"{name}_interval"] or {}) if stages.get(name) else None
 
 
 TRAINER = Worker(
-    "--trainer_rates",
+    "one trainer on latents",
+    "trainer_rates",
     "benchmark.py --latents precomputed",
     functools.partial(_of_trainer, PRECOMPUTED),
 )
 ENCODING_TRAINER = Worker(
-    "--in_step_rates",
+    "one trainer with encoders in the step",
+    "in_step_rates",
     "benchmark.py with encoders in the step",
     functools.partial(_of_trainer, ONLINE),
 )
-ENCODER = Worker("--encoder_rates", "precompute without Ray, or data.py --engine ray", _of_encoder)
+ENCODER = Worker(
+    "one encoder",
+    "encoder_rates",
+    "precompute without Ray, or data.py --engine ray",
+    _of_encoder,
+)
 DECODER = Worker(
-    "--decoder_rates",
+    "one decoder",
+    "decoder_rates",
     "data.py on pictures, with --engine ray or without --emulate_step_seconds",
     _of_decoder,
 )
-# In the order of the fields of `WorkerRates`.
-WORKERS = (TRAINER, ENCODER, DECODER, ENCODING_TRAINER)
+WORKERS = (TRAINER, ENCODING_TRAINER, ENCODER, DECODER)
+Rates = Mapping[Worker, Mapping[int, Amount]]
 
 
-def read_worker_rates(arguments: MachinesFlags, sizes: Collection[int]) -> WorkerRates:
+def read_rates(flags: RatesFlags, sizes: Collection[int]) -> Rates:
     """Read the rates of all workers at these resolutions, in pixels, from their flags."""
-    found = []
+    found = {}
     for worker in WORKERS:
-        texts = getattr(arguments, worker.flag.removeprefix("--"))
-        rates = _read_rates(texts, worker)
-        if texts and not rates.keys() >= set(sizes):
+        texts = getattr(flags, worker.flag)
+        found[worker] = _read_rates(texts, worker)
+        if texts and not found[worker].keys() >= set(sizes):
             raise ConfigError(
-                f"{worker.flag} lacks a resolution of the recipe",
-                value=" and ".join(f"{size} px" for size in rates),
+                f"--{worker.flag} lacks a resolution of the recipe",
+                value=" and ".join(f"{size} px" for size in found[worker]),
                 allowed="rates at " + " and ".join(f"{size} px" for size in sorted(sizes)),
-                flag=worker.flag,
+                flag=f"--{worker.flag}",
             )
-        found.append(rates)
-    return WorkerRates(*found)
+    return found
 
 
 def _read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
@@ -122,44 +167,40 @@ def _read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
     Three or more records of a resolution give an interval between runs. A record that cannot be
     read is named on stderr and left out.
     """
-    rows = [_parse(text, worker) for text in texts]
-    files = [Path(text) for text, row in zip(texts, rows, strict=True) if row is None]
-    records, _ = use_each(files, lambda file: (file, read_record(file, flag=worker.flag)))
-    rows = [row for row in rows if row is not None]
+    files = [Path(text) for text in texts if not NUMBERS.fullmatch(text)]
+    records, _ = use_each(files, lambda file: (file, read_record(file, flag=f"--{worker.flag}")))
+    rows = [_parse(*found.groups(), worker) for text in texts if (found := NUMBERS.fullmatch(text))]
     rows += [_find_row(file, record, worker) for file, record in records]
     by_size = group(rows, key_of=lambda row: row[IMAGE_SIZE])
     for size, of_size in by_size.items():
-        configurations = {row[CONFIGURATION] for row in of_size}
+        configurations = {row["configuration"] for row in of_size}
         if len(of_size) > 1 and (len(configurations) > 1 or None in configurations):
             raise ConfigError(
                 f"several rates at {size} px are not from runs of one configuration",
                 value=" ".join(row["source"] for row in of_size),
                 allowed="one rate for each resolution, or runs that differ in nothing",
-                flag=worker.flag,
+                flag=f"--{worker.flag}",
             )
     return {size: rate_of(of_size) for size, of_size in by_size.items()}
 
 
-def _parse(text: str, worker: Worker) -> Row | None:
-    """Return the row of a rate that is given as numbers; None for another text."""
-    found = NUMBERS.fullmatch(text)
-    if not found:
-        return None
-    size, *numbers = found.groups()
+def _parse(size: str, rate: str, low: str | None, high: str | None, worker: Worker) -> Row:
+    """The row of a rate that is given as numbers."""
+    source = f"{size}={rate}" if low is None else f"{size}={rate}:{low}:{high}"
     try:
-        rate, low, high = (math.nan if number is None else float(number) for number in numbers)
-        is_right = 0 < rate <= LARGEST and (found[3] is None or 0 < low <= rate <= high <= LARGEST)
-        is_right = is_right and len(size) < 10
+        values = [float(text) for text in (low, rate, high) if text is not None]
+        is_right = values[0] > 0 and values == sorted(values) and values[-1] <= LARGEST
     except ValueError:
         is_right = False
     if not is_right:
         raise ConfigError(
             "images/s of a worker are not above 0 or not within their interval",
-            value=text,
+            value=source,
             allowed="SIZE=RATE or SIZE=RATE:LOW:HIGH, e.g. 256=139:135:143, or a record",
-            flag=worker.flag,
+            flag=f"--{worker.flag}",
         )
-    return _make_row(text, int(size), rate, low, high)
+    interval = {} if low is None else {"low": float(low), "high": float(high)}
+    return _make_row(source, int(size), float(rate), interval)
 
 
 def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
@@ -171,21 +212,17 @@ def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
             "a record has no rate of such a worker at one resolution",
             value=f"{path}: {kind}, {record['status']}, {size} px",
             allowed=f"records of {worker.measured_by} that ended well, or SIZE=RATE",
-            flag=worker.flag,
+            flag=f"--{worker.flag}",
         )
-    rate, interval = found
-    low, high = ((interval or {}).get(end) for end in ("low", "high"))
-    is_training = kind == BENCHMARK
-    configuration = settings_of(record) if is_training else feed_table.configuration_of(record)
-    return _make_row(str(path), size, rate, low, high, configuration=as_key(configuration))
+    settings = settings_of(record) if kind == BENCHMARK else feed_table.configuration_of(record)
+    return _make_row(str(path), size, *found, configuration=as_key(settings))
 
 
 def _make_row(
     source: str,
     size: int,
     rate: float,
-    low: float | None,
-    high: float | None,
+    interval: Mapping[str, Any],
     *,
     configuration: Any = None,
 ) -> Row:
@@ -194,7 +231,6 @@ def _make_row(
         "kind": MEASURED,
         IMAGE_SIZE: size,
         "images_per_second": rate,
-        "images_per_second_low": low,
-        "images_per_second_high": high,
-        CONFIGURATION: configuration,
+        **{f"images_per_second_{end}": interval.get(end) for end in ENDS},
+        "configuration": configuration,
     }

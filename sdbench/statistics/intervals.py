@@ -134,13 +134,13 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     """
     if len(step_times_s) < MIN_STEPS:
         return None
-    mean = _mean_step(step_times_s)
+    _, low_s, high_s, num_blocks = _mean_step(step_times_s)
     return Interval(
-        low=images_per_step / mean.high_s,
-        high=images_per_step / mean.low_s if mean.low_s > 0 else math.inf,
+        low=images_per_step / high_s,
+        high=images_per_step / low_s if low_s > 0 else math.inf,
         level=LEVEL,
         kind="within-run",
-        num_samples=mean.num_blocks,
+        num_samples=num_blocks,
     )
 
 
@@ -163,8 +163,8 @@ def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
         return False
     if sum(step_times_s) < MIN_PRECISE_S or _num_effective(step_times_s) < MIN_EFFECTIVE_STEPS:
         return False
-    mean = _mean_step(step_times_s)
-    return (mean.high_s - mean.low_s) / 2 <= target * mean.mean_s
+    mean_s, low_s, high_s, _ = _mean_step(step_times_s)
+    return (high_s - low_s) / 2 <= target * mean_s
 
 
 def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
@@ -348,64 +348,51 @@ def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[
     """Return the change of the blocks by a shape of `_shape_fit`, and True if it exceeds noise."""
     from scipy import special
 
-    fit = _shape_fit(len(blocks), shape)
-    change = float(fit.weights @ blocks)
-    residuals = fit.residual_maker @ blocks
+    weights, residual_maker, noises = _shape_fit(len(blocks), shape)
+    correlations, expected_lag1, variance_by_power, degrees_of_freedom = noises
+    change = float(weights @ blocks)
+    residuals = residual_maker @ blocks
     power = float(residuals @ residuals)
     lag1 = float(residuals[1:] @ residuals[:-1]) / power if power else 0.0
-    correlation = float(np.interp(lag1, fit.expected_lag1, fit.correlations))
+    correlation = float(np.interp(lag1, expected_lag1, correlations))
     correlation = max(0.0, correlation + DRIFT_CORRELATION_MARGIN / len(blocks))
-    variance = power * float(np.interp(correlation, fit.correlations, fit.variance_by_power))
-    degrees = float(np.interp(correlation, fit.correlations, fit.degrees_of_freedom))
+    variance = power * float(np.interp(correlation, correlations, variance_by_power))
+    degrees = float(np.interp(correlation, correlations, degrees_of_freedom))
     quantile = float(special.stdtrit(degrees, (1 + level) / 2))
     return change, abs(change) > quantile * math.sqrt(variance)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ShapeFit:
-    """The least-squares fit of a level and a shape to blocks, and the effect of correlated noise.
-
-    Attributes:
-        weights: Their product with the blocks is the change by the shape, (blocks,).
-        residual_maker: Its product with the blocks gives the residuals, (blocks, blocks).
-        correlations: Lag-1 correlations of the noise, ascending; the fields below have one value
-            for each of them.
-        expected_lag1: Lag-1 correlation of the residuals, which is lower.
-        variance_by_power: Variance of the change over the sum of squared residuals.
-        degrees_of_freedom: Satterthwaite degrees of freedom of that sum.
-    """
-
-    weights: np.ndarray
-    residual_maker: np.ndarray
-    correlations: np.ndarray
-    expected_lag1: np.ndarray
-    variance_by_power: np.ndarray
-    degrees_of_freedom: np.ndarray
-
-
 @functools.cache
-def _shape_fit(num_blocks: int, shape: str | int) -> _ShapeFit:
-    """Fit ``slope``, from 0 to 1 between the ends, or a jump by 1 at this index."""
+def _shape_fit(num_blocks: int, shape: str | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fit a level and ``slope``, from 0 to 1 between the ends, or a jump by 1 at this index.
+
+    Returns:
+        Weights whose product with the blocks is the change by the shape, (blocks,); the matrix
+        whose product with the blocks gives the residuals, (blocks, blocks); and what correlated
+        noise does, (4, cases): its lag-1 correlation, ascending; that of the residuals, which is
+        lower; the variance of the change over the sum of squared residuals; and Satterthwaite's
+        degrees of freedom of that sum.
+    """
     index = np.arange(num_blocks)
     design = np.ones((num_blocks, 2))
     design[:, 1] = index / (num_blocks - 1) if shape == "slope" else index >= shape
     fit = np.linalg.pinv(design)
     residual_maker = np.eye(num_blocks) - design @ fit
     neighbours = (np.eye(num_blocks, k=1) + np.eye(num_blocks, k=-1)) / 2
-    correlations = np.linspace(-0.5, MAX_LAG1_CORRELATION, 30)
-    rows = []
-    for correlation in correlations:
+    cases = []
+    for correlation in np.linspace(-0.5, MAX_LAG1_CORRELATION, 30):
         noise = correlation ** np.abs(index[:, None] - index)  # autoregression of unit variance
         residual_noise = residual_maker @ noise
         power = np.trace(residual_noise)  # expected sum of squares
-        rows.append(
+        cases.append(
             (
+                correlation,
                 np.trace(residual_maker @ neighbours @ residual_noise) / power,
                 fit[1] @ noise @ fit[1] / power,
                 power**2 / np.trace(residual_noise @ residual_noise),
             )
         )
-    return _ShapeFit(fit[1], residual_maker, correlations, *np.array(rows).T)
+    return fit[1], residual_maker, np.array(cases).T
 
 
 def _block_means(step_times_s: Sequence[float], *, max_blocks: int = MAX_BLOCKS) -> list[float]:
@@ -431,18 +418,8 @@ def _num_effective(samples: Sequence[float]) -> float:
     return num_samples * (1 - correlation) / (1 + correlation)
 
 
-@dataclasses.dataclass(frozen=True)
-class _MeanStep:
-    """Mean step time with its interval, and the number of blocks that it is computed from."""
-
-    mean_s: float
-    low_s: float
-    high_s: float
-    num_blocks: int
-
-
-def _mean_step(step_times_s: Sequence[float]) -> _MeanStep:
-    """Compute the mean step time and its interval.
+def _mean_step(step_times_s: Sequence[float]) -> tuple[float, float, float, int]:
+    """Compute the mean step time, the ends of its interval, and their number of blocks.
 
     The mean is over all steps, not over the blocks, which may differ by a step in length. It is the
     mean of the steps without pauses plus the time of the pauses; the interval of this sum combines
@@ -461,7 +438,7 @@ def _mean_step(step_times_s: Sequence[float]) -> _MeanStep:
         low_s, high_s = _poisson_bounds(added_s)
         below_s = math.hypot(half_s, (added_s.sum() - low_s) / len(times_s))
         above_s = math.hypot(half_s, (high_s - added_s.sum()) / len(times_s))
-    return _MeanStep(mean_s, mean_s - below_s, mean_s + above_s, len(blocks))
+    return mean_s, mean_s - below_s, mean_s + above_s, len(blocks)
 
 
 def _poisson_bounds(sizes: np.ndarray) -> tuple[float, float]:

@@ -259,17 +259,14 @@ class StepLaw:
         Introduction to Linear Regression Analysis, section 3.8).
         """
         rows = self.regions[0.0].rows
-        sizes = np.linalg.norm(rows, axis=0)
-        asked = self._factors(setup) / self.step_time_s(setup)
-        if asked[sizes == 0].any():
-            return False
-        sizes[sizes == 0] = 1
-        _, strengths, directions = np.linalg.svd(rows / sizes, full_matrices=False)
-        told = strengths > ROUNDING * strengths[0]
-        figures = [self._factors(one.setup) / self.step_time_s(one.setup) for one in self.points]
-        along = np.array([asked, *figures]) / sizes @ directions[told].T
-        is_told = np.linalg.norm(along[0]) >= (1 - ROUNDING) * np.linalg.norm(asked / sizes)
-        leverages = np.sum((along / strengths[told]) ** 2, axis=1)
+        # A term that no figure has makes a setup that has it lie far beyond them.
+        sizes = np.maximum(np.linalg.norm(rows, axis=0), ROUNDING**2)
+        inverse = np.linalg.pinv(rows / sizes, rcond=ROUNDING)
+        setups = (setup, *(point.setup for point in self.points))
+        factors = [self._factors(one) / self.step_time_s(one) / sizes for one in setups]
+        told = np.linalg.norm(factors[0] @ inverse @ (rows / sizes))
+        leverages = np.linalg.norm(factors @ inverse, axis=1) ** 2
+        is_told = told >= (1 - ROUNDING) * np.linalg.norm(factors[0])
         return bool(is_told and leverages[0] <= max(leverages[1:]) + ROUNDING)
 
 
@@ -311,8 +308,10 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     if COMMUNICATION not in law.terms:
         notes.append(f"{COMMUNICATION}: not told apart from the other terms by these points")
     if law.hidden_share:
-        share = f"{100 * law.hidden_share:.0f} %"
-        notes.append(f"about {share} of the communication hides behind the backward pass")
+        notes.append(
+            f"about {100 * law.hidden_share:.0f} % of the communication hides behind the backward "
+            "pass"
+        )
     if len(figures.nums_nodes) == 1:
         notes.append(
             "all figures have the same number of nodes: what another one takes is not known"

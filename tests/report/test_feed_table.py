@@ -111,15 +111,11 @@ def test_a_person_reads_every_figure_with_its_unit():
     ]
 
 
-def test_a_person_reads_who_loads_without_workers():
-    text = format_feed(make_record(config={"num_workers": 0}, summary={"num_processes": 1}))
-    assert "100 (the trainer's own, without workers; 2 CPU cores)" in text
-
-
-def test_a_large_rate_has_no_exponent():
+def test_a_large_rate_has_no_exponent_and_the_trainer_may_load_by_itself():
     summary = {"images_per_second": 123456.0, "images_per_second_interval": None}
-    text = format_feed(make_record(summary=summary))
+    text = format_feed(make_record(config={"num_workers": 0}, summary=summary))
     assert "  images/s              123500 (no interval" in text
+    assert "100 (the trainer's own, without workers; 2 CPU cores)" in text
 
 
 def test_a_person_reads_how_long_the_trainer_waits():
@@ -138,42 +134,28 @@ def test_a_person_reads_how_long_the_trainer_waits():
     ]
 
 
+CLOSE = "no, but so close that another run may say otherwise"
+
+
 @pytest.mark.parametrize(
-    ("target", "num_needed", "answer"),
+    ("target", "num_needed", "verdict", "workers", "cores"),
     [
-        (
-            150,
-            2,
-            "yes. It takes 2 workers of 100 images/s, if each has a CPU core of its own; "
-            "this machine has 2",
-        ),
-        (
-            100,
-            1,
-            "yes. It takes 1 worker of 100 images/s, if each has a CPU core of its own; "
-            "this machine has 2",
-        ),
-        (
-            800,
-            8,
-            "no. It takes 8 workers of 100 images/s, if each has a CPU core of its own; "
-            "this machine has only 2",
-        ),
-        (
-            201,
-            3,
-            "no, but so close that another run may say otherwise. It takes 3 workers of "
-            "100 images/s, if each has a CPU core of its own; this machine has only 2",
-        ),
+        (150, 2, "yes", "2 workers", "2"),
+        (100, 1, "yes", "1 worker", "2"),
+        (800, 8, "no", "8 workers", "only 2"),
+        (201, 3, CLOSE, "3 workers", "only 2"),
     ],
 )
-def test_a_person_reads_whether_it_is_enough(target, num_needed, answer):
+def test_a_person_reads_whether_it_is_enough(target, num_needed, verdict, workers, cores):
     record = make_record(
         config={"target_images_per_second": target}, summary={"num_workers_for_target": num_needed}
     )
     name, _, rest = format_feed(record).splitlines()[-1].partition("images/s?")
     assert name.strip() == str(target)
-    assert rest.strip() == answer
+    assert rest.strip() == (
+        f"{verdict}. It takes {workers} of 100 images/s, if each has a CPU core of its own; "
+        f"this machine has {cores}"
+    )
 
 
 def test_a_run_is_a_row():
@@ -197,13 +179,9 @@ def test_a_run_is_a_row():
         "reason": "",
     }
     assert {name: row[name] for name in expected} == expected
-
-
-def test_a_gpu_is_not_what_loads():
-    gpu = make_machine(cpu_name="Xeon")
-    feed = make_record(machine=gpu)
-    encode = {**feed, "kind": "precompute"}
-    rows = csv.DictReader(format_csv([feed, encode]).splitlines())
+    # A GPU is not what loads.
+    feed = make_record(machine=make_machine(cpu_name="Xeon"))
+    rows = csv.DictReader(format_csv([feed, {**feed, "kind": "precompute"}]).splitlines())
     assert [row["device"] for row in rows] == ["Xeon", "NVIDIA H100 80GB HBM3"]
 
 

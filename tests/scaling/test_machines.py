@@ -136,19 +136,15 @@ def test_the_other_ways_to_encode(plan, capsys):
         ({"num_encoders": 40}, "trainers", (100, 90, 125)),
         # The decoders' rate is given without an interval.
         ({"num_decoders": 5}, "decoders", (15, None, None)),
+        # Trainers that encode decode on their own cores: 48 of 3 machines.
+        ({"decoder_rates": "64=0.5"}, "decoders", (24, None, None)),
     ],
 )
 def test_with_the_workers_that_one_has_the_slowest_decides(plan, changes, slowest, rate):
-    (row,) = plan(**changes)[BESIDE]
+    (row,) = plan(**changes)[IN_STEP if "decoder_rates" in changes else BESIDE]
     assert row["slowest"] == slowest
     assert amounts(row, "images_per_second") == rate
     assert row["hours"] == pytest.approx(1000 / rate[0])
-
-
-def test_trainers_that_encode_decode_on_their_own_cores(plan):
-    # 48 cores of 3 machines at half an image/s are slower than 10 trainers of 4.
-    (row,) = plan(decoder_rates="64=0.5")[IN_STEP]
-    assert (row["slowest"], row["images_per_second"]) == ("decoders", 24)
 
 
 # The table of seed 002, as it is quoted.
@@ -166,51 +162,51 @@ def figure(quoted):
     return find
 
 
-def plan_of_the_seed(plan, figure, *, trainer_machine: str, share: float = 1.0):
+@pytest.fixture
+def plan_of_the_seed(plan, figure):
     """Its trainers at the rate of its ingest benchmark, fed by a share of the rate of one of 48.
 
     The rate at 512 px is told nowhere: it is what the hours leave for that stage.
     """
     trained = 4096 / figure("emulated training step", "s")
     hours = figure("2.867e9 images", "A100-hours") / 32
-    trained_at_512 = 1.7408e9 / (hours * 3600 - 1.1264e9 / trained)
-    assert trained_at_512 == pytest.approx(1418, abs=1)
-    rates = {256: trained, 512: trained_at_512}
-    num_encoders = figure("encoders of", "GPUs")
-    num_decoders = figure("transformation workers", "CPUs")
-    return plan(
-        recipe="seed002",
-        recipes=None,
-        prices=None,
-        in_step_rates=None,
-        num_trainers=32,
-        scaling_efficiency=1,
-        margin=0,
-        trainer_rates=[f"{size}={rate / 32!r}" for size, rate in rates.items()],
-        encoder_rates=[f"{size}={share * rate / num_encoders!r}" for size, rate in rates.items()],
-        decoder_rates=[f"{size}={share * rate / num_decoders!r}" for size, rate in rates.items()],
-        trainer_machine=trainer_machine,
-        encoder_machine="g5.2xlarge",
-    )
+    rates = {256: trained, 512: 1.7408e9 / (hours * 3600 - 1.1264e9 / trained)}
+    assert rates[512] == pytest.approx(1418, abs=1)
+
+    def rates_of_each(number: float, share: float = 1.0) -> list[str]:
+        return [f"{size}={share * rate / number!r}" for size, rate in rates.items()]
+
+    def run(machine: str, *, share: float = 1.0) -> dict[str, list[dict]]:
+        return plan(
+            **dict.fromkeys(("recipes", "prices", "in_step_rates")),
+            recipe="seed002",
+            num_trainers=32,
+            scaling_efficiency=1,
+            margin=0,
+            trainer_rates=rates_of_each(32),
+            encoder_rates=rates_of_each(figure("encoders of", "GPUs"), share),
+            decoder_rates=rates_of_each(figure("transformation workers", "CPUs"), share),
+            trainer_machine=f"p4de.24xlarge-{machine}",
+            encoder_machine="g5.2xlarge",
+        )
+
+    return run
 
 
-def test_the_seeds_table_comes_back(plan, figure):
+def test_the_seeds_table_comes_back(plan_of_the_seed, figure):
     for machine, price in (("reserved", "1-year"), ("on-demand", "on demand")):
-        ways = plan_of_the_seed(plan, figure, trainer_machine=f"p4de.24xlarge-{machine}")
+        ways = plan_of_the_seed(machine)
         # Its dollars are those of the A100 alone.
         _, at_256, _, at_512 = ways[ONCE]
         assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
         cost_usd = at_256["cost_usd"] + at_512["cost_usd"]
         assert cost_usd == pytest.approx(figure(price, "USD"), rel=1e-4)
-
-
-def test_the_seeds_encoders_are_found_and_none_too_few(plan, figure):
-    row = plan_of_the_seed(plan, figure, trainer_machine="p4de.24xlarge-r")[BESIDE][0]
+    row = ways[BESIDE][0]
     assert (row["num_encoders"], row["num_decoders"]) == (48, 192)
     # 192 decoders have a core each on the 8 of 48 machines.
-    assert row["machines"] == "4 x p4de.24xlarge-reserved, 48 x g5.2xlarge-on-demand"
-    slow = plan_of_the_seed(plan, figure, trainer_machine="p4de.24xlarge-r", share=0.999)
-    assert (slow[BESIDE][0]["num_encoders"], slow[BESIDE][0]["num_decoders"]) == (49, 193)
+    assert row["machines"] == "4 x p4de.24xlarge-on-demand, 48 x g5.2xlarge-on-demand"
+    slow = plan_of_the_seed("r", share=0.999)[BESIDE][0]
+    assert (slow["num_encoders"], slow["num_decoders"]) == (49, 193)
 
 
 # Rates from records.
@@ -295,10 +291,10 @@ def test_a_record_of_ray_data_has_both_rates(plan, write, published):
         "num_failed_blocks": 0,
     }
     path = write(record)
-    ways = plan(encoder_rates=path, decoder_rates=path, num_encoders=10, num_decoders=30)
+    ways = plan(encoder_rates=path, decoder_rates=path, num_encoders=10, num_decoders=20)
     encode, _ = ways[ONCE]
-    # 10 encoders do 70, 60 at least; 30 decoders 90, 60 to 120.
-    assert amounts(encode, "images_per_second") == (70, 60, None)
+    # 10 encoders do 70, 60 at least; 20 decoders 60, 40 to 80.
+    assert amounts(encode, "images_per_second") == (60, 40, None)
 
 
 def test_records_of_other_work_are_refused(command, write, published):
@@ -333,23 +329,17 @@ def test_records_of_other_work_are_refused(command, write, published):
         ("trainer_machine", "p5"),
         ("decoder_machine", "p5"),
         ("margin", -0.1),
+        # Of the file of prices: what stands for the first text.
+        ("prices", ("num_devices: 4", "num_devices: 0")),
+        ("prices", ("num_cpu_cores: 16", "num_cpu_cores: 1.5")),
+        ("prices", ("per: machine-hour", "per: GPU-hour")),
+        ("prices", ("value: 10", "value: -10")),
     ],
 )
-def test_what_cannot_be_planned_with_is_refused(command, name, value):
-    assert refusal_of("scaling", "machines", *command(**{name: value})).flag == f"--{name}"
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("num_devices: 4", "num_devices: 0"),
-        ("num_cpu_cores: 16", "num_cpu_cores: 1.5"),
-        ("per: machine-hour", "per: GPU-hour"),
-        ("value: 10", "value: -10"),
-    ],
-)
-def test_a_machine_that_is_not_whole_is_refused(command, tmp_path, old, new):
-    prices = tmp_path / "other.yaml"
-    prices.write_text(PRICES.replace(old, new, 1))
-    error = refusal_of("scaling", "machines", *command(prices=prices))
-    assert error.flag.startswith("--prices")
+def test_what_cannot_be_planned_with_is_refused(command, tmp_path, name, value):
+    if name == "prices":
+        path = tmp_path / "other.yaml"
+        path.write_text(PRICES.replace(*value, 1))
+        value = path
+    error = refusal_of("scaling", "machines", *command(**{name: value}))
+    assert error.flag.split()[0] == f"--{name}"

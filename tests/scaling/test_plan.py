@@ -72,8 +72,8 @@ def test_when_nothing_fits_it_says_so_and_how_near_it_comes(capsys, flags, limit
     found, sentence = plan(capsys, *flags, *limits.split())
     assert found == ""
     assert sentence.startswith(f"Nothing here keeps {words}")
-    assert "The fastest is 16 GPUs: 2 days" in sentence
-    assert "the cheapest is 1 GPU: 17 days" in sentence
+    assert "The fastest is 16 GPUs with micro-batch 4: 2 days" in sentence
+    assert "the cheapest is 1 GPU with micro-batch 4: 17 days" in sentence
 
 
 def test_a_doubtful_fit_and_an_extrapolation_are_told(capsys, quoted):

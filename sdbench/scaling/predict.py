@@ -1,0 +1,275 @@
+"""The commands `scaling fit` and `scaling predict`: the law of a step, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.report.figures import as_text
+from sdbench.report.tables import Cell, Field, make_table, tabulate, to_terminal
+from sdbench.scaling.amounts import format_range, make_amount, value_field, write_rows
+from sdbench.scaling.points import (
+    IMAGE_SIZE,
+    KIND_OF_WORK,
+    MODELLED,
+    OUT_HELP,
+    BatchFlags,
+    Row,
+    TableFlags,
+    check_one_kind,
+    describe_sources,
+    first_known,
+    known_values,
+    make_points,
+    make_setups,
+    read_rows,
+    setup_columns,
+)
+from sdbench.settings.kinds import PATH, POSITIVE
+from sdbench.settings.setting import setting, shared
+from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, StepLaw, fit_law
+
+FIT_DESCRIPTION = """\
+Fit the step law to the figures of one kind of GPU and one kind of work:
+
+  step_s = micro-batches x time per micro-batch + overhead per step
+  micro-batches = ceil(images of one GPU / micro-batch),
+  images of one GPU = floor(batch / GPUs)
+
+With several micro-batch sizes, images of one GPU x time per image joins it; with figures of several
+nodes that show it, (nodes - 1) / nodes x communication and (GPUs - 1) x latency per rank. Where
+they do not, the overhead has the communication in it, and is named so. Images in a step are GPUs x
+images of one GPU, which is less than the batch where it does not divide. The constants are those
+with the least squares of relative errors. Their 95 % intervals have all constants, none negative,
+of all terms that agree with the figures, which are taken for independent.
+
+Folders of runs may stand beside tables. Where a run was profiled, or a table has the column
+gradient_communication_s, the time that a step waits for gradients is fitted by itself, and the law
+also has the part of it that hides behind the backward pass.
+"""
+
+FIT_EPILOG = """\
+examples:
+  python -m sdbench scaling fit results/quoted/aws_p5_scaling.csv
+  python -m sdbench scaling fit results/quoted/mosaicml_diffusion_a100.csv --where image_size=512
+  python -m sdbench scaling fit results/quoted/aws_p5_scaling.csv \\
+      results/quoted/aws_p4de_p5_single_node.csv --where gpu=H100 ema=true
+"""
+
+PREDICT_DESCRIPTION = """\
+Fit the step law, and say what it gives for other numbers of GPUs: with one global batch for all
+(strong scaling), or with so many images on each GPU (weak scaling). The interval is that of a
+figure measured there. It holds for every law that agrees with the figures; beyond them, which is
+noted, also for a law that is off by a power of what doubles. Speed-up and efficiency are against
+the fewest GPUs asked for. Figures that are off by more than 20 % on average predict nothing.
+"""
+
+PREDICT_EPILOG = """\
+examples:
+  python -m sdbench scaling predict results/quoted/aws_p5_scaling.csv --num_gpus 8,16,...,512
+  python -m sdbench scaling predict results/quoted/aws_p5_scaling.csv --num_gpus 256,320,384 \\
+      --global_batch 2048
+  python -m sdbench scaling predict results/quoted/aws_p5_scaling.csv --num_gpus 8,64,512 \\
+      --device_batch 32 --out weak.csv
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitFlags(TableFlags):
+    """Flags of every command that fits the step law."""
+
+    micro_batch: int | None = setting(
+        POSITIVE,
+        None,
+        "micro-batch of the rows that do not tell theirs, and of what is predicted",
+    )
+    num_gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictFlags(FitFlags, BatchFlags):
+    """Flags of predict."""
+
+    global_batch: int | None = shared(
+        BatchFlags, "global_batch", help="strong scaling (default: that of the figures)"
+    )
+    out: Path | None = setting(PATH, None, OUT_HELP)
+
+
+def run_fit(arguments: FitFlags) -> None:
+    """Fit the law, and print the constants and the error at each figure."""
+    rows = read_rows(arguments)
+    law = _fit(rows, arguments)
+    constants = [
+        {"constant": term, "seconds": value, "95 % interval": format_range(low, high)}
+        for term in law.terms
+        for value, low, high in [law.constant(term)]
+    ]
+    errors = law.errors()
+    points = [
+        {
+            **setup_columns(point.setup),
+            "step_time_s": point.step_time_s,
+            "images_per_second": make_amount(point.images_per_second),
+            "law": make_amount(point.setup.images_per_step / law.step_time_s(point.setup)),
+            "error": Cell(f"{error:+.1%}", error),
+        }
+        for point, error in zip(law.points, errors, strict=True)
+    ]
+    print(_describe_figures(rows, law))
+    print(f"\n{to_terminal(make_table(constants))}")
+    print(f"\n{to_terminal(tabulate((*FIGURE, *LAW), points))}")
+    largest = max(map(abs, errors))
+    print(f"\nerror of {len(errors)} figures: mean {law.mean_error:.2%}, max {largest:.2%}")
+    if law.mean_error > MAX_MEAN_ERROR:
+        print(
+            "warning: these figures do not follow the law, and nothing is predicted from it; see "
+            "the largest errors"
+        )
+
+
+def run_predict(arguments: PredictFlags) -> None:
+    """Print the predictions for other GPU counts, and write them to the file of --out."""
+    rows = read_rows(arguments)
+    law = fit_to_predict(rows, arguments)
+    global_batch = _global_batch(rows, arguments)
+    setups = make_setups(
+        arguments, global_batch=global_batch, micro_batch=_micro_batch(law, arguments)
+    )
+    predictions = [law.predict(setup) for setup in setups]
+    names = " and ".join(path.name for path in arguments.tables)
+    common = {
+        "source": f"step law fitted to {names} ({describe_sources(rows)})",
+        "kind": MODELLED,
+        **{column: first_known(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)},
+    }
+    found = [
+        {**common, **_prediction_row(one, predictions[0], asked_images=global_batch)}
+        for one in predictions
+    ]
+    print(_describe_figures(rows, law))
+    if global_batch is None:
+        print(f"weak scaling: {arguments.device_batch} images of each GPU in a step")
+    else:
+        print(f"strong scaling: a global batch of {global_batch}")
+    print(f"\n{to_terminal(tabulate((*FIGURE, *PREDICTION), found))}")
+    write_rows(arguments.out, found)
+
+
+def fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
+    """Fit the law, and refuse one that its own figures do not follow."""
+    law = _fit(rows, arguments)
+    if law.mean_error > MAX_MEAN_ERROR:
+        raise ConfigError(
+            "the figures do not follow the step law, so that it predicts nothing",
+            value=f"a mean error of {law.mean_error:.0%}",
+            allowed=f"at most {MAX_MEAN_ERROR:.0%}; python -m sdbench scaling fit shows the error "
+            "of each figure",
+            flag="TABLE and --where",
+        )
+    return law
+
+
+def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
+    check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
+    points = make_points(rows, micro_batch=arguments.micro_batch)
+    return fit_law(points, gpus_per_node=arguments.num_gpus_per_node)
+
+
+def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:
+    """The micro-batch of the predictions."""
+    if arguments.micro_batch is not None:
+        return arguments.micro_batch
+    if len(law.micro_batches) > 1:
+        raise ConfigError(
+            "the figures have several micro-batches, and a prediction is for one",
+            value="no --micro_batch",
+            allowed=" | ".join(map(str, law.micro_batches)) + ", or another",
+            flag="--micro_batch",
+        )
+    return law.micro_batches[0]
+
+
+def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
+    """The global batch of strong scaling; None for weak scaling."""
+    if arguments.device_batch is not None or arguments.global_batch is not None:
+        return arguments.global_batch
+    values = known_values(rows, "global_batch")
+    if len(values) != 1:
+        raise ConfigError(
+            "the figures have no common global batch",
+            value=", ".join(map(as_text, values)) or "none",
+            allowed="a global batch (strong scaling) or images of each GPU (weak scaling)",
+            flag="--global_batch or --device_batch",
+        )
+    return values[0]
+
+
+def _describe_figures(rows: Sequence[Row], law: StepLaw) -> str:
+    """Lines on the figures that a law was fitted to, and on its terms without a value."""
+    columns = ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
+    known = {column: first_known(rows, column) for column in columns}
+    kinds = [f"{name} {as_text(value)}" for name, value in known.items() if value is not None]
+    lines = [f"figures: {len(law.points)}, {', '.join(kinds)}"]
+    if len(rows) > len(law.points):
+        lines.append(f"left out: {len(rows) - len(law.points)} modelled, which are no evidence")
+    return "\n".join(map(for_terminal, [*lines, *law.notes]))
+
+
+def _prediction_row(one: Prediction, first: Prediction, *, asked_images: int | None) -> Row:
+    """A prediction beside that for the fewest GPUs; None images were asked for: weak scaling."""
+    speed_up = one.images_per_second / first.images_per_second
+    ends = (one.images_per_second_low, one.images_per_second_high)
+    return {
+        **setup_columns(one.setup),
+        "global_batch": asked_images or one.setup.images_per_step,
+        "images_per_second": make_amount(one.images_per_second, *ends),
+        "step_time_s": one.step_time_s,
+        "speed_up": speed_up,
+        "efficiency_percent": 100 * speed_up * first.setup.num_gpus / one.setup.num_gpus,
+        "extrapolated": one.is_extrapolated,
+    }
+
+
+def _micro_batches(row: Row) -> str:
+    """E.g. ``2 of 4, the last of 1``."""
+    device_batch = row["images_per_step"] // row["num_gpus"]
+    text = f"{row['num_micro_batches']} of {min(row['micro_batch'], device_batch)}"
+    if row["num_micro_batches"] > 1 and row["last_micro_batch"] < row["micro_batch"]:
+        text += f", the last of {row['last_micro_batch']}"
+    return text
+
+
+def _note(row: Row) -> str:
+    notes = ["extrapolated"] if row["extrapolated"] else []
+    if row["images_per_step"] != row["global_batch"]:
+        notes.insert(0, f"{row['images_per_step']} of {row['global_batch']} images in a step")
+    return "; ".join(notes)
+
+
+# The columns of tables, whose rows have the names of the columns of the CSV files.
+SETUP = (
+    Field("GPUs", "num_gpus"),
+    Field("images/step", "images_per_step"),
+    Field("per GPU", lambda row: row["images_per_step"] // row["num_gpus"]),
+    Field("micro-batches", _micro_batches),
+)
+FIGURE = (
+    *SETUP,
+    Field("step, s", "step_time_s"),
+    value_field("images/s", "images_per_second", digits=5),
+)
+LAW = (value_field("law", "law", digits=5), Field("error", "error"))
+PREDICTION = (
+    Field("95 % interval", lambda row: format_range(*row["images_per_second"][1:])),
+    Field("rate per GPU", lambda row: float(row["images_per_second"][0]) / row["num_gpus"]),
+    Field("speed-up", lambda row: Cell(f"{row['speed_up']:.2f}x", row["speed_up"])),
+    Field(
+        "efficiency",
+        lambda row: Cell(f"{row['efficiency_percent']:.0f}%", row["efficiency_percent"]),
+    ),
+    Field("note", _note),
+)
