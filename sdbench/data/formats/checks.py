@@ -11,18 +11,13 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
-# How else the files of a kind may end; the first two are gzip files.
-OTHER_ENDINGS = {".tar": (".tar.gz", ".tgz"), ".parquet": (".parq",)}
-
-
-def endings(suffix: str) -> tuple[str, ...]:
-    """Return how the files of a kind may end, in small letters."""
-    return (suffix, *OTHER_ENDINGS[suffix])
+# How the files of a kind may end; the last two of the first are gzip files.
+ENDINGS = {".tar": (".tar", ".tar.gz", ".tgz"), ".parquet": (".parquet", ".parq")}
 
 
 def ends_as(name: str, suffix: str) -> bool:
     """Return True for a file of a kind by its name, in small or capital letters."""
-    return name.lower().endswith(endings(suffix))
+    return name.lower().endswith(ENDINGS[suffix])
 
 
 # Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,

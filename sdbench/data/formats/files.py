@@ -9,15 +9,9 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import PLACE_FLAGS, endings, ends_as
+from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as
 from sdbench.data.formats.copies import StoredFile
-from sdbench.data.formats.listing import (
-    choose_files,
-    describe_files,
-    list_below,
-    tell_left_out,
-    tell_other_splits,
-)
+from sdbench.data.formats.listing import choose_files, describe_files, list_below
 from sdbench.data.remote import (
     S3,
     WEB,
@@ -75,59 +69,41 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         else:
             files.append(name)
             continue
-        found = choose_files(below, folder=name, suffix=suffix)
-        _check_once(found.files, suffix=suffix)
-        files += found.files
-        if is_told:
-            tell_other_splits(name, found.other_splits)
-            tell_left_out(name, found.left, taken=f"{len(found.files)} {kind} files")
+        files += choose_files(below, folder=name, suffix=suffix, is_told=is_told)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
-    if missing or not files:
-        what = f"No such {kind} file"
-        if not missing:
-            what = f"The folder holds no {kind} file"
-            if not is_url(place) and Path(place).is_dir():
-                what += f", but {describe_files(below)}"
+    if missing:
         raise ConfigError(
-            what,
-            value=missing[0] if missing else place,
+            f"No such {kind} file", value=missing[0], allowed=allowed, flag=PLACE_FLAGS
+        )
+    if not files:
+        raise ConfigError(
+            f"The folder holds no {kind} file, but {describe_files(below)}",
+            value=place,
             allowed=allowed,
             flag=PLACE_FLAGS,
         )
-    _check_different(files)
+    _check_different(files, suffix=suffix)
     return files
 
 
-def _check_different(files: list[str]) -> None:
-    """Refuse a file that is named twice, also by a link: its samples would come twice."""
+def _check_different(files: list[str], *, suffix: str) -> None:
+    """Refuse a file that is there twice: its samples would come twice."""
     seen: dict[object, str] = {}
     for file in files:
-        state = None if is_url(file) else os.stat(file)
-        other = seen.setdefault(file if state is None else (state.st_dev, state.st_ino), file)
-        if other is not file:
+        ends = (end for end in ENDINGS[suffix] if file.lower().endswith(end))
+        identities: list[object] = [file[: -len(end)] for end in ends] or [file]
+        if not is_url(file):
+            stat = os.stat(file)
+            identities.append((stat.st_dev, stat.st_ino))
+        others = [seen[one] for one in identities if one in seen]
+        if others:
             raise ConfigError(
-                "A file is there twice, under one name or by a link",
-                value=other if other == file else f"{other}, {file}",
+                "A file is there twice: by name, by a link, or packed and unpacked",
+                value=file if file in others else f"{others[0]}, {file}",
                 allowed="each file once",
                 flag=PLACE_FLAGS,
             )
-
-
-def _check_once(files: list[str], *, suffix: str) -> None:
-    """Refuse a file that a folder holds under two endings, as packed and unpacked."""
-    by_stem: dict[str, str] = {}
-    for file in files:
-        name = file.lower()
-        ending = next(ending for ending in endings(suffix) if name.endswith(ending))
-        stem = file[: -len(ending)]
-        if stem in by_stem:
-            raise ConfigError(
-                "The folder holds a file under two endings",
-                value=f"{by_stem[stem]}, {file}",
-                allowed="one of them, or the files by name",
-                flag=PLACE_FLAGS,
-            )
-        by_stem[stem] = file
+        seen.update(dict.fromkeys(identities, file))
 
 
 def fetch_files(config: SourceConfig) -> list[StoredFile]:

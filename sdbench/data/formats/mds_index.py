@@ -171,7 +171,14 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
         remote, local = local, None
     index = _read_index(remote)
     if local is not None:
-        _check_cache(Path(local), remote=remote, index=index)
+        copy = Path(local, INDEX_NAME)
+        if copy.is_file() and copy.read_bytes() != index:
+            raise ConfigError(
+                f"The folder for copies holds another data set, or another version of {remote}",
+                value=local,
+                allowed="a folder of its own for each data set, or one to be emptied first",
+                flag="--local",
+            )
     elif not is_url(remote):
         in_place = MdsPlace(remote=None, local=remote, proportion=proportion, index=index)
         if not _has_packed_shards(in_place):
@@ -190,34 +197,14 @@ def _is_same_folder(remote: str, local: str) -> bool:
 def _has_packed_shards(place: MdsPlace) -> bool:
     """Return True if a shard lies there only in compressed form; False for a damaged index."""
     try:
-        shards = place.shards
+        return any(is_packed(shard, place.local) for shard in place.shards)
     except ConfigError:
         return False
-    return any(
-        shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
-        for shard in shards
-    )
 
 
-def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
-    """Refuse a cache folder with copies of another data set, or of another version."""
-    cached = cache / INDEX_NAME
-    if cached.is_file() and cached.read_bytes() != index and not _is_damaged(cached):
-        raise ConfigError(
-            f"The cache holds another data set, or another version of {remote}",
-            value=str(cache),
-            allowed="a folder of its own for each data set, or one to be emptied first",
-            flag="--local",
-        )
-
-
-def _is_damaged(index: Path) -> bool:
-    """Return True if the copy of an index.json is invalid, as after a crash; it is made again."""
-    try:
-        parse_index(index.read_bytes())
-    except ValueError:
-        return True
-    return False
+def is_packed(shard: dict, folder: str) -> bool:
+    """Return True for a shard with a compressed form that has not been decompressed to a folder."""
+    return bool(shard["zip_data"]) and not Path(folder, shard["raw_data"]["basename"]).is_file()
 
 
 def keep_index(place: MdsPlace) -> None:
@@ -239,15 +226,14 @@ def _read_index(source: str) -> bytes:
     index = folder / INDEX_NAME
     if index.is_file():
         return index.read_bytes()
-    if not folder.is_dir():
-        what = "The data folder is a file" if folder.exists() else "No such data folder"
-    elif any(folder.iterdir()):
-        what = "The data folder holds no index.json"
-    else:
-        what = "The data folder is empty"
+    is_there = folder.is_dir()
     below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
-    nearest = f"; nearest: {', '.join(below)}" if below else ""
-    raise ConfigError(what, value=source, allowed=MADE_BY + nearest, flag=PLACE_FLAGS)
+    raise ConfigError(
+        f"The data folder holds no {INDEX_NAME}" if is_there else "No such data folder",
+        value=source,
+        allowed=MADE_BY + (f"; nearest: {', '.join(below)}" if below else ""),
+        flag=PLACE_FLAGS,
+    )
 
 
 def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
@@ -255,11 +241,12 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
 
     Arrays without a fixed shape are checked when they are read.
     """
-    if not config.wants_latents:
-        _check_picture_columns(place)
-        return
-    columns = find_latent_columns(place.columns, image_size=config.image_size)
-    shapes = SampleType(tuple(columns)).array_shapes(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.wants_latents:
+        columns = find_latent_columns(place.columns, image_size=config.image_size)
+        shapes = SampleType(tuple(columns)).array_shapes(config)
+    elif find_picture_columns(place.columns) is None:
+        raise lacks_columns(place.columns, place=place.source)
     for shard in place.shards:
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
         for part, shape in shapes.items():
@@ -272,15 +259,7 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
                     allowed=f"arrays of the shape {shape}",
                     flag="--model_name",
                 )
-
-
-def _check_picture_columns(place: MdsPlace) -> None:
-    """Check that every shard has pictures and captions in encodings that can be read."""
-    if find_picture_columns(place.columns) is None:
-        raise lacks_columns(place.columns, place=place.source)
-    for shard in place.shards:
-        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        for part, column in find_picture_columns(encodings).items():
+        for part, column in {} if shapes else find_picture_columns(encodings).items():
             if encodings[column] not in PICTURE_ENCODINGS[part]:
                 raise wrong_type(
                     column,

@@ -8,6 +8,7 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import struct
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from streaming import Stream
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
@@ -27,7 +27,13 @@ from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.checks import find_picture_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import check_file, read_bounds
-from sdbench.data.formats.mds_index import MdsPlace, choose_hashes, keep_index, locate_mds
+from sdbench.data.formats.mds_index import (
+    MdsPlace,
+    choose_hashes,
+    is_packed,
+    keep_index,
+    locate_mds,
+)
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.pipeline.transforms import to_rgb
@@ -98,17 +104,16 @@ class MdsSamples(Samples):
     def name(self, index: int) -> str:
         """Return the shard of a sample, and its number there."""
         shard_id, position = self._find(index)
-        return _name(self._file(shard_id), position)
+        return f"{self._file(shard_id)}, sample {position}"
 
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample; its shard is copied first if it is not here yet."""
         shard_id, position = self._find(index)
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
-        name = _name(shard.file, position)
-        data = shard.read(position)
+        columns = self._columns[shard_id]
+        name = f"{shard.file}, sample {position}"
         try:
-            columns = self._columns[shard_id]
-            values = {key: shard.value(data, column) for key, column in columns.items()}
+            values = shard.read(position, columns)
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
@@ -131,9 +136,8 @@ class MdsSamples(Samples):
         shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
         source = None
         if stream.remote not in (None, stream.local):
-            copied = shard.zip_data or shard.raw_data
-            source = os.path.join(stream.remote, stream.split, copied.basename)
-        return StoredFile(Path(stream.local, stream.split, shard.raw_data.basename), source=source)
+            source = os.path.join(stream.remote, (shard.zip_data or shard.raw_data).basename)
+        return StoredFile(Path(stream.local, shard.raw_data.basename), source=source)
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
         file, shard = self._file(shard_id), self._shards[shard_id]
@@ -152,7 +156,7 @@ class MdsSamples(Samples):
     def _fetch(self, shard_id: int) -> None:
         path = self._file(shard_id).path
         stream = self._streams[self._stream_of_shard[shard_id]]
-        source = stream.remote or stream.local
+        what = f"Shard {path.name} cannot be had from {stream.remote or stream.local}"
         # Another process, or Streaming's own thread, may be copying it, and fail without telling
         # this one why, on a busy machine twice. The last attempt goes past them.
         for prepare in (self._prepare, self._prepare, self._download):
@@ -160,19 +164,13 @@ class MdsSamples(Samples):
                 prepare(shard_id)
             except Exception as error:
                 # Each object store raises its own types; all mean that the shard cannot be had.
-                raise RunError(
-                    f"Shard {path.name} cannot be had from {source}: {explain(error)}"
-                ) from error
+                raise RunError(f"{what}: {explain(error)}") from error
             if path.is_file():
                 return
-        raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
+        raise RunError(f"{what}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
         self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
-
-
-def _name(shard: StoredFile, position: int) -> str:
-    return f"{shard}, sample {position}"
 
 
 class _ShardFile:
@@ -191,37 +189,37 @@ class _ShardFile:
         self._file = file.path.open("rb", buffering=0)
         try:
             check_file(file.path, num_bytes=shard.raw_data.bytes, hashes=hashes)
-            bounds = read_bounds(file.path, num_samples=len(shard), column_sizes=shard.column_sizes)
+            self._bounds = read_bounds(file.path, num_samples=len(shard)).tolist()
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
-        self._bounds = bounds.tolist()
-        self._columns = {
-            name: (position, parse_encoding(encoding, shape=shapes.get(name)))
-            for position, (name, encoding) in enumerate(
-                zip(shard.column_names, shard.column_encodings, strict=True)
-            )
+        encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
+        self._decoders = {
+            name: make_decoder(encoding, shape=shapes.get(name))
+            for name, encoding in encodings.items()
         }
         self._sizes = shard.column_sizes
-        self._num_sized = sum(size is None for size in self._sizes)
+        self._num_unsized = self._sizes.count(None)
 
-    def read(self, index: int) -> np.ndarray:
-        """Return the bytes of one sample."""
-        begin, end = self._bounds[index : index + 2]
+    def read(self, position: int, columns: Mapping[str, str]) -> dict[str, Any]:
+        """Return columns of a sample by their parts; arrays of fixed shape are views of its bytes.
+
+        Raises:
+            RunError: The file has been cut.
+            ValueError: A column cannot be decoded; struct.error: nor can the sample.
+        """
+        begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
             raise RunError(f"Shard {self.file} has been cut while it was read.")
-        return data
-
-    def value(self, data: np.ndarray, column: str) -> Any:
-        """Return one column of a sample; an array of fixed shape is a view of the bytes."""
-        position, decode = self._columns[column]
         # A sample begins with the sizes, as uint32, of the columns without a fixed one.
-        sizes = iter(struct.unpack_from(f"<{self._num_sized}I", data))
-        begin = 4 * self._num_sized
-        for size in self._sizes[:position]:
-            begin += next(sizes) if size is None else size
-        size = self._sizes[position]
-        return decode(data[begin : begin + (next(sizes) if size is None else size)])
+        unsized = iter(struct.unpack_from(f"<{self._num_unsized}I", data))
+        sizes = [next(unsized) if size is None else size for size in self._sizes]
+        ends = itertools.accumulate(sizes, initial=4 * self._num_unsized)
+        places = dict(zip(self._decoders, itertools.pairwise(ends), strict=True))
+        return {
+            part: self._decoders[column](data[slice(*places[column])])
+            for part, column in columns.items()
+        }
 
 
 Decoder = Callable[[np.ndarray], Any]
@@ -231,27 +229,17 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
 
 
 def _make_png(data: np.ndarray) -> bytes:
-    """Make a PNG file of a picture in Streaming's encoding ``pil``.
-
-    That has width, height and the length of the mode's name as uint32, the name, and the pixels. A
-    palette is not stored with them.
-    """
-    width, height, num_letters = struct.unpack_from("<3I", data)
-    pixels = data[12 + num_letters :].tobytes()
-    mode = data[12 : 12 + num_letters].tobytes().decode()
-    if mode in ("P", "PA"):
-        raise ValueError(f"a picture of the mode {mode} was stored without its palette")
-    # A pixel of black and white takes a bit; PIL would make room for all of them first.
-    if not 0 < width * height <= 8 * len(pixels):
-        raise ValueError(f"{width} x {height} pixels in {len(pixels)} bytes")
-    picture = Image.frombytes(mode, (width, height), pixels)
+    """Make a PNG file of a picture in Streaming's encoding ``pil``, which stores no palette."""
+    picture = mds_decode("pil", data.tobytes())
+    if picture.mode in ("P", "PA"):
+        raise ValueError(f"a picture of the mode {picture.mode} was stored without its palette")
     file = io.BytesIO()
-    kept = picture if mode in PNG_MODES else to_rgb(picture)
+    kept = picture if picture.mode in PNG_MODES else to_rgb(picture)
     kept.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
+def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
     """Return the function that makes a value of the bytes of a column.
 
     Args:
@@ -299,30 +287,26 @@ def make_streams(config: SourceConfig) -> list[Stream]:
         if config.rank == 0:
             _tell_unpacking(place)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
-        streams.append(
-            CheckedStream(
-                wanted_hash=config.validate_hash,
-                remote=place.remote,
-                local=place.local,
-                # A shard that is read in place cannot be downloaded again: trying delays the error.
-                download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
-                download_timeout=DOWNLOAD_TIMEOUT_S,
-                # The copy of a compressed shard goes; files in the user's folder stay in any case.
-                keep_zip=False,
-                **weight,
-            )
+        stream = CheckedStream(
+            wanted_hash=config.validate_hash,
+            remote=place.remote,
+            local=place.local,
+            # A shard that is read in place cannot be downloaded again: trying delays the error.
+            download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
+            download_timeout=DOWNLOAD_TIMEOUT_S,
+            # The copy of a compressed shard goes; files in the user's folder stay in any case.
+            keep_zip=False,
+            **weight,
         )
+        streams.append(stream)
     return streams
 
 
 def _tell_unpacking(place: MdsPlace) -> None:
     """Print how much disk space the shards take that are not decompressed yet."""
-    num_bytes = sum(
-        shard["raw_data"]["bytes"]
-        for shard in place.shards
-        if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
-    )
-    if num_bytes:
+    packed = [shard for shard in place.shards if is_packed(shard, place.local)]
+    if packed:
+        num_bytes = sum(shard["raw_data"]["bytes"] for shard in packed)
         print(
             f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
             f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
