@@ -534,10 +534,8 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
         data.check(make_config("gs://a/0.tar"))
     with refused("--remote_files", value="pipe:cat a"):
         data.check(make_config("pipe:cat a", "parquet"))
-    with refused("--remote_files", value="stream") as caught:
+    with refused("--remote_files", value="stream"):
         data.check(make_config("s3://pictures/a", "mds"))
-    told = "mds cannot be streamed by --remote_files (its shards are copied as they are needed): "
-    assert str(caught.value).startswith(told)
     with refused("--local", value="copies"):
         data.check(make_config(url, local="copies", tar_sizes=str(sizes)))
     with refused("--filters", value={"width": ">=5"}):

@@ -165,16 +165,7 @@ def check(config: SourceConfig) -> int | None:
     """Check tars by their headers; return the samples, or None if tars are to be copied first."""
     parse_filters(config.filters)
     SampleReader(config)  # refuses class prompts that cannot be read
-    if config.is_streamed:
-        if config.filters:
-            raise ConfigError(
-                "How many samples of streamed tars meet the filters is not known beforehand",
-                value=dict(config.filters),
-                allowed="none, or --remote_files copy",
-                flag="--filters",
-            )
-        return len(open_samples(config))
-    if any(map(must_be_copied, list_files(config))):
+    if not config.is_streamed and any(map(must_be_copied, list_files(config))):
         return None
     return len(open_samples(config))
 
