@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -82,15 +83,12 @@ def find_image_sizes(columns: Iterable[str]) -> list[int]:
 
 def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
     """Map each column of latents to its resolution in pixels."""
-    sizes = {}
-    for column in columns:
-        for part in ("moments", "latent"):
-            for spelling in SPELLINGS[part]:
-                before, after = spelling.split("<px>")
-                size = column.removeprefix(before).removesuffix(after)
-                if size.isdecimal() and column == f"{before}{size}{after}":
-                    sizes[column] = int(size)
-    return sizes
+    spellings = "|".join(SPELLINGS["moments"] + SPELLINGS["latent"]).replace("<px>", "[0-9]+")
+    return {
+        column: int(re.search("[0-9]+", column)[0])
+        for column in columns
+        if re.fullmatch(spellings, column)
+    }
 
 
 def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None:

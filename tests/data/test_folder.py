@@ -300,10 +300,10 @@ def test_an_empty_caption_is_a_caption_unless_it_is_bad(folder):
         list(data.build(make_config(folder, empty_captions="bad")))
 
 
-def test_avif_is_read_only_if_asked_for(folder, tmp_path, encoded):
+def test_avif_is_read_only_if_asked_for(folder, tmp_path):
     """In a folder, in tars made of it, and in a folder made of those; by name and by content."""
     give_captions(folder)
-    avif = encoded(Image.open(folder / "a.PNG"), file_format="AVIF")
+    avif = datasets.encode(Image.open(folder / "a.PNG"), file_format="AVIF")
     (folder / "d.avif").write_bytes(avif)
     (folder / "d.txt").write_text("a caption")
     assert data.check(make_config(folder)) == 4

@@ -22,8 +22,7 @@ from sdbench.cli import main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.conftest import encode
-from tests.data.datasets import indices, make_png, write_tar
+from tests.data.datasets import encode, indices, make_png, write_tar
 from tests.refusals import refused
 
 PIXEL = make_png(0)

@@ -88,6 +88,8 @@ def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
         refused["remote_files"] = (
             "copy (shards of MDS are copied as they are needed), or tars or parquet files"
         )
+    if config.is_streamed and config.remote and config.local:
+        refused["local"] = "no folder for copies, or --remote_files copy"
     if config.tar_sizes is not None and not streams_tars:
         refused["tar_sizes"] = "this flag for tars with --remote_files stream"
     if config.filters and streams_tars:

@@ -66,9 +66,8 @@ def read_whole(
             state = state_of(os.stat(file))
             return read(file)
         except FileNotFoundError as error:
-            gone = error
             if file.source is None:
-                break
+                raise RunError(f"{file} cannot be read any more: {error}.") from error
         except (ConfigError, RunError) as error:
             if file.source is None:
                 raise
@@ -85,4 +84,4 @@ def read_whole(
             copy_again(file)
         elif fetch(file.source, cache=file.path.parent) != file.path:
             raise RunError(f"{file} has been changed since it was copied.")
-    raise damage or RunError(f"{file} cannot be read any more: {gone}.") from gone
+    raise damage or RunError(f"{file} cannot be read: its copy is removed again and again.")

@@ -117,23 +117,15 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
     if config.rank == 0 and not all(map(is_url, sources)):
         print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
     fetched = in_parallel(functools.partial(fetch, cache=cache), sources)
-    copies = dict(zip(sources, fetched, strict=True))
-    return [
-        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
-        for name in names
-    ]
+    copies = {
+        name: StoredFile(path, source=name) for name, path in zip(sources, fetched, strict=True)
+    }
+    return [copies.get(name) or StoredFile(Path(name)) for name in names]
 
 
 def find_streamed(config: SourceConfig) -> list[str]:
     """Return the URLs and commands that `config` names, to be read as they come."""
     suffix = SUFFIXES[config.data_format]
-    if config.remote and config.local:
-        raise ConfigError(
-            "Streamed files are not copied, and a folder for copies was given",
-            value=config.local,
-            allowed="none, or --remote_files copy",
-            flag="--local",
-        )
     names = find_files(config.remote or config.local, suffix=suffix, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
     known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))

@@ -155,9 +155,8 @@ def tell_other_splits(place: str, others: Sequence[str]) -> None:
     """Print which splits lie beside the one that is read."""
     if others:
         names = ", ".join(others[:NUM_NAMES_TOLD])
-        more = len(others) - NUM_NAMES_TOLD
-        rest = f" and {more} more" if more > 0 else ""
-        tell_once(f"Of {place} the split for training is read, not {names}{rest}.")
+        more = ", ..." if len(others) > NUM_NAMES_TOLD else ""
+        tell_once(f"Of {place} the split for training is read, not {names}{more}.")
 
 
 def describe_files(names: Iterable[str]) -> str:

@@ -304,9 +304,10 @@ def make_streams(config: SourceConfig) -> list[Stream]:
 
 def _tell_unpacking(place: MdsPlace) -> None:
     """Print how much disk space the shards take that are not decompressed yet."""
-    packed = [shard for shard in place.shards if is_packed(shard, place.local)]
-    if packed:
-        num_bytes = sum(shard["raw_data"]["bytes"] for shard in packed)
+    num_bytes = sum(
+        shard["raw_data"]["bytes"] for shard in place.shards if is_packed(shard, place.local)
+    )
+    if num_bytes:
         print(
             f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
             f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
