@@ -114,32 +114,6 @@ def test_hashes_that_are_not_there(folder):
         data.check(make_config(folder, validate_hash="md5"))
 
 
-def test_of_several_resolutions_the_wanted_one_is_read(tmp_path):
-    columns = {
-        "latents_256": "ndarray:float16:4,32,32",
-        "latents_512": "ndarray:float32:4,64,64",
-        "caption_latents": "ndarray:float16:77,8",
-    }
-    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
-        for index in range(8):
-            writer.write(
-                {
-                    "latents_256": np.full((4, 32, 32), index, np.float16),
-                    "latents_512": np.full((4, 64, 64), -index, np.float32),
-                    "caption_latents": np.zeros((77, 8), np.float16),
-                }
-            )
-    options = {"latents": "precomputed", "text_embedding_dim": 8, "shuffle": False}
-    for size, sign in ((256, 1), (512, -1)):
-        config = make_config(tmp_path / "data", image_size=size, **options)
-        batch = next(iter(data.build(config)))
-        assert batch["latent"].shape == (4, 4, size // 8, size // 8)
-        assert batch["latent"].dtype == torch.float16
-        assert batch["latent"][:, 0, 0, 0].tolist() == [0, sign, 2 * sign, 3 * sign]
-    with refused("--image_size", value=768, allowed="256, 512"):
-        data.check(make_config(tmp_path / "data", image_size=768, **options))
-
-
 def test_augmentation_is_of_the_sample_and_its_epoch(folder):
     options = {"crop": "random", "horizontal_flip_probability": 0.5, "shuffle": False}
     drop = {"caption_drop_probability": 0.5}

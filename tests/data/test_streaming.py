@@ -611,25 +611,20 @@ def test_keys_with_the_marks_of_a_query_and_a_fragment(s3, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "out", "flag"),
     [
-        "pipe:cat a.tar",
-        "nowhere",
-        "{s3://a/b.tar,s3://a/b.tar}",
-        "{https://a/b.tar,https://c/b.tar}",
+        ("pipe:cat a.tar", "sizes.json", "PLACE"),
+        ("nowhere", "sizes.json", "PLACE"),
+        ("{s3://a/b.tar,s3://a/b.tar}", "sizes.json", "PLACE"),
+        ("{https://a/b.tar,https://c/b.tar}", "sizes.json", "PLACE"),
+        # Before the tars are looked for.
+        ("pipe:cat a.tar", "nowhere/sizes.json", "--out"),
+        ("pipe:cat a.tar", ".", "--out"),
     ],
 )
-def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
-    assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == "PLACE"
-
-
-@pytest.mark.parametrize("out", ["nowhere/sizes.json", "."])
-def test_numbers_that_cannot_be_written_are_bad_input(out, tmp_path, capsys):
-    argv = ["count-samples", "pipe:cat a.tar", "--out", str(tmp_path / out)]
-    assert main(argv) == 2  # before the tars are looked for
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--out", str(tmp_path / out))
+def test_what_cannot_be_counted_is_bad_input(place, out, flag, tmp_path, capsys):
+    assert main(["count-samples", place, "--out", str(tmp_path / out)]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
 def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):

@@ -106,12 +106,7 @@ def files_of(shard: Mapping[str, Any]) -> list[dict]:
 
 
 def check_file(path: Path, *, num_bytes: int, hashes: Mapping[str, str]) -> None:
-    """Compare a file of a shard, compressed or not, with its entry in index.json.
-
-    Args:
-        path: The file.
-        num_bytes: Its length by the index.
-        hashes: Algorithm to digest; those that are to be compared.
+    """Compare length and hashes (algorithm to digest) of a shard's file with index.json.
 
     Raises:
         OSError: The file cannot be read.
@@ -137,17 +132,9 @@ def check_file(path: Path, *, num_bytes: int, hashes: Mapping[str, str]) -> None
 def check_shard(
     path: Path, file: Mapping[str, Any], shard: Mapping[str, Any], *, hashes: Mapping[str, str]
 ) -> None:
-    """Compare a file of a shard with index.json, and the header of one that is not compressed.
+    """Compare a file of a shard with its entry, and its header too if it is not compressed.
 
-    Args:
-        path: The file.
-        file: Its entry, one of the two in `shard`.
-        shard: Entry of the shard.
-        hashes: As `check_file` takes them.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not what the index says.
+    `file` is one of the two files in `shard`; raises as `check_file`.
     """
     check_file(path, num_bytes=file["bytes"], hashes=hashes)
     if file is shard["raw_data"]:
@@ -155,14 +142,7 @@ def check_shard(
 
 
 def read_bounds(path: Path, *, num_samples: int) -> np.ndarray:
-    """Read from the header of a shard where its samples begin and end.
-
-    Args:
-        path: The shard, not compressed.
-        num_samples: By index.json.
-
-    Returns:
-        (num_samples + 1,) int64: the first byte of each sample, and the end of the last one.
+    """Return the first byte of each sample of a shard and the end of the last one, as int64.
 
     Raises:
         OSError: The file cannot be read.

@@ -39,7 +39,7 @@ class MdsPlace:
     Attributes:
         remote: Folder or URL that shards are copied from, or None when they are read in place.
         local: Folder where shards lie or are kept.
-        proportion: Share of the samples of an epoch, or None when there is a single data set.
+        proportion: Share of an epoch, or None for a single data set.
         index: Content of its index.json.
     """
 
@@ -78,10 +78,7 @@ class MdsPlace:
 
 
 def check(config: SourceConfig) -> int:
-    """Check indexes and, on disk, the sizes of shards; return the number of samples of an epoch.
-
-    Of a URL only the index is downloaded.
-    """
+    """Check indexes and local shards; return the number of samples of an epoch."""
     num_samples = 0
     for place in locate_mds(config):
         _check_columns(place, config=config)
@@ -129,13 +126,7 @@ def list_files(config: SourceConfig) -> list[str]:
 
 
 def locate_mds(config: SourceConfig) -> list[MdsPlace]:
-    """Decide where shards are read from and where they are kept.
-
-    A folder on disk is read in place, unless both flags are given, or a shard lies there only in
-    compressed form. Copies of a URL without ``--local``, and decompressed shards, go to a folder of
-    the user's cache named after the place and its index: two data sets, or two versions of one,
-    must not share a cache.
-    """
+    """Decide for each data set where shards are read from and where they are kept, by `locate`."""
     if config.streams is None:
         return [locate(config.remote, config.local)]
     return [
@@ -165,7 +156,13 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
 
 
 def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:
-    """Decide for one data set as `locate_mds` does; without `remote`, `local` is read in place."""
+    """Decide where the shards of one data set are read from and where they are kept.
+
+    A folder on disk is read in place, unless both places are given, or a shard lies there only in
+    compressed form. Copies of a URL without `local`, and decompressed shards, go to a folder of the
+    user's cache named after the place and its index: two data sets, or two versions of one, must
+    not share a cache.
+    """
     if remote is None or (local is not None and _is_same_folder(remote, local)):
         assert local is not None, "resolve_format lets no MDS data set without a folder pass"
         remote, local = local, None
@@ -185,8 +182,7 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
             return in_place
         remote = str(Path(remote).absolute())
     if local is None:
-        digest = hashlib.sha256(index).hexdigest()
-        local = str(cache_folder(f"{remote}\n{digest}", None))
+        local = str(cache_folder(f"{remote}\n{hashlib.sha256(index).hexdigest()}", None))
     return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
 
 
@@ -285,12 +281,7 @@ def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
 
 
 def choose_hashes(hashes: Mapping[str, str], *, wanted: str) -> dict[str, str]:
-    """Choose which of a file's hashes to compare: at most one.
-
-    Args:
-        hashes: Algorithm to digest, as index.json has them.
-        wanted: ``auto``, ``none``, or an algorithm.
-    """
+    """Choose at most one of a file's hashes by the value of ``--validate_hash``."""
     if wanted == "auto":
         wanted = next((name for name in HASHES_BY_COST if name in hashes), "none")
     return {wanted: hashes[wanted]} if wanted in hashes else {}

@@ -25,7 +25,7 @@ from streaming.base.format.mds.reader import MDSReader
 from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.checks import find_picture_columns
-from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import check_file, read_bounds
 from sdbench.data.formats.mds_index import (
     MdsPlace,
@@ -205,7 +205,7 @@ class _ShardFile:
 
         Raises:
             RunError: The file has been cut.
-            ValueError: A column cannot be decoded; struct.error: nor can the sample.
+            ValueError: A column cannot be decoded; also as `struct.error`.
         """
         begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
@@ -242,10 +242,8 @@ def _make_png(data: np.ndarray) -> bytes:
 def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
     """Return the function that makes a value of the bytes of a column.
 
-    Args:
-        encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
-        shape: Of the array in the column, or None. An array stored as ``bytes`` holds float16, as
-            MosaicML diffusion stores it; without bytes the value is None.
+    An array, which has a `shape`, that is stored as ``bytes`` holds float16, as MosaicML diffusion
+    stores it; without bytes its value is None.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None

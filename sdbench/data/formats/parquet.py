@@ -20,8 +20,7 @@ from sdbench.data.formats.checks import (
     lacks_columns,
     wrong_type,
 )
-from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.files import fetch_files, find_streamed
+from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile

@@ -44,10 +44,9 @@ def list_samples(
 
     Args:
         file: The open tar, or a stream of it.
-        tar: What messages call it.
+        tar: Its name in messages.
         kinds: Extensions; members without one of them are no sample.
-        take: Maps extension and place of a member to the value that is yielded for it; called while
-            the file is at that place.
+        take: Maps extension and place of a member to what is yielded; called at that place.
 
     Raises:
         RunError: The tar is damaged, compressed, or no tar; it has two members of one name in a

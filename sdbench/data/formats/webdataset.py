@@ -20,8 +20,14 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
-from sdbench.data.formats.copies import StoredFile, read_whole, state_of
-from sdbench.data.formats.files import fetch_files, find_streamed, list_files
+from sdbench.data.formats.files import (
+    StoredFile,
+    fetch_files,
+    find_streamed,
+    list_files,
+    read_whole,
+    state_of,
+)
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples

@@ -148,11 +148,7 @@ class _TarReader:
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
-    """Return the declared numbers of samples of tars.
-
-    `place` is the path or URL of the JSON file that declares them; None for ``sizes.json`` in the
-    folder of each tar.
-    """
+    """Return the samples of each tar by the JSON file at `place`, or else the one beside it."""
     known: dict[str, dict[str, int]] = {}
     sizes, tars_of_names = [], {}
     for tar in tars:
