@@ -232,17 +232,17 @@ def test_beyond_float16_is_no_silent_infinity(tmp_path):
 
 @pytest.mark.parametrize(
     ("image", "caption"),
-    [("jpg", "caption"), ("image", "text"), ("image.bytes", "TEXT"), ("png", "text")],
+    [("jpg", "caption"), ("image", "text"), ("image.bytes", "TEXT"), ("struct", "text")],
 )
 def test_images_under_other_names(image, caption, tmp_path):
-    columns = {image: make_pictures(range(4)), caption: list("abcd"), "hash": [1] * 4}
+    """Also in Hugging Face's struct of bytes and path."""
+    pictures = make_pictures(range(4))
+    columns = {caption: list("abcd"), "hash": [1] * 4}
+    if image == "struct":
+        columns["image"] = [{"bytes": file, "path": "a.png"} for file in pictures]
+    else:
+        columns[image] = pictures
     place = write(tmp_path / "a.parquet", columns)
-    assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
-
-
-def test_hugging_faces_struct_of_bytes_and_path(tmp_path):
-    pictures = [{"bytes": file, "path": "a.png"} for file in make_pictures(range(4))]
-    place = write(tmp_path / "a.parquet", {"image": pictures, "text": list("abcd")})
     assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
 
 

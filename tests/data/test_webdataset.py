@@ -395,19 +395,6 @@ def test_a_bad_sample_is_named_or_skipped(bad, what, tmp_path, capfd):
         list(data.build(make_config(tar, **skipping, max_bad_fraction=0.12)))
 
 
-def test_ranks_take_equal_steps_however_uneven_the_tars(tmp_path):
-    datasets.write_tars(tmp_path / "tars")
-    place = f"{tmp_path}/tars/{{00000..00002}}.tar"
-    options = {"device_batch_size": 2, "world_size": 3, "shuffle": True}
-    ranks = [
-        [indices([batch]) for batch in data.build(make_config(place, rank=rank, **options))]
-        for rank in range(3)
-    ]
-    assert [len(batches) for batches in ranks] == [8, 8, 8]  # 49 // (2 x 3)
-    read = [number for batches in ranks for batch in batches for number in batch]
-    assert len(read) == len(set(read)) == 48
-
-
 def test_a_folder_is_read_in_order_of_names_with_those_below(tmp_path):
     write_tar(tmp_path / "data" / "b.tar", pairs(1))
     write_tar(tmp_path / "data" / "a.tar", pairs(0))

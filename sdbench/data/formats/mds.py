@@ -55,13 +55,9 @@ class KeyStream(CheckedStreamingDataset):
             shuffle=config.shuffle,
             shuffle_seed=config.seed,
         )
-        self.samples = MdsSamples(
-            streams,
-            self.shards,
-            stream_of_shard=self.stream_per_shard.tolist(),
-            config=config,
-            prepare=self.prepare_shard,
-        )
+        stream_of_shard = (streams[number] for number in self.stream_per_shard)
+        shards = list(zip(stream_of_shard, self.shards, strict=True))
+        self.samples = MdsSamples(shards, config=config, prepare=self.prepare_shard)
 
     def __getitem__(self, index: int) -> Key:
         return Key(self.epoch, int(index))

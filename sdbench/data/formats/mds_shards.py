@@ -7,6 +7,7 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
@@ -62,10 +63,8 @@ class MdsSamples(Samples):
 
     def __init__(
         self,
-        streams: Sequence[Stream],
-        shards: Sequence[MDSReader],
+        shards: Sequence[tuple[Stream, MDSReader]],
         *,
-        stream_of_shard: Sequence[int],
         config: SourceConfig,
         prepare: Callable[[int], None] | None = None,
         present: Sequence[np.ndarray] | None = None,
@@ -73,30 +72,26 @@ class MdsSamples(Samples):
         """Set up; no shard is opened yet.
 
         Args:
-            streams: The data sets.
-            shards: Their shards, one data set after the other.
-            stream_of_shard: For each shard the number of its data set.
+            shards: The shards of the data sets, one after the other, each with its data set.
             config: Image size, whether latents are wanted, and which hash to check.
             prepare: Makes a shard present in the local folder, by number; None for Streaming's own
                 download.
             present: For each shard the positions of the samples to read; None for all.
         """
-        super().__init__([len(each) for each in (shards if present is None else present)])
-        self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
+        sizes = [len(shard) for _, shard in shards]
+        super().__init__(sizes if present is None else list(map(len, present)))
+        self.num_dropped = sum(sizes) - sum(self.blocks)
         self._present = present
-        self._streams = streams
         self._shards = shards
-        self._stream_of_shard = stream_of_shard
         self._prepare = prepare or self._download
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
+        find_columns = find_picture_columns
         if config.wants_latents:
-            self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
-            self._columns = [self.columns] * len(shards)
-        else:
-            # Data sets that are streamed together may name their columns differently.
-            self._columns = [find_picture_columns(shard.column_names) for shard in shards]
-            self.columns = self._columns[0]
+            find_columns = functools.partial(find_latent_columns, image_size=config.image_size)
+        # Data sets that are streamed together may name their columns differently.
+        self._columns = [find_columns(shard.column_names) for _, shard in shards]
+        self.columns = self._columns[0]
         self.sample_type = SampleType(tuple(self.columns))
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
@@ -133,14 +128,14 @@ class MdsSamples(Samples):
 
     def _file(self, shard_id: int) -> StoredFile:
         """Return the local path of a shard, and what it is a copy of."""
-        shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
+        stream, shard = self._shards[shard_id]
         source = None
         if stream.remote not in (None, stream.local):
             source = os.path.join(stream.remote, (shard.zip_data or shard.raw_data).basename)
         return StoredFile(Path(stream.local, shard.raw_data.basename), source=source)
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
-        file, shard = self._file(shard_id), self._shards[shard_id]
+        file, (_, shard) = self._file(shard_id), self._shards[shard_id]
         hashes = choose_hashes(shard.raw_data.hashes, wanted=self._validate_hash)
         if not file.path.is_file():
             self._fetch(shard_id)
@@ -154,8 +149,7 @@ class MdsSamples(Samples):
         return opened
 
     def _fetch(self, shard_id: int) -> None:
-        path = self._file(shard_id).path
-        stream = self._streams[self._stream_of_shard[shard_id]]
+        path, (stream, _) = self._file(shard_id).path, self._shards[shard_id]
         what = f"Shard {path.name} cannot be had from {stream.remote or stream.local}"
         # Another process, or Streaming's own thread, may be copying it, and fail without telling
         # this one why, on a busy machine twice. The last attempt goes past them.
@@ -170,7 +164,8 @@ class MdsSamples(Samples):
         raise RunError(f"{what}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
-        self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
+        stream, shard = self._shards[shard_id]
+        stream.prepare_shard(shard)
 
 
 class _ShardFile:
@@ -261,20 +256,13 @@ def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
 
 def open_samples(config: SourceConfig) -> MdsSamples:
     """Open the data sets that `config` names, without Streaming's order and downloads ahead."""
-    streams = make_streams(config)
-    shards, stream_of_shard = [], []
-    for number, stream in enumerate(streams):
-        found = open_shards(stream)
-        shards += found
-        stream_of_shard += [number] * len(found)
+    shards = [(stream, shard) for stream in make_streams(config) for shard in open_shards(stream)]
     present = None
     if config.missing_latents == LEAVE_OUT:
         (place,) = locate_mds(config)
-        columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+        columns = find_latent_columns(place.columns, image_size=config.image_size)
         present = find_present(place, image_column(columns))
-    return MdsSamples(
-        streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
-    )
+    return MdsSamples(shards, config=config, present=present)
 
 
 def make_streams(config: SourceConfig) -> list[Stream]:
