@@ -33,12 +33,10 @@ from sdbench.data.remote import (
 )
 from sdbench.data.source import SourceConfig
 
-# How the files of a format end.
-SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
-
-
 Content = TypeVar("Content")
 
+# How the files of a format end.
+SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
 # Of reading a copy: loader processes that find it damaged throw it away beside each other.
 MAX_ATTEMPTS = 10
 
