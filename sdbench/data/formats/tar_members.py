@@ -112,10 +112,8 @@ def _is_visible(path: str) -> bool:
     return all(is_visible(part) for part in path.split("/") if part.strip("."))
 
 
-def read_span(file: BinaryIO, span: Span | None) -> bytes | None:
-    """Return the content of a member, or None without a place."""
-    if span is None:
-        return None
+def read_span(file: BinaryIO, span: Span) -> bytes:
+    """Return the content of a member."""
     begin, num_bytes = span
     file.seek(begin)
     return file.read(num_bytes)
@@ -150,18 +148,18 @@ class SampleReader:
         caption = next((kind for kind in self.captions if kind in members), None)
         return image, caption
 
-    def make(
-        self, name: str, *, image: bytes | None, caption_kind: str | None, caption: bytes | None
-    ) -> ImageSample:
-        """Make a sample of the content of its members; None stands for one that is missing.
+    def make(self, name: str, members: Mapping[str, bytes]) -> ImageSample:
+        """Make a sample of the contents of its members by extension.
 
         Raises:
             BadSampleError: The class has no prompt, or the json or text cannot be read.
         """
-        if caption is None:
+        image_kind, caption_kind = self.choose(members)
+        image = members.get(image_kind)
+        if caption_kind is None:
             return ImageSample(name, image, None)
         try:
-            text = caption.decode("utf-8-sig")
+            text = members[caption_kind].decode("utf-8-sig")
             if caption_kind == "cls":
                 text = self._class_prompts[int(text)]
             if caption_kind == "json":

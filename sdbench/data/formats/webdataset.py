@@ -36,23 +36,21 @@ from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import SourceConfig
 
 # Changes whenever the content of an index does.
-INDEX_VERSION = 6
-
-
-class Entry(NamedTuple):
-    """Places of the members of one sample; `key` is their path up to the first dot of the name."""
-
-    key: str
-    image: Span | None
-    caption_kind: str | None
-    caption: Span | None
+INDEX_VERSION = 7
 
 
 class TarIndex(NamedTuple):
-    """Content of a tar: its `state_of`, the samples that meet the filters, and how many do not."""
+    """Content of a tar.
+
+    Attributes:
+        state: Its `state_of`.
+        entries: Key of each sample that meets the filters, and the places of its image and its
+            caption by extension. The key is their path up to the first dot of the name.
+        num_dropped: How many samples do not meet the filters.
+    """
 
     state: tuple[int, ...]
-    entries: Sequence[Entry]
+    entries: Sequence[tuple[str, Mapping[str, Span]]]
     num_dropped: int
 
 
@@ -99,25 +97,24 @@ class WebDatasetSamples(Samples):
     def name(self, index: int) -> str:
         """Return tar and key of a sample."""
         number, position = self._find(index)
-        return f"{self._tars[number]}: {self._indexes[number].entries[position].key}"
+        key, _ = self._indexes[number].entries[position]
+        return f"{self._tars[number]}: {key}"
 
     def read(self, index: int) -> ImageSample:
         """Read one sample; a `RunError` if the tar has changed since it was indexed."""
         number, position = self._find(index)
         tar, stored = self._tars[number], self._indexes[number]
-        entry = stored.entries[position]
+        _, spans = stored.entries[position]
         try:
             # Not kept open: there may be more tars than files that a process may open.
             with open(tar, "rb", buffering=0) as file:
                 state = state_of(os.fstat(file.fileno()))
-                image, caption = read_span(file, entry.image), read_span(file, entry.caption)
+                members = {kind: read_span(file, span) for kind, span in spans.items()}
         except OSError as error:
             raise RunError(f"{tar} cannot be read any more: {error}") from error
         if state != stored.state:
             raise RunError(f"{tar} has been changed since it was indexed.")
-        return self._reader.make(
-            self.name(index), image=image, caption_kind=entry.caption_kind, caption=caption
-        )
+        return self._reader.make(self.name(index), members)
 
 
 def _load_index(
@@ -143,7 +140,7 @@ def _load_index(
                 raise RunError(f"{tar} has been changed while it was indexed.") from None
             with new_file(path) as new:
                 new.write_text(json.dumps(stored), encoding="utf-8")
-    return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
+    return TarIndex(state, **stored)
 
 
 def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> dict[str, Any]:
@@ -153,15 +150,15 @@ def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> 
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue
-            image, caption = reader.choose(spans)
-            entries.append((key, spans.get(image), caption, spans.get(caption)))
+            chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
+            entries.append((key, chosen))
     return {"entries": entries, "num_dropped": num_dropped}
 
 
 def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
     """Return the fields of a sample's json; empty if it is missing or broken."""
     try:
-        metadata = json.loads(read_span(file, span) or "{}")
+        metadata = {} if span is None else json.loads(read_span(file, span))
     except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}

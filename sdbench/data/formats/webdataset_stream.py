@@ -60,14 +60,7 @@ class StreamedTarSamples(Samples):
     def read(self, index: int) -> ImageSample:
         """Read one sample, after the unread ones before it in the tar."""
         number, position = self._find(index)
-        members = self._take(number, position)
-        image, caption = self._reader.choose(members)
-        return self._reader.make(
-            self.name(index),
-            image=members.get(image),
-            caption_kind=caption,
-            caption=members.get(caption),
-        )
+        return self._reader.make(self.name(index), self._take(number, position))
 
     def _take(self, number: int, position: int) -> dict[str, bytes | None]:
         """Return the members of a sample, from a reader of each lane."""
