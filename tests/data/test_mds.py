@@ -84,7 +84,7 @@ def test_a_damaged_copy_is_made_again(damage, shuffle, num_workers, folder, tmp_
     assert (cache / SHARD).read_bytes() == (folder / SHARD).read_bytes()
 
 
-def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
+def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path, capsys):
     cache = tmp_path / "cache"
     config = make_config(folder, local=str(cache), shuffle=False)
     list(data.build(config))
@@ -93,6 +93,7 @@ def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
     with pytest.raises(RunError, match=f"^Shard {folder}/shard.00002.mds is damaged: its xxh64"):
         list(data.build(config))
     assert not (cache / "shard.00002.mds").exists()
+    assert capsys.readouterr().err.count("Its copy is thrown away") == 1
 
 
 def test_a_cache_of_other_data_is_refused(folder, tmp_path):
