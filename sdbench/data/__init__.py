@@ -16,7 +16,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
-    check_not_augmented,
+    check_flags,
     check_tokenizer_folder,
     ends_as,
 )
@@ -83,62 +83,42 @@ SOURCES = {
 }
 
 
-def resolve_format(
-    *,
-    data_format: str,
-    use_synth_data: bool,
-    remote: str | None,
-    local: str | None,
-    streams: str | None = None,
-) -> str:
-    """Choose the data format that the flags ask for.
+def resolve_format(settings: Any) -> str:
+    """Choose the data format that settings ask for.
 
     Args:
-        data_format: Value of ``--data_format``: ``auto`` or a name of `SOURCES`.
-        use_synth_data: Value of ``--use_synth_data``, another way to say synthetic.
-        remote: Value of ``--remote``.
-        local: Value of ``--local``.
-        streams: Value of ``--streams``.
+        settings: With the fields `data_format`, `use_synth_data`, `remote` and `local` of
+            `DataSettings`, and `streams` if several data sets can be read.
 
     Returns:
         A name of `SOURCES`. ``auto`` without a place is ``synthetic``, which callers have to tell.
 
     Raises:
-        ConfigError: The flags contradict each other, or the format is unknown.
+        ConfigError: The settings contradict each other.
     """
-    allowed = ", ".join(["auto", *SOURCES])
-    if data_format != "auto" and data_format not in SOURCES:
-        raise ConfigError(
-            "Unknown data format", value=data_format, allowed=allowed, flag="--data_format"
-        )
-    if use_synth_data and data_format not in ("auto", "synthetic"):
+    data_format, streams = settings.data_format, getattr(settings, "streams", None)
+    is_synthetic = settings.use_synth_data or data_format == "synthetic"
+    place = settings.remote or settings.local or streams
+    if settings.use_synth_data and data_format not in ("auto", "synthetic"):
         raise ConfigError(
             "--use_synth_data and --data_format name different sources",
             value=data_format,
             allowed="auto or synthetic, or leave --use_synth_data away",
             flag="--data_format",
         )
-    if streams and (remote or local):
-        raise ConfigError(
-            "Streams name their own places, and another place was given too",
-            value=remote or local,
-            allowed="one of both",
-            flag="--streams, --remote or --local",
-        )
-    place = remote or local or streams
-    if (use_synth_data or data_format == "synthetic") and place:
+    if is_synthetic and place:
         raise ConfigError(
             "Synthetic data is made here, and a data folder was given too",
             value=place,
             allowed="one of both: a folder, or --use_synth_data",
             flag="--use_synth_data, --data_format, --remote or --local",
         )
-    if data_format not in ("auto", "synthetic") and not place:
+    if streams and place != streams:
         raise ConfigError(
-            f"Data of the format {data_format} needs a place",
-            value=None,
-            allowed="a folder or URL",
-            flag=PLACE_FLAGS,
+            "Streams name their own places, and another place was given too",
+            value=place,
+            allowed="one of both",
+            flag="--streams, --remote or --local",
         )
     if streams and data_format not in ("auto", "mds"):
         raise ConfigError(
@@ -147,11 +127,18 @@ def resolve_format(
             allowed="auto or mds",
             flag="--data_format or --streams",
         )
+    if not (is_synthetic or place or data_format == "auto"):
+        raise ConfigError(
+            f"Data of the format {data_format} needs a place",
+            value=None,
+            allowed="a folder or URL",
+            flag=PLACE_FLAGS,
+        )
     if data_format != "auto":
         return data_format
-    if not place:
-        return "synthetic"
-    return "mds" if streams else detect_format(place)
+    if streams:
+        return "mds"
+    return detect_format(place) if place else "synthetic"
 
 
 def detect_format(place: str) -> str:
@@ -218,47 +205,10 @@ def check(config: SourceConfig) -> int | None:
             cannot give what is asked of it.
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
-    source = SOURCES[config.data_format]
-    if config.is_streamed and config.data_format not in ("webdataset", "parquet"):
-        is_mds = config.data_format == "mds"
-        how = " (its shards are copied as they are needed)" if is_mds else ""
-        raise ConfigError(
-            f"{config.data_format} cannot be streamed by --remote_files{how}",
-            value=config.remote_files,
-            allowed="copy, or --data_format webdataset or parquet",
-            flag="--remote_files",
-        )
-    if config.tar_sizes is not None and not (
-        config.is_streamed and config.data_format == "webdataset"
-    ):
-        raise ConfigError(
-            "--tar_sizes is used only for streamed tars",
-            value=config.tar_sizes,
-            allowed="none, or --remote_files stream and --data_format webdataset",
-            flag="--tar_sizes",
-        )
-    if config.missing_latents != "error" and not (
-        config.data_format == "mds" and config.wants_latents
-    ):
-        raise ConfigError(
-            "Samples without latents can be left out of MDS latents alone",
-            value=config.missing_latents,
-            allowed="error, or --data_format mds --latents precomputed",
-            flag="--missing_latents",
-        )
-    if source.open is not None:
-        if not config.wants_latents:
-            check_tokenizer_folder(config.tokenizer_folder)
-        elif source.columns is None:
-            raise ConfigError(
-                f"Data of the format {config.data_format} holds no latents",
-                value=config.latents,
-                allowed="online; python -m sdbench precompute makes latents of it",
-                flag="--latents",
-            )
-        else:
-            check_not_augmented(config)
-    num_samples = resolve_name(source.check)(config)
+    check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
+    if SOURCES[config.data_format].open is not None and not config.wants_latents:
+        check_tokenizer_folder(config.tokenizer_folder)
+    num_samples = resolve_name(SOURCES[config.data_format].check)(config)
     if num_samples is not None:
         check_enough_samples(config, num_samples=num_samples)
     return num_samples

@@ -1,14 +1,12 @@
 """Streaming's classes with safe copies of shards, and with failed copies that raise.
 
-Both override methods of Streaming that are no public interface, as read in mosaicml-streaming
-0.13.0; a release in which one of them takes other arguments is refused. Nothing else in this room
-touches a private name of that package.
+Both override methods that are no public interface, as read in mosaicml-streaming 0.13.0. Nothing
+else here touches a private name of that package.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -73,18 +71,15 @@ class CheckedStream(Stream):
     def _decompress_shard_part(
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
+        hashes = choose_hashes(zip_info.hashes, wanted=self._wanted_hash)
         try:
-            hashes = choose_hashes(zip_info.hashes, wanted=self._wanted_hash)
-            try:
-                check_file(Path(zip_filename), num_bytes=zip_info.bytes, hashes=hashes)
-            except ValueError as error:
-                raise ValueError(f"{zip_info.basename}: {error}") from error
+            check_file(Path(zip_filename), num_bytes=zip_info.bytes, hashes=hashes)
             super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
-        except Exception:
+        except Exception as error:
             # Streaming would take what is left of it in the next run, whole or not.
             if not self.safe_keep_zip:
                 Path(zip_filename).unlink(missing_ok=True)
-            raise
+            raise ValueError(f"{zip_info.basename}: {error}") from error
 
 
 class CheckedStreamingDataset(StreamingDataset):
@@ -146,27 +141,3 @@ class CheckedStreamingDataset(StreamingDataset):
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
         self.epoch, num_samples = super()._resume_incr_epoch()
         return self.epoch, num_samples
-
-
-def check_overridden() -> None:
-    """Refuse a release of Streaming in which an overridden method takes other arguments.
-
-    Raises:
-        ImportError: One does, or is gone.
-    """
-    for kind, names in (
-        (CheckedStream, ("set_up_local", "prepare_shard", "_decompress_shard_part")),
-        (CheckedStreamingDataset, ("prepare_shard", "_resume_incr_epoch")),
-    ):
-        for name in names:
-            theirs = getattr(kind.__base__, name, None)
-            wanted = [*inspect.signature(getattr(kind, name)).parameters]
-            found = None if theirs is None else [*inspect.signature(theirs).parameters]
-            if found != wanted:
-                raise ImportError(
-                    f"{kind.__base__.__name__}.{name} of the installed mosaicml-streaming takes "
-                    f"{found}, not {wanted}: pip install -r requirements.txt"
-                )
-
-
-check_overridden()

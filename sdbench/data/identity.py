@@ -120,16 +120,13 @@ def sources_of(settings: Any) -> list[SourceConfig]:
     class_place = getattr(settings, "class_remote", None)
     if class_place is None:
         return [source]
-    data_format = data.resolve_format(
-        data_format="auto", use_synth_data=False, remote=class_place, local=None
-    )
     return [
         source,
         dataclasses.replace(
             source,
             remote=class_place,
             local=None,
-            data_format=data_format,
+            data_format=data.detect_format(class_place),
             caption=settings.class_prompt,
         ),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,26 +19,25 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "jpe", "jfif", "png", "webp")
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
 
-# First bytes of files that are found under the names of images.
-OTHER_KINDS = {
-    b"GIF8": "a GIF file",
-    b"BM": "a BMP file",
-    b"II*\0": "a TIFF file",
-    b"MM\0*": "a TIFF file",
-    b"8BPS": "a Photoshop file",
-    b"%PDF": "a PDF file",
-    b"%!PS": "a PostScript file",
-    b"\0\0\x01\0": "an icon (ICO)",
-    b"\0\0\0\x0cjP  ": "a JPEG 2000 file",
-    b"\xff\x0a": "a JPEG XL file",
-    b"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
-    b"<": "HTML, XML or SVG text",
-    b"{": "JSON text",
-    **{b"P%d" % number: "a PPM, PGM or PBM file" for number in range(1, 8)},
-}
-# Brands of ISO media files, from their fifth byte.
+# Brands of AVIF, from the fifth byte.
 AVIF_BRANDS = (b"ftypavif", b"ftypavis")
-BRANDS = {**dict.fromkeys(AVIF_BRANDS, "an AVIF file"), b"ftyphei": "a HEIC file"}
+# Other files that are found under the names of images, as patterns of their first bytes.
+OTHER_KINDS = {
+    rb"GIF8": "a GIF file",
+    rb"BM": "a BMP file",
+    rb"II\*\0|MM\0\*": "a TIFF file",
+    rb"8BPS": "a Photoshop file",
+    rb"%PDF|%!PS": "a PDF or PostScript file",
+    rb"\0\0\x01\0": "an icon (ICO)",
+    rb"....jP  ": "a JPEG 2000 file",
+    rb"\xff\x0a": "a JPEG XL file",
+    rb"P[1-7]": "a PPM, PGM or PBM file",
+    rb"....ftypavi": "an AVIF file",
+    rb"....ftyphei": "a HEIC file",
+    rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
+    rb"<": "HTML, XML or SVG text",
+    rb"\{": "JSON text",
+}
 NUM_BYTES_SHOWN = 16
 
 # Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
@@ -68,7 +68,9 @@ def tell_kind(data: bytes, *, read_avif: bool) -> str:
         return "WEBP"
     if read_avif and data[4:12] in AVIF_BRANDS:
         return "AVIF"
-    raise ValueError(f"it {_describe(data)}, and {READ_KINDS}")
+    found = (name for begin, name in OTHER_KINDS.items() if re.match(begin, data, re.DOTALL))
+    seems = f"like {name}" if (name := next(found, None)) else f"with {data[:NUM_BYTES_SHOWN]!r}"
+    raise ValueError(f"it begins {seems}, and {READ_KINDS}")
 
 
 def image_extension(data: bytes) -> str:
@@ -98,13 +100,3 @@ def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
     return image
-
-
-def _describe(data: bytes) -> str:
-    for begin, name in OTHER_KINDS.items():
-        if data.startswith(begin):
-            return f"begins like {name}"
-    for begin, name in BRANDS.items():
-        if data[4:].startswith(begin):
-            return f"begins like {name}"
-    return f"begins with {data[:NUM_BYTES_SHOWN]!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -82,28 +83,16 @@ def find_image_sizes(columns: Iterable[str]) -> list[int]:
 
 def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
     """Map each column of latents to its resolution in pixels."""
-    sizes = {}
-    for column in columns:
-        for part in ("moments", "latent"):
-            for spelling in SPELLINGS[part]:
-                before, after = spelling.split("<px>")
-                size = column.removeprefix(before).removesuffix(after)
-                if size.isdecimal() and column == f"{before}{size}{after}":
-                    sizes[column] = int(size)
-    return sizes
+    spellings = "|".join(SPELLINGS["moments"] + SPELLINGS["latent"]).replace("<px>", "[0-9]+")
+    return {
+        column: int(re.search("[0-9]+", column)[0])
+        for column in columns
+        if re.fullmatch(spellings, column)
+    }
 
 
 def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None:
-    """Check the type and shape of a stored array.
-
-    Args:
-        name: The sample and the part of it, for the message.
-        array: The array.
-        shape: The shape that it must have.
-
-    Raises:
-        BadSampleError: It has another shape, or is not of a floating point type.
-    """
+    """Raise a `BadSampleError`, with this name, for another shape or no floating point type."""
     if array.dtype.kind != "f":
         raise BadSampleError(f"{name}: values of type {array.dtype}, floating point is needed.")
     if array.shape != shape:
@@ -111,17 +100,10 @@ def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Check that no value of a float16 array is NaN or infinite.
+    """Raise a `BadSampleError`, with this name, if a value of a float16 array is not finite.
 
     It compares bit patterns in two passes without temporaries: 14 microseconds for the 111,616
     values of a sample at 512 px on a core of a Xeon, where np.isfinite takes several times as long.
-
-    Args:
-        name: The sample and the part of it, for the message.
-        array: float16; values beyond 65504 have become infinite.
-
-    Raises:
-        BadSampleError: One is.
     """
     # All exponent bits set: 0x7c00 to 0x7fff with a positive sign, 0xfc00 to 0xffff with a negative
     # one. As int16 the negative ones are below 0, as uint16 they are the largest.

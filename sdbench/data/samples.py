@@ -145,11 +145,10 @@ class Samples:
 
 
 def max_kept(num_lanes: int) -> int:
-    """How many files or row groups to keep, the one used last longest, for lanes read in turn.
+    """Return how many files or row groups to keep, the one used last longest, for lanes in turn.
 
-    Each lane has one, and may have left one behind, of which others have the rest. That was used
-    last: with less room the next lane's would be thrown out for it, just before it is needed, and
-    so on for all of them.
+    Each lane has one, and may have left another that was used last: with less room the next lane's
+    would be thrown out for it, just before it is needed.
     """
     return 2 * num_lanes - 1
 
@@ -171,15 +170,9 @@ def clean_caption(text: str | None) -> str | None:
 
 
 def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
-    """Check that a sample has an image and a caption.
+    """Raise a `BadSampleError` unless a sample has an image and a caption.
 
-    Args:
-        sample: As it was read.
-        empty_captions: Value of ``--empty_captions``.
-
-    Raises:
-        BadSampleError: One of them is missing, the image is empty, the caption is and may not be,
-            or it is no whole text.
+    `empty_captions` is the value of ``--empty_captions``.
     """
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"

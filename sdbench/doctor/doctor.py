@@ -202,10 +202,4 @@ def _only_results_on_stdout() -> Iterator[None]:
 def _check_data_flags(config: BenchmarkConfig) -> None:
     """Refuse flags that contradict each other about the data source."""
     if config.data_format != "auto":  # else it is told from the place, which may not answer
-        resolve_format(
-            data_format=config.data_format,
-            use_synth_data=config.use_synth_data,
-            remote=config.remote,
-            local=config.local,
-            streams=config.streams,
-        )
+        resolve_format(config)

@@ -68,13 +68,7 @@ class Draft:
             ConfigError: These contradict each other.
         """
         config = self.config
-        data_format = data.resolve_format(
-            data_format=config.data_format,
-            use_synth_data=config.use_synth_data,
-            remote=config.remote,
-            local=config.local,
-            streams=config.streams,
-        )
+        data_format = data.resolve_format(config)
         if data_format != config.data_format:
             given = config.use_synth_data or config.remote or config.local or config.streams
             reason = "from the data flags" if given else "neither --remote nor --local was given"

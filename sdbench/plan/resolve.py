@@ -201,9 +201,7 @@ def _make_class_source(draft: Draft, source: SourceConfig) -> SourceConfig | Non
         source,
         remote=config.class_remote,
         local=None,
-        data_format=data.resolve_format(
-            data_format="auto", use_synth_data=False, remote=config.class_remote, local=None
-        ),
+        data_format=data.detect_format(config.class_remote),
         caption=config.class_prompt,
     )
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.s3_server import impatient, running_s3, s3  # noqa: F401
 
 
-def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, file_format)
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def encoded():
-    return encode
+    return datasets.encode
 
 
 @pytest.fixture

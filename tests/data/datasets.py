@@ -22,11 +22,16 @@ LATENT_SHAPE = (4, IMAGE_SIZE // 8, IMAGE_SIZE // 8)
 EMBEDDING_SHAPE = (77, 8)
 
 
+def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
+    """A picture as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, file_format)
+    return buffer.getvalue()
+
+
 def make_png(index: int) -> bytes:
     """The picture of a sample, as a file."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((40, 60, 3), 5 * index, dtype=np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.fromarray(np.full((40, 60, 3), 5 * index, dtype=np.uint8)))
 
 
 def make_ramp(index: int) -> np.ndarray:
@@ -37,9 +42,7 @@ def make_ramp(index: int) -> np.ndarray:
 
 def make_ramp_png(index: int) -> bytes:
     """The same as a file; put in the place of `make_png`."""
-    buffer = io.BytesIO()
-    Image.fromarray(make_ramp(index)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.fromarray(make_ramp(index)))
 
 
 def make_caption(index: int) -> str:
@@ -57,23 +60,14 @@ def make_arrays(index: int) -> dict[str, np.ndarray]:
     }
 
 
-def index_of(batch: dict, position: int) -> int:
-    """Which sample a batch has at a position."""
-    if "image" in batch:
-        value = float(batch["image"][position].float().mean())
-        return round(value / 5)
-    if "latent" in batch:
-        return round(float(batch["latent"][position].float().mean()) * 8)
-    return round(float(batch["latent_mean"][position].float().mean()) * 8)
-
-
-def indices(batches: list[dict]) -> list[int]:
+def indices(batches: Iterable[dict]) -> list[int]:
     """Which samples a list of batches has, in order."""
-    return [
-        index_of(batch, position)
-        for batch in batches
-        for position in range(len(next(iter(batch.values()))))
-    ]
+    scales = {"image": 1 / 5, "latent": 8, "latent_mean": 8}
+    found = []
+    for batch in batches:
+        (name,) = scales.keys() & batch.keys()
+        found += [round(float(value.float().mean()) * scales[name]) for value in batch[name]]
+    return found
 
 
 def write_mds(
@@ -123,16 +117,11 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, mode: str = "
     """A tar of these files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode) as tar:
-        add_members(tar, members)
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
     return path
-
-
-def add_members(tar: tarfile.TarFile, members: Iterable[tuple[str, bytes]]) -> None:
-    """Add files to an open tar."""
-    for name, content in members:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
 
 
 def write_tars(folder: Path) -> None:
@@ -142,11 +131,9 @@ def write_tars(folder: Path) -> None:
         members = []
         for index in itertools.islice(numbers, size):
             width = json.dumps({"original_width": 10 * index}).encode()
-            caption = make_caption(index).encode()
-            for extension, content in zip(
-                ("png", "txt", "json"), (make_png(index), caption, width), strict=True
-            ):
-                members.append((f"{index:06d}.{extension}", content))
+            members.append((f"{index:06d}.png", make_png(index)))
+            members.append((f"{index:06d}.txt", make_caption(index).encode()))
+            members.append((f"{index:06d}.json", width))
         write_tar(folder / name, members)
 
 

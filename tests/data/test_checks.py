@@ -10,11 +10,11 @@ import pytest
 
 from sdbench import data
 from sdbench.settings.config import SETTINGS
+from sdbench.settings.data import DataSettings
 from tests.data import datasets
 from tests.refusals import refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
-NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "local": None}
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,12 @@ NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "loca
     ],
 )
 def test_resolve_format(given, expected):
-    assert data.resolve_format(**NOTHING | given) == expected
+    assert data.resolve_format(DataSettings(**given)) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "value", "flag"),
     [
-        ({"data_format": "tfrecord"}, "tfrecord", "--data_format"),
         ({"data_format": "mds", "use_synth_data": True}, "mds", "--data_format"),
         ({"remote": "x", "use_synth_data": True}, "x", SYNTHETIC_FLAGS),
         ({"local": "x", "data_format": "synthetic"}, "x", SYNTHETIC_FLAGS),
@@ -51,7 +50,7 @@ def test_resolve_format(given, expected):
 )
 def test_resolve_format_contradictions(given, value, flag):
     with refused(flag, value=value):
-        data.resolve_format(**NOTHING | given)
+        data.resolve_format(DataSettings(**given))
 
 
 def test_missing_empty_and_wrong_folders(make_config, tmp_path):
@@ -119,7 +118,7 @@ def test_a_folders_format_is_told_from_its_names(files, expected, tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    assert data.resolve_format(**NOTHING | {"remote": str(tmp_path)}) == expected
+    assert data.resolve_format(DataSettings(remote=str(tmp_path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,8 @@ def test_a_folders_format_is_told_from_its_names(files, expected, tmp_path):
     ],
 )
 def test_what_is_elsewhere_is_told_from_its_name(place, expected):
-    assert data.resolve_format(**NOTHING | {"remote": place}) == expected
-    assert data.resolve_format(**NOTHING | {"streams": f"{place}=1"}) == "mds"
+    assert data.resolve_format(DataSettings(remote=place)) == expected
+    assert data.resolve_format(DataSettings(streams=f"{place}=1")) == "mds"
 
 
 def test_the_flag_knows_every_format():

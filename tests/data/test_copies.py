@@ -10,7 +10,7 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.cli import main
-from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices

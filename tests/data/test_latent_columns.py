@@ -64,7 +64,7 @@ def test_what_is_missing_is_named(columns, flag, value, allowed):
 
 
 def test_resolutions_are_read_from_the_names():
-    columns = ["latents_512_bytes", "image_latents_256", "latent_moments_x", "caption_latents"]
+    columns = ["latents_512_bytes", "image_latents_256", "latent_moments_x", "latents_", "caption"]
     assert find_image_sizes(columns) == [256, 512]
 
 

@@ -19,13 +19,12 @@ from streaming import MDSWriter
 import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data import compat
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import verify
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.refusals import refused
+from tests.refusals import printed_refusal, refused
 
 
 @pytest.fixture
@@ -39,31 +38,53 @@ def make_config(folder: Path, **changes) -> SourceConfig:
     return SourceConfig(data_format="mds", **{**options, **changes})
 
 
-@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
+SHARD, INDEX = "shard.00002.mds", "index.json"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 5000)
+
+
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
-    ("damage", "file"),
+    ("damage", "file", "refused_value"),
     [
-        (lambda path: os.truncate(path, 3000), "shard.00001.mds"),
-        (datasets.flip_a_bit, "shard.00001.mds"),
-        (lambda path: os.truncate(path, 0), "index.json"),
-        (lambda path: os.truncate(path, 100), "index.json"),
+        (Path.unlink, SHARD, SHARD),
+        (cut, SHARD, f"{{remote}}/{SHARD}"),
+        (datasets.flip_a_bit, SHARD, None),
+        (lambda path: os.truncate(path, 100), INDEX, f"{{remote}}/{INDEX}"),
+        (Path.unlink, INDEX, "{remote}"),
     ],
-    ids=["cut", "bit flip", "empty index", "cut index"],
+    ids=["lost", "cut", "bit flip", "cut index", "no index"],
 )
-def test_a_damaged_copy_is_made_again(damage, file, shuffle, num_workers, folder, tmp_path, capfd):
+def test_the_culprit_is_named(damage, file, refused_value, folder, tmp_path, capsys):
+    """Before the run with the value, or, where that is None, when a worker meets it."""
+    damage(folder / file)
+    argv = ["--remote", str(folder), "--num_workers", "2", "--image_size", "16"]
+    argv += ["--batch_size", "4", "--num_batches", "24", "--results_dir", str(tmp_path / "runs")]
+    assert program.main(argv) == (1 if refused_value is None else 2)
+    told = capsys.readouterr().err
+    assert file in told
+    if refused_value is not None:
+        assert printed_refusal(told).value == refused_value.format(remote=folder)
+
+
+@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize("damage", [cut, datasets.flip_a_bit], ids=["cut", "bit flip"])
+def test_a_damaged_copy_is_made_again(damage, shuffle, num_workers, folder, tmp_path, capfd):
     cache = tmp_path / "cache"
     config = make_config(folder, local=str(cache), shuffle=shuffle, num_workers=num_workers)
     expected = indices(list(data.build(config)))
-    damage(cache / file)
+    damage(cache / SHARD)
     assert indices(list(data.build(config))) == expected
     told = capfd.readouterr().err
-    assert (f"Shard {folder}/shard.00001.mds is damaged" in told) == (file != "index.json")
-    assert "Its copy is thrown away" in told or file == "index.json"
+    assert f"Shard {folder}/{SHARD} is damaged" in told
+    assert "Its copy is thrown away" in told
     assert str(cache) not in told
-    assert (cache / file).read_bytes() == (folder / file).read_bytes()
+    assert (cache / SHARD).read_bytes() == (folder / SHARD).read_bytes()
 
 
-def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
+def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path, capsys):
     cache = tmp_path / "cache"
     config = make_config(folder, local=str(cache), shuffle=False)
     list(data.build(config))
@@ -72,6 +93,7 @@ def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
     with pytest.raises(RunError, match=f"^Shard {folder}/shard.00002.mds is damaged: its xxh64"):
         list(data.build(config))
     assert not (cache / "shard.00002.mds").exists()
+    assert capsys.readouterr().err.count("Its copy is thrown away") == 1
 
 
 def test_a_cache_of_other_data_is_refused(folder, tmp_path):
@@ -91,32 +113,6 @@ def test_streams_of_another_form(folder, text):
 def test_hashes_that_are_not_there(folder):
     with refused("--validate_hash", value="md5", allowed="auto, none, sha1, xxh64"):
         data.check(make_config(folder, validate_hash="md5"))
-
-
-def test_of_several_resolutions_the_wanted_one_is_read(tmp_path):
-    columns = {
-        "latents_256": "ndarray:float16:4,32,32",
-        "latents_512": "ndarray:float32:4,64,64",
-        "caption_latents": "ndarray:float16:77,8",
-    }
-    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
-        for index in range(8):
-            writer.write(
-                {
-                    "latents_256": np.full((4, 32, 32), index, np.float16),
-                    "latents_512": np.full((4, 64, 64), -index, np.float32),
-                    "caption_latents": np.zeros((77, 8), np.float16),
-                }
-            )
-    options = {"latents": "precomputed", "text_embedding_dim": 8, "shuffle": False}
-    for size, sign in ((256, 1), (512, -1)):
-        config = make_config(tmp_path / "data", image_size=size, **options)
-        batch = next(iter(data.build(config)))
-        assert batch["latent"].shape == (4, 4, size // 8, size // 8)
-        assert batch["latent"].dtype == torch.float16
-        assert batch["latent"][:, 0, 0, 0].tolist() == [0, sign, 2 * sign, 3 * sign]
-    with refused("--image_size", value=768, allowed="256, 512"):
-        data.check(make_config(tmp_path / "data", image_size=768, **options))
 
 
 def test_augmentation_is_of_the_sample_and_its_epoch(folder):
@@ -310,10 +306,3 @@ def test_streams_may_name_their_columns_differently(folder, tmp_path):
     found = indices(list(data.build(config)))
     assert found.count(50) == 24
     assert len(found) == 96
-
-
-@pytest.mark.parametrize("changed", [lambda self, shard, retries: 0, None])
-def test_a_release_of_streaming_with_other_methods_is_refused(changed, monkeypatch):
-    monkeypatch.setattr(compat.Stream, "prepare_shard", changed)
-    with pytest.raises(ImportError, match="Stream.prepare_shard"):
-        compat.check_overridden()

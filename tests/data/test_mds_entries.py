@@ -51,88 +51,46 @@ def put(value: object, *keys: str) -> Edit:
 
 def repeat(name: str) -> Edit:
     """An edit that names the first shard once more."""
-
-    def edit(shards: list[dict]) -> None:
-        raw_data = {**shards[0]["raw_data"], "basename": name}
-        shards.append({**shards[0], "raw_data": raw_data})
-
-    return edit
+    return lambda shards: shards.append(
+        {**shards[0], "raw_data": {**shards[0]["raw_data"], "basename": name}}
+    )
 
 
 # What cannot be true, with what is said of it.
 FALSE = {
     "negative": (put(-5, "samples"), "$.shards[2].samples: -5 is less than the minimum of 1"),
-    "none": (put(0, "samples"), "$.shards[2].samples: 0 is less than"),
     "a float": (put(16.0, "samples"), "$.shards[2].samples: 16.0 is not of type 'integer'"),
-    "a text": (put("16", "samples"), "$.shards[2].samples: '16' is not of type 'integer'"),
     "true": (put(True, "samples"), "$.shards[2].samples: True is not of type 'integer'"),
     "missing": (put(None, "samples"), "$.shards[2]: 'samples' is a required property"),
-    "too many for the file": (
-        put(10**30, "samples"),
-        f"shard 2: {10**30} samples take 12{'0' * 29}8",
-    ),
-    "negative bytes": (put(-1, "raw_data", "bytes"), "$.shards[2].raw_data.bytes: -1 is less"),
     "no bytes": (put(None, "raw_data", "bytes"), "$.shards[2].raw_data: 'bytes' is a required"),
-    "no file": (put(None, "raw_data"), "$.shards[2]: 'raw_data' is a required property"),
     "a negative column": (put([-4, 4], "column_sizes"), "$.shards[2].column_sizes[0]: -4 is less"),
-    "columns": (
-        put([4], "column_sizes"),
-        "shard 2: it has 2 column_names, 2 column_encodings and 1",
-    ),
+    "columns": (put([4], "column_sizes"), "shard 2: column_names, column_encodings and column_s"),
     "a limit": (put(-1, "size_limit"), "$.shards[2].size_limit: -1 is less than the minimum"),
     "a version": (put(1, "version"), "$.shards[2].version: 1 is not one of [2]"),
     "unknown": (put(1, "offset"), "$.shards[2]: Additional properties are not allowed ('offset'"),
-    "compressed without a file": (
-        put("zstd", "compression"),
-        "shard 2: of compression and zip_data",
-    ),
     "no shards": (list.clear, "$.shards: []"),
     "other shards": (put("csv", "format"), "$.shards[2].format: 'csv' is not one of ['mds']"),
     "a list": (lambda shards: shards.insert(2, []), "$.shards[2]: [] is not of type 'object'"),
-    "twice": (repeat("shard.00000.mds"), "shard 4: shard.00000.mds is named twice"),
-    "twice in two words": (
-        repeat("./shard.00000.mds"),
-        "shard 4: ./shard.00000.mds is named twice",
-    ),
-    "above": (repeat("../x.mds"), "shard 4: '../x.mds' lies outside the folder of the data set"),
-    "within and above": (
-        repeat("a/../../x.mds"),
-        "shard 4: 'a/../../x.mds' lies outside the folder",
-    ),
-    "elsewhere": (repeat("/tmp/x.mds"), "shard 4: '/tmp/x.mds' lies outside the folder"),
-    "no name": (repeat(""), "shard 4: '' is no name of a file"),
+    "twice": (repeat("./shard.00000.mds"), "shard 4: shard.00000.mds is named twice"),
+    "above": (repeat("a/../../x.mds"), "shard 4: a/../../x.mds lies outside the folder"),
+    "elsewhere": (repeat("/tmp/x.mds"), "shard 4: /tmp/x.mds lies outside the folder"),
     "the index": (repeat("index.json"), "shard 4: index.json is named twice"),
     # Of these the index alone could be true: the shard's own header is another.
     "too few": (put(12, "samples"), "its header says 16 samples, index.json says 12"),
-    "sizes": (
-        put([9, None], "column_sizes"),
-        "its header says column_sizes [None, None], index.json says [9, None]",
-    ),
-    "too many": (put(17, "samples"), "its header says 16 samples, index.json says 17"),
+    "too many": (put(10**30, "samples"), "its header says 16 samples, index.json says 1"),
+    # As text: Python's json takes other encodings of bytes, and Streaming does not.
+    "nested": (b'{"shards": ' + b"[" * 100_000, "nested too deeply"),
+    "UTF-16": ("{}".encode("utf-16"), "codec can't decode"),
 }
 
 
 @pytest.mark.parametrize("kind", FALSE)
 def test_an_index_that_cannot_be_true_is_refused(kind, mds_folder, tmp_path, capsys):
     edit, told = FALSE[kind]
-    edit_index(mds_folder, edit)
-    check_refused(mds_folder, told, tmp_path, capsys)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"shards": ' + b"[" * 100_000, "nested too deeply"),
-        # Python's json takes both of bytes; Streaming reads text, and does not.
-        (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
-        ("{}".encode("utf-16"), "codec can't decode"),
-    ],
-)
-def test_an_index_that_streaming_cannot_parse_is_refused(
-    content, told, mds_folder, tmp_path, capsys
-):
-    (mds_folder / "index.json").write_bytes(content)
+    if isinstance(edit, bytes):
+        (mds_folder / "index.json").write_bytes(edit)
+    else:
+        edit_index(mds_folder, edit)
     check_refused(mds_folder, told, tmp_path, capsys)
 
 
@@ -164,22 +122,18 @@ def test_a_header_that_leads_out_of_its_shard_is_named(position, tmp_path, capsy
     check_refused(folder, "by its header samples lie outside of it, or overlap", tmp_path, capsys)
 
 
-@pytest.mark.parametrize("num_workers", ["0", "2"])
-def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_path, capsys):
+def test_the_header_of_a_shard_that_is_unpacked_is_compared(tmp_path, capsys):
     folder = tmp_path / "packed"
     datasets.write_mds(folder, compression="zstd")
     edit_index(folder, put(12, "samples"))
     told = f"{folder}/shard.00002.mds.zstd"
-    flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", num_workers]
+    flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", "2"]
     flags += ["--num_batches", "11", "--results_dir", str(tmp_path / "runs")]
     assert program.main(["--remote", str(folder), *flags]) == 1
     error = capsys.readouterr().err
     assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
     assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
     assert f"broken: {told}: its header says 16 samples" in capsys.readouterr().out
-    argv = [str(folder), "--folder", str(tmp_path / "out"), "--num_workers", "0"]
-    assert main(["convert", *argv]) == 1
-    assert f"{told} is damaged" in capsys.readouterr().err
 
 
 @pytest.fixture

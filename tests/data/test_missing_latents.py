@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from streaming import MDSWriter
 
-from benchmark import main as benchmark_main
 from data import main as data_main
 from sdbench import data
 from sdbench.base.errors import RunError
@@ -43,37 +42,24 @@ def make_latent(index: int, *, side: int) -> np.ndarray:
     return (generator.normal(scale=1 / 0.18215, size=(4, side, side)) * 0.18215).astype(np.float16)
 
 
-def make_text(index: int, *, width: int) -> np.ndarray:
-    return np.random.default_rng(index).normal(size=(77, width)).astype(np.float16)
+def make_text(index: int) -> np.ndarray:
+    return np.random.default_rng(index).normal(size=(77, 1024)).astype(np.float16)
 
 
 @pytest.fixture
-def make_folder(tmp_path):
-    """A function that writes the data set as the script does."""
-
-    def make(*, width: int = 1024, sizes: tuple[int, int] = (256, 512)) -> Path:
-        small, large = sizes
-        renamed = {"latents_256": f"latents_{small}", "latents_512": f"latents_{large}"}
-        columns = {renamed.get(name, name): encoding for name, encoding in COLUMNS.items()}
-        folder = tmp_path / f"latents-{width}"
-        with MDSWriter(
-            out=str(folder), columns=columns, size_limit=2**21 * width // 1024
-        ) as writer:
-            for index in range(NUM_SAMPLES):
-                sample = {
-                    name: {"str": TEXTS[index % 3], "bytes": b"", "int32": 512}.get(encoding, 0)
-                    for name, encoding in columns.items()
-                }
-                sample |= dict.fromkeys(("punsafe", "pwatermark"), 0.5)
-                sample |= {"similarity": 0.3, "aesthetic_score": 5.0}
-                sample["caption_latents"] = make_text(index, width=width).tobytes()
-                sample[f"latents_{small}"] = make_latent(index, side=small // 8).tobytes()
-                if index in PRESENT:
-                    sample[f"latents_{large}"] = make_latent(index, side=large // 8).tobytes()
-                writer.write(sample)
-        return folder
-
-    return make
+def folder(tmp_path) -> Path:
+    """The data set as the script writes it."""
+    folder = tmp_path / "latents"
+    with MDSWriter(out=str(folder), columns=COLUMNS, size_limit=2**21) as writer:
+        for index in range(NUM_SAMPLES):
+            empty = {"str": TEXTS[index % 3], "bytes": b"", "int32": 512, "float64": 0.5}
+            sample = {name: empty.get(encoding, 0) for name, encoding in COLUMNS.items()}
+            sample["caption_latents"] = make_text(index).tobytes()
+            sample["latents_256"] = make_latent(index, side=32).tobytes()
+            if index in PRESENT:
+                sample["latents_512"] = make_latent(index, side=64).tobytes()
+            writer.write(sample)
+    return folder
 
 
 def make_config(folder: Path, **changes) -> SourceConfig:
@@ -92,15 +78,14 @@ def samples(loader) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_small_pictures_are_left_out(make_folder, shuffle, num_workers):
+def test_small_pictures_are_left_out(folder, shuffle, num_workers):
     config = make_config(
-        make_folder(), missing_latents="leave_out", shuffle=shuffle, num_workers=num_workers
+        folder, missing_latents="leave_out", shuffle=shuffle, num_workers=num_workers
     )
     assert data.check(config) == len(PRESENT) == 32
     loader = data.build(config)
     expected = {
-        make_latent(index, side=64).tobytes(): make_text(index, width=1024).tobytes()
-        for index in PRESENT
+        make_latent(index, side=64).tobytes(): make_text(index).tobytes() for index in PRESENT
     }
     first = samples(loader)
     assert first == expected
@@ -113,8 +98,7 @@ def test_small_pictures_are_left_out(make_folder, shuffle, num_workers):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_size_that_all_have(make_folder, shuffle):
-    folder = make_folder()
+def test_a_size_that_all_have(folder, shuffle):
     loader = data.build(make_config(folder, image_size=256, shuffle=shuffle))
     expected = [make_latent(index, side=32).tobytes() for index in range(NUM_SAMPLES)]
     found = samples(loader)
@@ -123,8 +107,7 @@ def test_a_size_that_all_have(make_folder, shuffle):
     assert loader.stats.num_dropped_samples == 0
 
 
-def test_missing_latents_are_refused_with_their_number(make_folder, tmp_path, capsys):
-    folder = make_folder()
+def test_missing_latents_are_refused_with_their_number(folder, tmp_path, capsys):
     flags = ["--remote", str(folder), "--latents", "precomputed", "--num_workers", "0"]
     flags += ["--batch_size", "4", "--results_dir", str(tmp_path / "results")]
     assert data_main(flags) == 2
@@ -143,34 +126,14 @@ def test_missing_latents_are_refused_with_their_number(make_folder, tmp_path, ca
     assert loader.stats.num_bad_samples == 16
 
 
-def test_a_benchmark_counts_what_it_left_out(make_folder, tmp_path):
-    folder = make_folder(width=32, sizes=(64, 128))
-    flags = ["--model_name", "tiny", "--latents", "precomputed", "--remote", str(folder)]
-    flags += ["--image_size", "128", "--batch_size", "4", "--num_workers", "0"]
-    flags += ["--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0"]
-    flags += ["--engine", "torch", "--no_measure_peak"]
-    flags += ["--results_dir", str(tmp_path / "results")]
-    assert benchmark_main(flags) == 2
-    assert benchmark_main([*flags, "--missing_latents", "leave_out"]) == 0
-    (record,) = (tmp_path / "results").glob("*/record.json")
-    assert json.loads(record.read_text())["workload"]["num_dropped_samples"] == 17
-
-
-def test_verify_data_counts_and_convert_names_them(make_folder, tmp_path, capsys):
-    folder = make_folder()
+def test_verify_data_counts_and_convert_names_them(folder, tmp_path, capsys):
     for deep in ((), ("--deep",)):
         assert sdbench_main(["verify-data", str(folder), *deep]) == 0
         printed = capsys.readouterr().out
         assert "note: 17 of the 49 samples have no latents_512" in printed
         assert "latents_256" not in printed
-    convert = [
-        "convert",
-        str(folder),
-        "--folder",
-        str(tmp_path / "out"),
-        "--latents",
-        "precomputed",
-    ]
+    out = str(tmp_path / "out")
+    convert = ["convert", str(folder), "--folder", out, "--latents", "precomputed"]
     assert sdbench_main(convert) == 1
     assert "sample 0, latents_512: no value" in capsys.readouterr().err
     assert sdbench_main([*convert, "--on_bad_sample", "skip", "--max_bad_fraction", "0.4"]) == 0
@@ -179,8 +142,7 @@ def test_verify_data_counts_and_convert_names_them(make_folder, tmp_path, capsys
     assert list(samples(loader)) == [make_latent(index, side=64).tobytes() for index in PRESENT]
 
 
-def test_what_cannot_be_told_or_is_of_another_model(make_folder, tmp_path):
-    folder = make_folder()
+def test_what_cannot_be_told_or_is_of_another_model(folder, tmp_path):
     leave_out = {"missing_latents": "leave_out"}
     with refused("--model_name", value="157696 bytes"):
         data.check(make_config(folder, text_embedding_dim=768, **leave_out))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -13,14 +15,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import benchmark
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.verify import main as verify_data
 from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
+from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import indices
+from tests.data.seed_parquet import write_pictures
 from tests.refusals import refused
 
 NUM_ROWS = 8
@@ -47,6 +52,10 @@ def arrays(name: str) -> list[np.ndarray]:
     return [datasets.make_arrays(index)[name] for index in range(NUM_ROWS)]
 
 
+def make_pictures(numbers) -> list[bytes]:
+    return [datasets.make_png(number) for number in numbers]
+
+
 def as_bytes(values: list[np.ndarray], dtype: str = "<f2") -> list[bytes]:
     return [value.astype(dtype).tobytes() for value in values]
 
@@ -58,6 +67,12 @@ def as_flat_lists(values: list[np.ndarray]) -> pyarrow.Array:
 
 def as_nested_lists(values: list[np.ndarray]) -> list:
     return [value.astype("f8").tolist() for value in values]
+
+
+def write_latents(path: Path, **others) -> Path:
+    """The samples as bytes of float16, with other columns where they are given."""
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    return write(path, {**columns, **others})
 
 
 class TensorType(pyarrow.ExtensionType):
@@ -160,18 +175,18 @@ def test_a_width_that_only_looks_right_is_refused(tmp_path):
 
 @pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
 def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
-    columns = {LATENT: WAYS[way](arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    place = write_latents(tmp_path / "a.parquet", **{LATENT: WAYS[way](arrays("latent"))})
     with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
-        data.check(latents_config(write(tmp_path / "a.parquet", columns)))
-    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
-    assert data.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
+        data.check(latents_config(place))
+    text = as_bytes(arrays("text_embedding"), "<f4")
+    write_latents(place, **{TEXT: text})
+    assert data.check(latents_config(place)) == NUM_ROWS
 
 
 def test_the_last_file_is_looked_at_before_a_run(tmp_path):
-    for number, width in enumerate((8, 4)):
-        text = [value[:, :width] for value in arrays("text_embedding")]
-        columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(text)}
-        write(tmp_path / "data" / f"{number}.parquet", columns)
+    write_latents(tmp_path / "data" / "0.parquet")
+    narrow = as_bytes([value[:, :4] for value in arrays("text_embedding")])
+    write_latents(tmp_path / "data" / "1.parquet", **{TEXT: narrow})
     with refused(OTHER_MODEL, value="32 px, embeddings of width 8") as caught:
         data.check(latents_config(tmp_path / "data"))
     assert "1.parquet" in caught.value.what
@@ -180,19 +195,11 @@ def test_the_last_file_is_looked_at_before_a_run(tmp_path):
 def test_local_files_need_no_folder_for_copies(tmp_path, monkeypatch):
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    assert data.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
-
-
-def test_whole_numbers_are_no_latents(tmp_path):
-    columns = {LATENT: [[1] * 64] * 4, TEXT: as_bytes(arrays("text_embedding")[:4])}
-    with refused(value="list<element: int64>"):
-        data.check(latents_config(write(tmp_path / "a.parquet", columns)))
+    assert data.check(latents_config(write_latents(tmp_path / "a.parquet"))) == NUM_ROWS
 
 
 def test_samples_may_be_pickled_after_a_read(tmp_path):
-    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    samples = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
+    samples = data.open_samples(latents_config(write_latents(tmp_path / "a.parquet")))
     first = samples.read(0).arrays["latent"]
     assert np.array_equal(pickle.loads(pickle.dumps(samples)).read(0).arrays["latent"], first)
 
@@ -208,8 +215,7 @@ def test_samples_may_be_pickled_after_a_read(tmp_path):
 def test_a_bad_row_is_a_bad_sample(value, message, tmp_path):
     latents = as_bytes(arrays("latent"))
     latents[4] = value
-    columns = {LATENT: latents, TEXT: as_bytes(arrays("text_embedding"))}
-    place = write(tmp_path / "a.parquet", columns)
+    place = write_latents(tmp_path / "a.parquet", **{LATENT: latents})
     with pytest.raises(RunError, match=message):
         list(data.build(latents_config(place)))
     config = latents_config(place, on_bad_sample="skip", max_bad_fraction=0.2)
@@ -224,51 +230,51 @@ def test_beyond_float16_is_no_silent_infinity(tmp_path):
         list(data.build(latents_config(write(tmp_path / "a.parquet", columns))))
 
 
-@pytest.mark.parametrize("image", ["jpg", "image", "image.bytes", "png"])
-@pytest.mark.parametrize("caption", ["caption", "text", "TEXT"])
+@pytest.mark.parametrize(
+    ("image", "caption"),
+    [("jpg", "caption"), ("image", "text"), ("image.bytes", "TEXT"), ("struct", "text")],
+)
 def test_images_under_other_names(image, caption, tmp_path):
-    pictures = [datasets.make_png(index) for index in range(4)]
-    place = write(tmp_path / "a.parquet", {image: pictures, caption: list("abcd"), "hash": [1] * 4})
-    assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
-
-
-def test_hugging_faces_struct_of_bytes_and_path(tmp_path):
-    pictures = [{"bytes": datasets.make_png(index), "path": f"{index}.png"} for index in range(4)]
-    place = write(tmp_path / "a.parquet", {"image": pictures, "text": list("abcd")})
+    """Also in Hugging Face's struct of bytes and path."""
+    pictures = make_pictures(range(4))
+    columns = {caption: list("abcd"), "hash": [1] * 4}
+    if image == "struct":
+        columns["image"] = [{"bytes": file, "path": "a.png"} for file in pictures]
+    else:
+        columns[image] = pictures
+    place = write(tmp_path / "a.parquet", columns)
     assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
 
 
 def test_files_may_differ_in_what_is_not_read(tmp_path):
-    pictures = [datasets.make_png(index) for index in range(4)]
     for number, width in enumerate(([1, 2], [1.0, 2.0])):
-        columns = {"jpg": pictures[2 * number :][:2], "caption": ["a", "b"], "width": width}
+        pictures = make_pictures((2 * number, 2 * number + 1))
+        columns = {"jpg": pictures, "caption": ["a", "b"], "width": width}
         write(tmp_path / "data" / f"{number}.parquet", columns)
     for place in (tmp_path / "data", tmp_path / "data" / "{0,1}.parquet"):
         assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
-    write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("abcd")})
+    write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("ab")})
     with refused(value="columns jpg, title"):
         data.check(make_config(tmp_path / "data"))
 
 
 @pytest.mark.parametrize(
-    ("columns", "value"),
+    ("names", "values", "value"),
     [
-        ({"jpg": [1, 2], "caption": ["a", "b"]}, "int64"),
-        ({"jpg": [b"a", b"b"], "caption": [1.0, 2.0]}, "double"),
-        ({"url": ["a", "b"], "caption": ["a", "b"]}, "columns caption, url"),
+        (["jpg", "caption"], [[1, 2], ["a", "b"]], "int64"),
+        (["jpg", "caption"], [[b"a", b"b"], [1.0, 2.0]], "double"),
+        (["url", "caption"], [["a", "b"], ["a", "b"]], "columns caption, url"),
+        (["jpg", "caption", "caption"], [[b"a"], ["a"], ["b"]], "columns caption, caption, jpg"),
+        ([LATENT, TEXT], [[[1] * 64], as_bytes(arrays("text_embedding")[:1])], "list<element: int"),
     ],
 )
-def test_columns_of_other_types(columns, value, tmp_path):
-    with refused(value=value):
-        data.check(make_config(write(tmp_path / "a.parquet", columns)))
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path):
-    columns = [pyarrow.array(values) for values in ([b"a"], ["a"], ["b"])]
-    table = pyarrow.Table.from_arrays(columns, names=["jpg", "caption", "caption"])
+def test_columns_of_other_types_or_names(names, values, value, tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(column) for column in values], names=names)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with refused(value="caption"):
-        data.check(make_config(tmp_path / "a.parquet"))
+    make = latents_config if LATENT in names else make_config
+    with refused() as caught:
+        data.check(make(tmp_path / "a.parquet"))
+    assert caught.value.value.startswith(value)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -285,10 +291,6 @@ def test_damaged_files_are_named(tmp_path):
         data.check(make_config(place))
     with refused(value=str(tmp_path / "none.parquet")):
         data.check(make_config(tmp_path / "none.parquet"))
-
-
-def make_pictures(numbers) -> list[bytes]:
-    return [datasets.make_png(number) for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -395,3 +397,19 @@ def test_what_is_there_instead_is_told(tmp_path):
     with refused(value=str(place), allowed="one with samples") as caught:
         data.check(make_config(place))
     assert caught.value.what == f"The data set {place} has no samples"
+
+
+def test_pictures_of_the_input_schema_train_and_an_empty_one_is_counted(tmp_path):
+    place = write_pictures(tmp_path / "pictures")
+    flags = ["--engine", "torch", "--model_name", "tiny", "--no_measure_peak", "--batch_size", "2"]
+    # Four batches of two are all of the data set, so the empty picture is met.
+    flags += ["--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0"]
+    flags += ["--data_format", "parquet", "--remote", str(place), "--num_workers", "0"]
+    flags += ["--on_bad_sample", "skip", "--max_bad_fraction", "0.5"]
+    assert benchmark.main([*flags, "--results_dir", str(tmp_path / "runs")]) == 0
+    (path,) = (tmp_path / "runs").glob("*/record.json")
+    assert load_record(path)["workload"]["num_bad_samples"] == 1
+    with path.with_name("steps.csv").open() as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) for loss in losses)

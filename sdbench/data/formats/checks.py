@@ -11,18 +11,13 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
-# How else the files of a kind may end; the first two are gzip files.
-OTHER_ENDINGS = {".tar": (".tar.gz", ".tgz"), ".parquet": (".parq",)}
-
-
-def endings(suffix: str) -> tuple[str, ...]:
-    """Return how the files of a kind may end, in small letters."""
-    return (suffix, *OTHER_ENDINGS[suffix])
+# How the files of a kind may end; the last two of the first are gzip files.
+ENDINGS = {".tar": (".tar", ".tar.gz", ".tgz"), ".parquet": (".parquet", ".parq")}
 
 
 def ends_as(name: str, suffix: str) -> bool:
     """Return True for a file of a kind by its name, in small or capital letters."""
-    return name.lower().endswith(endings(suffix))
+    return name.lower().endswith(ENDINGS[suffix])
 
 
 # Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,
@@ -77,21 +72,50 @@ def check_synthetic(config: SourceConfig) -> int:
     return config.num_images or NUM_SYNTHETIC_IMAGES
 
 
-def check_not_augmented(config: SourceConfig) -> None:
-    """Refuse crops, flips and dropped captions of encoded samples."""
-    changes = {
-        "caption_drop_probability": config.caption_drop_probability,
-        "horizontal_flip_probability": config.horizontal_flip_probability,
-        "crop": config.crop if config.crop != "center" else 0,
-    }
-    for name, value in changes.items():
-        if value:
-            raise ConfigError(
-                "Precomputed latents cannot be changed any more",
-                value=value,
-                allowed="this flag when they are made, by python -m sdbench precompute",
-                flag=f"--{name}",
-            )
+def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
+    """Refuse flags that a source of this format cannot follow.
+
+    Args:
+        config: The source.
+        has_columns: Whether the format has columns, in which latents can be stored.
+    """
+    data_format = config.data_format
+    is_stored = data_format != "synthetic"
+    is_encoded = is_stored and config.wants_latents
+    streams_tars = config.is_streamed and data_format == "webdataset"
+    refused: dict[str, str] = {}  # flag to what is allowed
+    if config.is_streamed and data_format not in ("webdataset", "parquet"):
+        refused["remote_files"] = (
+            "copy (shards of MDS are copied as they are needed), or tars or parquet files"
+        )
+    if config.is_streamed and config.remote and config.local:
+        refused["local"] = "no folder for copies, or --remote_files copy"
+    if config.tar_sizes is not None and not streams_tars:
+        refused["tar_sizes"] = "this flag for tars with --remote_files stream"
+    if config.filters and streams_tars:
+        refused["filters"] = (
+            "--remote_files copy: how many samples of a stream meet them is not known beforehand"
+        )
+    if config.missing_latents != "error" and not (is_encoded and data_format == "mds"):
+        refused["missing_latents"] = "error, or --data_format mds --latents precomputed"
+    if is_encoded and not has_columns:
+        refused["latents"] = "online; python -m sdbench precompute makes latents of it"
+    if is_encoded:
+        changes = {
+            "caption_drop_probability": config.caption_drop_probability > 0,
+            "horizontal_flip_probability": config.horizontal_flip_probability > 0,
+            "crop": config.crop != "center",
+        }
+        for name in (name for name, is_wanted in changes.items() if is_wanted):
+            refused[name] = "this flag when latents are made, by python -m sdbench precompute"
+    for name, allowed in refused.items():
+        what = "precomputed latents" if is_encoded else "data"
+        raise ConfigError(
+            f"--{name} cannot be followed for {what} of the format {data_format}",
+            value=getattr(config, name),
+            allowed=allowed,
+            flag=f"--{name}",
+        )
 
 
 def check_tokenizer_folder(folder: Path | None) -> None:

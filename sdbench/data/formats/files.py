@@ -1,23 +1,25 @@
-"""The tars or parquet files that a place means, copied here where they are elsewhere or packed."""
+"""The files that a place stands for, and reading of files that may be copies.
+
+Tars and parquet files are copied to this machine where they are elsewhere or packed. A copy that is
+found damaged is thrown away and made again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import PLACE_FLAGS, endings, ends_as
-from sdbench.data.formats.copies import StoredFile
-from sdbench.data.formats.listing import (
-    choose_files,
-    describe_files,
-    list_below,
-    tell_left_out,
-    tell_other_splits,
-)
+from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as
+from sdbench.data.formats.listing import choose_files, describe_files, list_below
 from sdbench.data.remote import (
     S3,
     WEB,
@@ -27,11 +29,83 @@ from sdbench.data.remote import (
     is_url,
     list_urls,
     must_be_copied,
+    shown,
 )
 from sdbench.data.source import SourceConfig
 
+Content = TypeVar("Content")
+
 # How the files of a format end.
 SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
+# Of reading a copy: loader processes that find it damaged throw it away beside each other.
+MAX_ATTEMPTS = 10
+
+
+@dataclass(frozen=True)
+class StoredFile(os.PathLike):
+    """A file on this machine, and as text what messages are to call it.
+
+    Attributes:
+        path: Where it lies.
+        source: What it is a copy of; None for the user's own file.
+    """
+
+    path: Path
+    source: str | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.source is None else shown(self.source)
+
+
+def state_of(stat: os.stat_result) -> tuple[int, ...]:
+    """Return numbers that differ if another file, or another version, has the same name."""
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def read_whole(
+    file: StoredFile,
+    read: Callable[[StoredFile], Content],
+    *,
+    copy_again: Callable[[StoredFile], None] | None = None,
+) -> Content:
+    """Read a file; a copy that is found damaged is thrown away, and made again once.
+
+    So no damaged copy outlives the run that finds it, whether the fault is the copy's or the
+    source's.
+
+    Args:
+        file: The file. Other processes may read it at the same time, and throw it away.
+        read: Reads it; raises `ConfigError` or `RunError` if it is damaged.
+        copy_again: Makes the copy again, if it is not there; None for `fetch`.
+    """
+    damage: ConfigError | RunError | None = None
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            state = state_of(os.stat(file))
+            return read(file)
+        except FileNotFoundError as error:
+            if file.source is None:
+                raise RunError(f"{file} cannot be read any more: {error}.") from error
+        except (ConfigError, RunError) as error:
+            if file.source is None:
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                # Another process may have made a new copy of that name.
+                if state_of(os.stat(file)) == state:
+                    os.unlink(file)
+            if damage is not None:
+                raise
+            damage = error
+            # Printed from loader processes too, whose errors may not reach the user.
+            print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
+        if copy_again is not None:
+            copy_again(file)
+        elif fetch(file.source, cache=file.path.parent) != file.path:
+            raise RunError(f"{file} has been changed since it was copied.")
+    raise damage or RunError(f"{file} cannot be read: its copy is removed again and again.")
 
 
 def list_files(config: SourceConfig) -> list[str]:
@@ -75,59 +149,41 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         else:
             files.append(name)
             continue
-        found = choose_files(below, folder=name, suffix=suffix)
-        _check_once(found.files, suffix=suffix)
-        files += found.files
-        if is_told:
-            tell_other_splits(name, found.other_splits)
-            tell_left_out(name, found.left, taken=f"{len(found.files)} {kind} files")
+        files += choose_files(below, folder=name, suffix=suffix, is_told=is_told)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
-    if missing or not files:
-        what = f"No such {kind} file"
-        if not missing:
-            what = f"The folder holds no {kind} file"
-            if not is_url(place) and Path(place).is_dir():
-                what += f", but {describe_files(below)}"
+    if missing:
         raise ConfigError(
-            what,
-            value=missing[0] if missing else place,
+            f"No such {kind} file", value=missing[0], allowed=allowed, flag=PLACE_FLAGS
+        )
+    if not files:
+        raise ConfigError(
+            f"The folder holds no {kind} file, but {describe_files(below)}",
+            value=place,
             allowed=allowed,
             flag=PLACE_FLAGS,
         )
-    _check_different(files)
+    _check_different(files, suffix=suffix)
     return files
 
 
-def _check_different(files: list[str]) -> None:
-    """Refuse a file that is named twice, also by a link: its samples would come twice."""
+def _check_different(files: list[str], *, suffix: str) -> None:
+    """Refuse a file that is there twice: its samples would come twice."""
     seen: dict[object, str] = {}
     for file in files:
-        state = None if is_url(file) else os.stat(file)
-        other = seen.setdefault(file if state is None else (state.st_dev, state.st_ino), file)
-        if other is not file:
+        ends = (end for end in ENDINGS[suffix] if file.lower().endswith(end))
+        identities: list[object] = [file[: -len(end)] for end in ends] or [file]
+        if not is_url(file):
+            stat = os.stat(file)
+            identities.append((stat.st_dev, stat.st_ino))
+        others = [seen[one] for one in identities if one in seen]
+        if others:
             raise ConfigError(
-                "A file is there twice, under one name or by a link",
-                value=other if other == file else f"{other}, {file}",
+                "A file is there twice: by name, by a link, or packed and unpacked",
+                value=file if file in others else f"{others[0]}, {file}",
                 allowed="each file once",
                 flag=PLACE_FLAGS,
             )
-
-
-def _check_once(files: list[str], *, suffix: str) -> None:
-    """Refuse a file that a folder holds under two endings, as packed and unpacked."""
-    by_stem: dict[str, str] = {}
-    for file in files:
-        name = file.lower()
-        ending = next(ending for ending in endings(suffix) if name.endswith(ending))
-        stem = file[: -len(ending)]
-        if stem in by_stem:
-            raise ConfigError(
-                "The folder holds a file under two endings",
-                value=f"{by_stem[stem]}, {file}",
-                allowed="one of them, or the files by name",
-                flag=PLACE_FLAGS,
-            )
-        by_stem[stem] = file
+        seen.update(dict.fromkeys(identities, file))
 
 
 def fetch_files(config: SourceConfig) -> list[StoredFile]:
@@ -141,23 +197,15 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
     if config.rank == 0 and not all(map(is_url, sources)):
         print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
     fetched = in_parallel(functools.partial(fetch, cache=cache), sources)
-    copies = dict(zip(sources, fetched, strict=True))
-    return [
-        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
-        for name in names
-    ]
+    copies = {
+        name: StoredFile(path, source=name) for name, path in zip(sources, fetched, strict=True)
+    }
+    return [copies.get(name) or StoredFile(Path(name)) for name in names]
 
 
 def find_streamed(config: SourceConfig) -> list[str]:
     """Return the URLs and commands that `config` names, to be read as they come."""
     suffix = SUFFIXES[config.data_format]
-    if config.remote and config.local:
-        raise ConfigError(
-            "Streamed files are not copied, and a folder for copies was given",
-            value=config.local,
-            allowed="none, or --remote_files copy",
-            flag="--local",
-        )
     names = find_files(config.remote or config.local, suffix=suffix, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
     known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))

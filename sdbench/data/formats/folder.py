@@ -16,7 +16,6 @@ from sdbench.base.outside import refuse_repeated_keys
 from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
 from sdbench.data.formats.listing import (
     TABLE_NAMES,
-    Listing,
     describe_files,
     find_training_folder,
     list_below,
@@ -24,12 +23,7 @@ from sdbench.data.formats.listing import (
     tell_other_splits,
 )
 from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
-from sdbench.data.samples import (
-    BadSampleError,
-    ImageSample,
-    Samples,
-    clean_caption,
-)
+from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_caption
 from sdbench.data.source import SourceConfig
 
 # Ours, and what Hugging Face's image folders have.
@@ -56,7 +50,7 @@ class FolderSamples(Samples):
     def __init__(
         self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
     ) -> None:
-        """List the folder, and read its table of captions if it has one.
+        """List the folder, or read its table of captions if it has one.
 
         Args:
             folder: Of images.
@@ -70,37 +64,24 @@ class FolderSamples(Samples):
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
         self._place = folder
-        self._read_avif = read_avif
         self._folder, self._other_splits = find_training_folder(folder)
         tables = [name for name in TABLE_NAMES if (self._folder / name).is_file()]
         if len(tables) > 1:
             _raise_missing(f"The data folder has several tables, {' and '.join(tables)}", folder)
-        self._table = table = self._folder / tables[0] if tables else None
+        self._table = self._folder / tables[0] if tables else None
         self._captions: list[str | None] | None = None
-        self._repeated: list[Path] = []
-        hint = ""
-        if table is None:
-            listing = list_below(self._folder)
-            _check_links(listing)
-            self._images = _images_of(listing, read_avif=read_avif)
-            self._repeated = listing.repeated
-            if not self._images:
-                found = describe_files(path.name for path in listing.files)
-                _raise_missing(f"The data folder holds no images, but {found}", folder)
+        if self._table is None:
+            self._images = _list_images(self._folder, read_avif=read_avif)
             has_caption = any(map(os.path.isfile, map(_caption_file, self._images)))
-            if below := [path for path in listing.files if path.name in TABLE_NAMES]:
-                hint = f"; for {below[0]} its own folder has to be given"
         else:
-            self._images, self._captions = read_table(table, folder=self._folder)
+            self._images, self._captions = read_table(self._table, folder=self._folder)
             if not self._images:
-                _raise_missing(f"The data folder has a {table.name} without rows", folder)
+                _raise_missing(f"The data folder has a {tables[0]} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
         if needs_captions and not has_caption:
-            what = f"None of the {len(self._images)} images has a caption{hint}"
-            _raise_missing(what, folder)
+            _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
         if not any(map(os.path.isfile, self._images)):
-            source = f"files that {table} names" if table else "links to images"
-            _raise_missing(f"None of the {source} exists", folder)
+            _raise_missing(f"None of the {len(self._images)} images exists", folder)
         super().__init__([len(self._images)])
 
     @property
@@ -116,20 +97,12 @@ class FolderSamples(Samples):
         return {path for path in map(_caption_file, self._images) if os.path.isfile(path)}
 
     def tell_left_out(self) -> None:
-        """Print what is not read: unlisted images, folders under a second name, other splits."""
+        """Print what is not read: other files, folders under a second name, other splits."""
         tell_other_splits(str(self._place), self._other_splits)
-        for path in self._repeated:
-            tell_once(f"{path} is a folder that is read already, under another name.")
         listing = list_below(self._folder)
-        images = {*_images_of(listing, read_avif=self._read_avif)}
-        if self._captions is not None:
-            num_unlisted = len(images - {*self._images})
-            if num_unlisted:
-                tell_once(
-                    f"{num_unlisted} images of {self._folder} are not in its table of captions."
-                )
-        captions = {self._table, *(map(_caption_file, images) if self._table is None else ())}
-        left = {*listing.files} - images - captions
+        for path in listing.repeated:
+            tell_once(f"{path} is a folder that is read already, under another name.")
+        left = {*listing.files} - {*self._images} - self.caption_files
         taken = f"{len(self._images)} images"
         tell_left_out(str(self._place), sorted(map(str, left)), taken=taken)
 
@@ -150,7 +123,9 @@ class FolderSamples(Samples):
             text = self._captions[index]
         image = _read_if_there(path)
         if image is None and os.path.islink(path):
-            raise BadSampleError(f"{path}: the link leads to {_target(path)}, which is not there.")
+            raise BadSampleError(
+                f"{path}: the link leads to {os.readlink(path)}, which is not there."
+            )
         return ImageSample(self.name(index), image, clean_caption(text))
 
 
@@ -167,43 +142,43 @@ def _caption_file(image: Path) -> Path:
     return image.with_suffix(CAPTION_SUFFIX)
 
 
-def _target(link: Path) -> str:
-    return os.readlink(link)
-
-
 def _raise_missing(what: str, folder: Path) -> NoReturn:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 
-def _images_of(listing: Listing, *, read_avif: bool) -> list[Path]:
+def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
     """Return files and links named as images; a broken link becomes a bad sample."""
-    paths = listing.files + listing.dangling
-    return sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
-
-
-def _check_links(listing: Listing) -> None:
-    """Refuse broken links, except those of images and captions."""
+    listing = list_below(folder)
     for path in listing.dangling:
-        is_sample = has_image_name(path, read_avif=True) or path.suffix == CAPTION_SUFFIX
-        if not is_sample:
+        if not has_image_name(path, read_avif=True) and path.suffix != CAPTION_SUFFIX:
             raise ConfigError(
-                f"A link in the data folder leads to {_target(path)}, which is not there",
+                f"A link in the data folder leads to {os.readlink(path)}, which is not there",
                 value=str(path),
                 allowed="links to what is there: mend it, or remove it",
                 flag=PLACE_FLAGS,
             )
+    paths = listing.files + listing.dangling
+    images = sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
+    if not images:
+        found = describe_files(path.name for path in listing.files)
+        _raise_missing(f"The data folder holds no images, but {found}", folder)
+    return images
+
+
+# A row of a table with the number of its line, from 1.
+Row = tuple[int, Mapping[str, Any]]
 
 
 def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
     """Return images and captions of a .csv or .jsonl table; its paths are relative to `folder`."""
-    is_csv = table.suffix == ".csv"
-    columns, rows = _read_csv(table) if is_csv else _read_json_lines(table)
+    rows = list(_read_csv(table) if table.suffix == ".csv" else _read_json_lines(table))
+    columns = {name for _, row in rows for name in row}
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
-    if file_column is None or caption_column is None:
+    if rows and None in (file_column, caption_column):
         raise ConfigError(
             f"{table} lacks a column",
-            value=", ".join(columns),
+            value=", ".join(sorted(columns)),
             allowed="the columns file and caption, or file_name and text",
             flag=PLACE_FLAGS,
         )
@@ -219,30 +194,33 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
     return images, captions
 
 
-# A row of a table with the number of its line, from 1.
-Row = tuple[int, Mapping[str, Any]]
+def _read_csv(table: Path) -> Iterator[Row]:
+    """Yield the rows of a CSV table, but no empty ones."""
+    data = table.read_bytes()
+    line, columns = 1, None
+    try:
+        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        for cells in reader:
+            if cells and columns is None:
+                columns = cells
+                if len(set(columns)) < len(columns):
+                    _raise_row("it names a column twice", table, line=line, value=",".join(columns))
+            elif cells:
+                if len(cells) > len(columns):
+                    fault = f"it has {len(cells)} cells, and the header {len(columns)}"
+                    _raise_row(fault, table, line=line, value=",".join(cells))
+                for cell in cells:
+                    _check_no_row_inside(cell, table, line=line)
+                yield line, dict(itertools.zip_longest(columns, cells))
+            line = reader.line_num + 1
+    except (UnicodeDecodeError, csv.Error) as error:
+        if isinstance(error, UnicodeDecodeError):
+            line += data.count(b"\n", 0, error.start)
+        _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
 
 
-def _read_csv(table: Path) -> tuple[list[str], list[Row]]:
-    """Return columns and rows of a CSV table."""
-    lines = list(_read_cells(table))
-    line, columns = lines.pop(0) if lines else (0, [])
-    if repeated := [name for name in columns if columns.count(name) > 1]:
-        _raise_row(f"it names {repeated[0]} twice", table, line=line, value=",".join(columns))
-    rows: list[Row] = []
-    for line, cells in lines:
-        if len(cells) > len(columns):
-            fault = f"it has {len(cells)} cells, and the header {len(columns)}"
-            _raise_row(fault, table, line=line, value=",".join(cells))
-        for cell in cells:
-            _check_no_row_inside(cell, table, line=line)
-        rows.append((line, dict(itertools.zip_longest(columns, cells))))
-    return columns, rows
-
-
-def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
-    """Return columns and rows of a table with a JSON object on each line."""
-    rows: list[Row] = []
+def _read_json_lines(table: Path) -> Iterator[Row]:
+    """Yield the rows of a table with a JSON object on each line."""
     for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
         if not stored.strip():
             continue
@@ -253,24 +231,7 @@ def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
             _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
         if not isinstance(row, dict):
             _raise_row("it is no object", table, line=line, value=row)
-        rows.append((line, row))
-    return sorted({name for _, row in rows for name in row}), rows
-
-
-def _read_cells(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the header and the rows of a table with their line numbers, but no empty rows."""
-    data = table.read_bytes()
-    line = 1
-    try:
-        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
-        for cells in reader:
-            if cells:
-                yield line, cells
-            line = reader.line_num + 1
-    except (UnicodeDecodeError, csv.Error) as error:
-        if isinstance(error, UnicodeDecodeError):
-            line += data.count(b"\n", 0, error.start)
-        _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
+        yield line, row
 
 
 def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:

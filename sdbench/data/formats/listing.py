@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS, ends_as, tell_once
+from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as, tell_once
 from sdbench.data.image_files import has_image_name
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
@@ -60,7 +60,7 @@ def list_below(folder: Path) -> Listing:
         known.add((stat.st_dev, stat.st_ino))
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = Path(entry.path)
-            if _is_folder(entry):
+            if os.path.isdir(path):  # at a link to itself `DirEntry.is_dir` fails
                 # Folders go before links to folders.
                 (left.append if entry.is_symlink() else left.appendleft)(path)
             elif os.path.exists(path):
@@ -68,11 +68,6 @@ def list_below(folder: Path) -> Listing:
             else:
                 listing.dangling.append(path)
     return listing
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one. At a link to itself `DirEntry.is_dir` fails."""
-    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
@@ -101,7 +96,7 @@ def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
         entries = _scan(folder)
         if any(_is_data(entry.name) for entry in entries):
             break
-        names = {entry.name for entry in entries if _is_folder(entry)}
+        names = {entry.name for entry in entries if os.path.isdir(entry)}
         training = names.intersection(TRAINING_SPLITS)
         if len(training) == 1 and not names - training - {*OTHER_SPLITS}:
             left_out = sorted(names - training)
@@ -115,63 +110,39 @@ def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
 
 
 def _is_data(name: str) -> bool:
-    return (
-        ends_as(name, ".tar")
-        or ends_as(name, ".parquet")
-        or name.endswith(".mds")
-        or name in TABLE_NAMES
-        or has_image_name(name, read_avif=True)
-    )
+    is_file_of_samples = any(ends_as(name, suffix) for suffix in ENDINGS) or name.endswith(".mds")
+    return is_file_of_samples or name in TABLE_NAMES or has_image_name(name, read_avif=True)
 
 
-class Choice(NamedTuple):
-    """What is taken of the files below a folder, or below the URL of one.
-
-    Attributes:
-        files: Those to train on.
-        other_splits: Names of those that belong to other splits.
-        left: Names of the files of other kinds.
-    """
-
-    files: list[str]
-    other_splits: list[str]
-    left: list[str]
-
-
-def choose_files(below: Iterable[str], *, folder: str, suffix: str) -> Choice:
-    """Choose the files of one kind, of the split for training.
+def choose_files(below: Iterable[str], *, folder: str, suffix: str, is_told: bool) -> list[str]:
+    """Choose the files of one kind, of the split for training; without such a split all of them.
 
     Args:
         below: Paths or URLs of all files below the folder.
         folder: What names are relative to.
         suffix: The kind, as `ends_as` takes it.
+        is_told: Whether to print what is left out.
     """
     names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
     seen = [file for file, name in names.items() if all(map(is_visible, name.split("/")))]
-    of_kind = [file for file in seen if ends_as(file, suffix)]
-    files, others = take_training_split(of_kind, folder=folder)
-    left = [names[file] for file in seen if not ends_as(file, suffix)]
-    return Choice(files, others, [name for name in left if Path(name).name != SIZES_NAME])
+    files = [file for file in seen if ends_as(file, suffix)]
+    splits = {file: _split_of(names[file]) for file in files}
+    others = []
+    if any(split in TRAINING_SPLITS for split in splits.values()):
+        others = [file for file in files if splits[file] in OTHER_SPLITS]
+        files = [file for file in files if splits[file] not in OTHER_SPLITS]
+    if is_told:
+        tell_other_splits(folder, [names[file] for file in others])
+        left = [names[file] for file in seen if not ends_as(file, suffix)]
+        left = [name for name in left if Path(name).name != SIZES_NAME]
+        tell_left_out(folder, left, taken=f"{len(files)} {suffix.removeprefix('.')} files")
+    return files
 
 
 def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
     """Print how many files of which kinds are not read."""
     if left:
         tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
-
-
-def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], list[str]]:
-    """Split files into those to train on and the names of those of other splits.
-
-    Without a file of a training split all are taken. Names are relative to `folder`.
-    """
-    names = {file: file.removeprefix(folder).lstrip("/") for file in files}
-    splits = {file: _split_of(name) for file, name in names.items()}
-    if not any(split in TRAINING_SPLITS for split in splits.values()):
-        return files, []
-    others = [file for file in files if splits[file] in OTHER_SPLITS]
-    kept = [file for file in files if splits[file] not in OTHER_SPLITS]
-    return kept, [names[file] for file in others]
 
 
 def _split_of(name: str) -> str | None:
@@ -184,9 +155,8 @@ def tell_other_splits(place: str, others: Sequence[str]) -> None:
     """Print which splits lie beside the one that is read."""
     if others:
         names = ", ".join(others[:NUM_NAMES_TOLD])
-        more = len(others) - NUM_NAMES_TOLD
-        rest = f" and {more} more" if more > 0 else ""
-        tell_once(f"Of {place} the split for training is read, not {names}{rest}.")
+        more = ", ..." if len(others) > NUM_NAMES_TOLD else ""
+        tell_once(f"Of {place} the split for training is read, not {names}{more}.")
 
 
 def describe_files(names: Iterable[str]) -> str:

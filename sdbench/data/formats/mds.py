@@ -47,20 +47,17 @@ class KeyStream(CheckedStreamingDataset):
         assert config.world_size == get_world_size(), "Streaming shards by the environment"
         self._has_ended = False
         streams = make_streams(config)
+        num_samples = sum(len(shard) for stream in streams for shard in open_shards(stream))
         super().__init__(
             streams=streams,
-            epoch_size=_epoch_size(streams, config=config),
+            epoch_size=num_samples // config.global_batch_size * config.global_batch_size,
             batch_size=config.device_batch_size,
             shuffle=config.shuffle,
             shuffle_seed=config.seed,
         )
-        self.samples = MdsSamples(
-            streams,
-            self.shards,
-            stream_of_shard=self.stream_per_shard.tolist(),
-            config=config,
-            prepare=self.prepare_shard,
-        )
+        stream_of_shard = (streams[number] for number in self.stream_per_shard)
+        shards = list(zip(stream_of_shard, self.shards, strict=True))
+        self.samples = MdsSamples(shards, config=config, prepare=self.prepare_shard)
 
     def __getitem__(self, index: int) -> Key:
         return Key(self.epoch, int(index))
@@ -87,11 +84,6 @@ class KeyStream(CheckedStreamingDataset):
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken."""
         self.load_state_dict(state["streaming"])
-
-
-def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
-    num_samples = sum(len(shard) for stream in streams for shard in open_shards(stream))
-    return num_samples // config.global_batch_size * config.global_batch_size
 
 
 class StreamingLAIONDataset(CheckedStreamingDataset):
@@ -152,11 +144,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         self._columns = find_picture_columns(self.shards[0].column_names)
         self._transform = transform
         self._image_size = image_size
-        self._tokenizer = CaptionTokenizer(pad_token_id=0)
-        if tokenizer_name_or_path != SD2_BASE:
-            self._tokenizer = CaptionTokenizer(
-                folder=Path(tokenizer_name_or_path, "tokenizer"), pad_token_id=0
-            )
+        is_carried = tokenizer_name_or_path == SD2_BASE
+        folder = None if is_carried else Path(tokenizer_name_or_path, "tokenizer")
+        self._tokenizer = CaptionTokenizer(folder=folder, pad_token_id=0)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)

@@ -39,7 +39,7 @@ class MdsPlace:
     Attributes:
         remote: Folder or URL that shards are copied from, or None when they are read in place.
         local: Folder where shards lie or are kept.
-        proportion: Share of the samples of an epoch, or None when there is a single data set.
+        proportion: Share of an epoch, or None for a single data set.
         index: Content of its index.json.
     """
 
@@ -78,10 +78,7 @@ class MdsPlace:
 
 
 def check(config: SourceConfig) -> int:
-    """Check indexes and, on disk, the sizes of shards; return the number of samples of an epoch.
-
-    Of a URL only the index is downloaded.
-    """
+    """Check indexes and local shards; return the number of samples of an epoch."""
     num_samples = 0
     for place in locate_mds(config):
         _check_columns(place, config=config)
@@ -129,13 +126,7 @@ def list_files(config: SourceConfig) -> list[str]:
 
 
 def locate_mds(config: SourceConfig) -> list[MdsPlace]:
-    """Decide where shards are read from and where they are kept.
-
-    A folder on disk is read in place, unless both flags are given, or a shard lies there only in
-    compressed form. Copies of a URL without ``--local``, and decompressed shards, go to a folder of
-    the user's cache named after the place and its index: two data sets, or two versions of one,
-    must not share a cache.
-    """
+    """Decide for each data set where shards are read from and where they are kept, by `locate`."""
     if config.streams is None:
         return [locate(config.remote, config.local)]
     return [
@@ -165,21 +156,33 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
 
 
 def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:
-    """Decide for one data set as `locate_mds` does; without `remote`, `local` is read in place."""
+    """Decide where the shards of one data set are read from and where they are kept.
+
+    A folder on disk is read in place, unless both places are given, or a shard lies there only in
+    compressed form. Copies of a URL without `local`, and decompressed shards, go to a folder of the
+    user's cache named after the place and its index: two data sets, or two versions of one, must
+    not share a cache.
+    """
     if remote is None or (local is not None and _is_same_folder(remote, local)):
         assert local is not None, "resolve_format lets no MDS data set without a folder pass"
         remote, local = local, None
     index = _read_index(remote)
     if local is not None:
-        _check_cache(Path(local), remote=remote, index=index)
+        copy = Path(local, INDEX_NAME)
+        if copy.is_file() and copy.read_bytes() != index:
+            raise ConfigError(
+                f"The folder for copies holds another data set, or another version of {remote}",
+                value=local,
+                allowed="a folder of its own for each data set, or one to be emptied first",
+                flag="--local",
+            )
     elif not is_url(remote):
         in_place = MdsPlace(remote=None, local=remote, proportion=proportion, index=index)
         if not _has_packed_shards(in_place):
             return in_place
         remote = str(Path(remote).absolute())
     if local is None:
-        digest = hashlib.sha256(index).hexdigest()
-        local = str(cache_folder(f"{remote}\n{digest}", None))
+        local = str(cache_folder(f"{remote}\n{hashlib.sha256(index).hexdigest()}", None))
     return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
 
 
@@ -190,34 +193,14 @@ def _is_same_folder(remote: str, local: str) -> bool:
 def _has_packed_shards(place: MdsPlace) -> bool:
     """Return True if a shard lies there only in compressed form; False for a damaged index."""
     try:
-        shards = place.shards
+        return any(is_packed(shard, place.local) for shard in place.shards)
     except ConfigError:
         return False
-    return any(
-        shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
-        for shard in shards
-    )
 
 
-def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
-    """Refuse a cache folder with copies of another data set, or of another version."""
-    cached = cache / INDEX_NAME
-    if cached.is_file() and cached.read_bytes() != index and not _is_damaged(cached):
-        raise ConfigError(
-            f"The cache holds another data set, or another version of {remote}",
-            value=str(cache),
-            allowed="a folder of its own for each data set, or one to be emptied first",
-            flag="--local",
-        )
-
-
-def _is_damaged(index: Path) -> bool:
-    """Return True if the copy of an index.json is invalid, as after a crash; it is made again."""
-    try:
-        parse_index(index.read_bytes())
-    except ValueError:
-        return True
-    return False
+def is_packed(shard: dict, folder: str) -> bool:
+    """Return True for a shard with a compressed form that has not been decompressed to a folder."""
+    return bool(shard["zip_data"]) and not Path(folder, shard["raw_data"]["basename"]).is_file()
 
 
 def keep_index(place: MdsPlace) -> None:
@@ -239,15 +222,14 @@ def _read_index(source: str) -> bytes:
     index = folder / INDEX_NAME
     if index.is_file():
         return index.read_bytes()
-    if not folder.is_dir():
-        what = "The data folder is a file" if folder.exists() else "No such data folder"
-    elif any(folder.iterdir()):
-        what = "The data folder holds no index.json"
-    else:
-        what = "The data folder is empty"
+    is_there = folder.is_dir()
     below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
-    nearest = f"; nearest: {', '.join(below)}" if below else ""
-    raise ConfigError(what, value=source, allowed=MADE_BY + nearest, flag=PLACE_FLAGS)
+    raise ConfigError(
+        f"The data folder holds no {INDEX_NAME}" if is_there else "No such data folder",
+        value=source,
+        allowed=MADE_BY + (f"; nearest: {', '.join(below)}" if below else ""),
+        flag=PLACE_FLAGS,
+    )
 
 
 def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
@@ -255,11 +237,12 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
 
     Arrays without a fixed shape are checked when they are read.
     """
-    if not config.wants_latents:
-        _check_picture_columns(place)
-        return
-    columns = find_latent_columns(place.columns, image_size=config.image_size)
-    shapes = SampleType(tuple(columns)).array_shapes(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.wants_latents:
+        columns = find_latent_columns(place.columns, image_size=config.image_size)
+        shapes = SampleType(tuple(columns)).array_shapes(config)
+    elif find_picture_columns(place.columns) is None:
+        raise lacks_columns(place.columns, place=place.source)
     for shard in place.shards:
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
         for part, shape in shapes.items():
@@ -272,15 +255,7 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
                     allowed=f"arrays of the shape {shape}",
                     flag="--model_name",
                 )
-
-
-def _check_picture_columns(place: MdsPlace) -> None:
-    """Check that every shard has pictures and captions in encodings that can be read."""
-    if find_picture_columns(place.columns) is None:
-        raise lacks_columns(place.columns, place=place.source)
-    for shard in place.shards:
-        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        for part, column in find_picture_columns(encodings).items():
+        for part, column in {} if shapes else find_picture_columns(encodings).items():
             if encodings[column] not in PICTURE_ENCODINGS[part]:
                 raise wrong_type(
                     column,
@@ -306,12 +281,7 @@ def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
 
 
 def choose_hashes(hashes: Mapping[str, str], *, wanted: str) -> dict[str, str]:
-    """Choose which of a file's hashes to compare: at most one.
-
-    Args:
-        hashes: Algorithm to digest, as index.json has them.
-        wanted: ``auto``, ``none``, or an algorithm.
-    """
+    """Choose at most one of a file's hashes by the value of ``--validate_hash``."""
     if wanted == "auto":
         wanted = next((name for name in HASHES_BY_COST if name in hashes), "none")
     return {wanted: hashes[wanted]} if wanted in hashes else {}

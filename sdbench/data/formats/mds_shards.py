@@ -7,7 +7,9 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import os
 import struct
 import sys
@@ -17,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from streaming import Stream
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
@@ -25,9 +26,15 @@ from streaming.base.format.mds.reader import MDSReader
 from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.checks import find_picture_columns
-from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import check_file, read_bounds
-from sdbench.data.formats.mds_index import MdsPlace, choose_hashes, keep_index, locate_mds
+from sdbench.data.formats.mds_index import (
+    MdsPlace,
+    choose_hashes,
+    is_packed,
+    keep_index,
+    locate_mds,
+)
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.pipeline.transforms import to_rgb
@@ -56,10 +63,8 @@ class MdsSamples(Samples):
 
     def __init__(
         self,
-        streams: Sequence[Stream],
-        shards: Sequence[MDSReader],
+        shards: Sequence[tuple[Stream, MDSReader]],
         *,
-        stream_of_shard: Sequence[int],
         config: SourceConfig,
         prepare: Callable[[int], None] | None = None,
         present: Sequence[np.ndarray] | None = None,
@@ -67,30 +72,26 @@ class MdsSamples(Samples):
         """Set up; no shard is opened yet.
 
         Args:
-            streams: The data sets.
-            shards: Their shards, one data set after the other.
-            stream_of_shard: For each shard the number of its data set.
+            shards: The shards of the data sets, one after the other, each with its data set.
             config: Image size, whether latents are wanted, and which hash to check.
             prepare: Makes a shard present in the local folder, by number; None for Streaming's own
                 download.
             present: For each shard the positions of the samples to read; None for all.
         """
-        super().__init__([len(each) for each in (shards if present is None else present)])
-        self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
+        sizes = [len(shard) for _, shard in shards]
+        super().__init__(sizes if present is None else list(map(len, present)))
+        self.num_dropped = sum(sizes) - sum(self.blocks)
         self._present = present
-        self._streams = streams
         self._shards = shards
-        self._stream_of_shard = stream_of_shard
         self._prepare = prepare or self._download
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
+        find_columns = find_picture_columns
         if config.wants_latents:
-            self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
-            self._columns = [self.columns] * len(shards)
-        else:
-            # Data sets that are streamed together may name their columns differently.
-            self._columns = [find_picture_columns(shard.column_names) for shard in shards]
-            self.columns = self._columns[0]
+            find_columns = functools.partial(find_latent_columns, image_size=config.image_size)
+        # Data sets that are streamed together may name their columns differently.
+        self._columns = [find_columns(shard.column_names) for _, shard in shards]
+        self.columns = self._columns[0]
         self.sample_type = SampleType(tuple(self.columns))
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
@@ -98,17 +99,16 @@ class MdsSamples(Samples):
     def name(self, index: int) -> str:
         """Return the shard of a sample, and its number there."""
         shard_id, position = self._find(index)
-        return _name(self._file(shard_id), position)
+        return f"{self._file(shard_id)}, sample {position}"
 
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample; its shard is copied first if it is not here yet."""
         shard_id, position = self._find(index)
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
-        name = _name(shard.file, position)
-        data = shard.read(position)
+        columns = self._columns[shard_id]
+        name = f"{shard.file}, sample {position}"
         try:
-            columns = self._columns[shard_id]
-            values = {key: shard.value(data, column) for key, column in columns.items()}
+            values = shard.read(position, columns)
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
@@ -128,15 +128,14 @@ class MdsSamples(Samples):
 
     def _file(self, shard_id: int) -> StoredFile:
         """Return the local path of a shard, and what it is a copy of."""
-        shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
+        stream, shard = self._shards[shard_id]
         source = None
         if stream.remote not in (None, stream.local):
-            copied = shard.zip_data or shard.raw_data
-            source = os.path.join(stream.remote, stream.split, copied.basename)
-        return StoredFile(Path(stream.local, stream.split, shard.raw_data.basename), source=source)
+            source = os.path.join(stream.remote, (shard.zip_data or shard.raw_data).basename)
+        return StoredFile(Path(stream.local, shard.raw_data.basename), source=source)
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
-        file, shard = self._file(shard_id), self._shards[shard_id]
+        file, (_, shard) = self._file(shard_id), self._shards[shard_id]
         hashes = choose_hashes(shard.raw_data.hashes, wanted=self._validate_hash)
         if not file.path.is_file():
             self._fetch(shard_id)
@@ -150,9 +149,8 @@ class MdsSamples(Samples):
         return opened
 
     def _fetch(self, shard_id: int) -> None:
-        path = self._file(shard_id).path
-        stream = self._streams[self._stream_of_shard[shard_id]]
-        source = stream.remote or stream.local
+        path, (stream, _) = self._file(shard_id).path, self._shards[shard_id]
+        what = f"Shard {path.name} cannot be had from {stream.remote or stream.local}"
         # Another process, or Streaming's own thread, may be copying it, and fail without telling
         # this one why, on a busy machine twice. The last attempt goes past them.
         for prepare in (self._prepare, self._prepare, self._download):
@@ -160,19 +158,14 @@ class MdsSamples(Samples):
                 prepare(shard_id)
             except Exception as error:
                 # Each object store raises its own types; all mean that the shard cannot be had.
-                raise RunError(
-                    f"Shard {path.name} cannot be had from {source}: {explain(error)}"
-                ) from error
+                raise RunError(f"{what}: {explain(error)}") from error
             if path.is_file():
                 return
-        raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
+        raise RunError(f"{what}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
-        self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
-
-
-def _name(shard: StoredFile, position: int) -> str:
-    return f"{shard}, sample {position}"
+        stream, shard = self._shards[shard_id]
+        stream.prepare_shard(shard)
 
 
 class _ShardFile:
@@ -191,37 +184,37 @@ class _ShardFile:
         self._file = file.path.open("rb", buffering=0)
         try:
             check_file(file.path, num_bytes=shard.raw_data.bytes, hashes=hashes)
-            bounds = read_bounds(file.path, num_samples=len(shard), column_sizes=shard.column_sizes)
+            self._bounds = read_bounds(file.path, num_samples=len(shard)).tolist()
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
-        self._bounds = bounds.tolist()
-        self._columns = {
-            name: (position, parse_encoding(encoding, shape=shapes.get(name)))
-            for position, (name, encoding) in enumerate(
-                zip(shard.column_names, shard.column_encodings, strict=True)
-            )
+        encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
+        self._decoders = {
+            name: make_decoder(encoding, shape=shapes.get(name))
+            for name, encoding in encodings.items()
         }
         self._sizes = shard.column_sizes
-        self._num_sized = sum(size is None for size in self._sizes)
+        self._num_unsized = self._sizes.count(None)
 
-    def read(self, index: int) -> np.ndarray:
-        """Return the bytes of one sample."""
-        begin, end = self._bounds[index : index + 2]
+    def read(self, position: int, columns: Mapping[str, str]) -> dict[str, Any]:
+        """Return columns of a sample by their parts; arrays of fixed shape are views of its bytes.
+
+        Raises:
+            RunError: The file has been cut.
+            ValueError: A column cannot be decoded; also as `struct.error`.
+        """
+        begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
             raise RunError(f"Shard {self.file} has been cut while it was read.")
-        return data
-
-    def value(self, data: np.ndarray, column: str) -> Any:
-        """Return one column of a sample; an array of fixed shape is a view of the bytes."""
-        position, decode = self._columns[column]
         # A sample begins with the sizes, as uint32, of the columns without a fixed one.
-        sizes = iter(struct.unpack_from(f"<{self._num_sized}I", data))
-        begin = 4 * self._num_sized
-        for size in self._sizes[:position]:
-            begin += next(sizes) if size is None else size
-        size = self._sizes[position]
-        return decode(data[begin : begin + (next(sizes) if size is None else size)])
+        unsized = iter(struct.unpack_from(f"<{self._num_unsized}I", data))
+        sizes = [next(unsized) if size is None else size for size in self._sizes]
+        ends = itertools.accumulate(sizes, initial=4 * self._num_unsized)
+        places = dict(zip(self._decoders, itertools.pairwise(ends), strict=True))
+        return {
+            part: self._decoders[column](data[slice(*places[column])])
+            for part, column in columns.items()
+        }
 
 
 Decoder = Callable[[np.ndarray], Any]
@@ -231,33 +224,21 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
 
 
 def _make_png(data: np.ndarray) -> bytes:
-    """Make a PNG file of a picture in Streaming's encoding ``pil``.
-
-    That has width, height and the length of the mode's name as uint32, the name, and the pixels. A
-    palette is not stored with them.
-    """
-    width, height, num_letters = struct.unpack_from("<3I", data)
-    pixels = data[12 + num_letters :].tobytes()
-    mode = data[12 : 12 + num_letters].tobytes().decode()
-    if mode in ("P", "PA"):
-        raise ValueError(f"a picture of the mode {mode} was stored without its palette")
-    # A pixel of black and white takes a bit; PIL would make room for all of them first.
-    if not 0 < width * height <= 8 * len(pixels):
-        raise ValueError(f"{width} x {height} pixels in {len(pixels)} bytes")
-    picture = Image.frombytes(mode, (width, height), pixels)
+    """Make a PNG file of a picture in Streaming's encoding ``pil``, which stores no palette."""
+    picture = mds_decode("pil", data.tobytes())
+    if picture.mode in ("P", "PA"):
+        raise ValueError(f"a picture of the mode {picture.mode} was stored without its palette")
     file = io.BytesIO()
-    kept = picture if mode in PNG_MODES else to_rgb(picture)
+    kept = picture if picture.mode in PNG_MODES else to_rgb(picture)
     kept.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
+def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
     """Return the function that makes a value of the bytes of a column.
 
-    Args:
-        encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
-        shape: Of the array in the column, or None. An array stored as ``bytes`` holds float16, as
-            MosaicML diffusion stores it; without bytes the value is None.
+    An array, which has a `shape`, that is stored as ``bytes`` holds float16, as MosaicML diffusion
+    stores it; without bytes its value is None.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
@@ -275,20 +256,13 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
 
 def open_samples(config: SourceConfig) -> MdsSamples:
     """Open the data sets that `config` names, without Streaming's order and downloads ahead."""
-    streams = make_streams(config)
-    shards, stream_of_shard = [], []
-    for number, stream in enumerate(streams):
-        found = open_shards(stream)
-        shards += found
-        stream_of_shard += [number] * len(found)
+    shards = [(stream, shard) for stream in make_streams(config) for shard in open_shards(stream)]
     present = None
     if config.missing_latents == LEAVE_OUT:
         (place,) = locate_mds(config)
-        columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+        columns = find_latent_columns(place.columns, image_size=config.image_size)
         present = find_present(place, image_column(columns))
-    return MdsSamples(
-        streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
-    )
+    return MdsSamples(shards, config=config, present=present)
 
 
 def make_streams(config: SourceConfig) -> list[Stream]:
@@ -299,28 +273,25 @@ def make_streams(config: SourceConfig) -> list[Stream]:
         if config.rank == 0:
             _tell_unpacking(place)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
-        streams.append(
-            CheckedStream(
-                wanted_hash=config.validate_hash,
-                remote=place.remote,
-                local=place.local,
-                # A shard that is read in place cannot be downloaded again: trying delays the error.
-                download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
-                download_timeout=DOWNLOAD_TIMEOUT_S,
-                # The copy of a compressed shard goes; files in the user's folder stay in any case.
-                keep_zip=False,
-                **weight,
-            )
+        stream = CheckedStream(
+            wanted_hash=config.validate_hash,
+            remote=place.remote,
+            local=place.local,
+            # A shard that is read in place cannot be downloaded again: trying delays the error.
+            download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
+            download_timeout=DOWNLOAD_TIMEOUT_S,
+            # The copy of a compressed shard goes; files in the user's folder stay in any case.
+            keep_zip=False,
+            **weight,
         )
+        streams.append(stream)
     return streams
 
 
 def _tell_unpacking(place: MdsPlace) -> None:
     """Print how much disk space the shards take that are not decompressed yet."""
     num_bytes = sum(
-        shard["raw_data"]["bytes"]
-        for shard in place.shards
-        if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
+        shard["raw_data"]["bytes"] for shard in place.shards if is_packed(shard, place.local)
     )
     if num_bytes:
         print(

@@ -39,8 +39,6 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
     num_samples = place.num_samples
     if not config.wants_latents:
         return num_samples
-    columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
-    image = image_column(columns)
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):
         raise ConfigError(
@@ -49,6 +47,8 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
             allowed="one folder of shards that are not compressed, without another for copies",
             flag="--missing_latents, --remote, --local or --streams",
         )
+    columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
+    image = image_column(columns)
     has_bytes = any(_encoding(shard, image) == BYTES for shard in place.shards)
     if place.remote is not None or not has_bytes:
         return num_samples
@@ -125,9 +125,7 @@ def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
     offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:
-        begins = read_bounds(
-            path, num_samples=shard["samples"], column_sizes=shard["column_sizes"]
-        )[:-1]
+        begins = read_bounds(path, num_samples=shard["samples"])[:-1]
         data = np.memmap(path, np.uint8, mode="r")
         return data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
     except (OSError, ValueError, IndexError) as error:

@@ -20,8 +20,7 @@ from sdbench.data.formats.checks import (
     lacks_columns,
     wrong_type,
 )
-from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.files import fetch_files, find_streamed
+from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
@@ -101,11 +100,14 @@ class ParquetSamples(Samples):
             except UnicodeDecodeError as error:
                 raise BadSampleError(f"{name}: its caption is not UTF-8 ({error}).") from error
         arrays: dict[str, np.ndarray] = {}
+        dtypes = [np.dtype(np.float16), np.dtype(np.float32)]
         for part, shape in self._shapes.items():
-            # The latents come first.
-            beside = next(iter(arrays.values())).dtype if arrays else None
             place = f"{name}, {self.columns[part]}"
-            arrays[part] = _to_array(values[part], place, shape=shape, beside=beside)
+            arrays[part] = _to_array(values[part], place, shape=shape, dtypes=dtypes)
+            # The latents come first. 77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2, so
+            # bytes of a text embedding are taken for float16 only beside such latents.
+            if arrays[part].dtype.itemsize > 2:
+                dtypes = dtypes[1:]
         return LatentSample(name, arrays)
 
     def _read_group(self, block: int) -> dict[str, Any]:
@@ -123,9 +125,8 @@ class ParquetSamples(Samples):
                 memory_map=True,
                 page_checksum_verification=True,
             )
-            table = file.read_row_group(
-                group, columns=list(self.columns.values()), use_threads=False
-            )
+            names = list(self.columns.values())
+            table = file.read_row_group(group, columns=names, use_threads=False)
             return {
                 part: _unwrap(table.column(column).combine_chunks())
                 for part, column in self.columns.items()
@@ -133,18 +134,15 @@ class ParquetSamples(Samples):
 
 
 def _to_array(
-    value: Any, place: str, *, shape: tuple[int, ...], beside: np.dtype | None
+    value: Any, place: str, *, shape: tuple[int, ...], dtypes: Sequence[np.dtype]
 ) -> np.ndarray:
-    """Return the array of a value: bytes of float16 or float32, or (nested) lists of numbers.
-
-    77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2. So bytes of a text embedding are
-    taken for float16 only if the latents beside it have 2 bytes a number, too.
+    """Return the array of a value: bytes of one of these types, or (nested) lists of numbers.
 
     Args:
         value: An Arrow scalar.
         place: The sample and the column, for messages.
         shape: The shape that the array must have.
-        beside: Type of the sample's latents; None for the latents themselves.
+        dtypes: Types that the bytes may have, told by their length.
     """
     import pyarrow.compute
     from pyarrow import types
@@ -154,9 +152,7 @@ def _to_array(
     num_values = math.prod(shape)
     if _is_bytes(value.type):
         buffer = value.as_buffer()
-        is_half_allowed = beside is None or beside.itemsize == 2
-        by_length = {2 * num_values: np.dtype(np.float16)} if is_half_allowed else {}
-        by_length[4 * num_values] = np.dtype(np.float32)
+        by_length = {num_values * dtype.itemsize: dtype for dtype in dtypes}
         if buffer.size not in by_length:
             wanted = " or ".join(f"{length} as {dtype}" for length, dtype in by_length.items())
             raise BadSampleError(f"{place}: {buffer.size} bytes; {shape} is {wanted}.")
@@ -195,18 +191,23 @@ def _unwrap(column: Any) -> Any:
 def _is_bytes(kind: Any) -> bool:
     from pyarrow import types
 
-    return (
-        types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_binary_view(kind)
-        or types.is_fixed_size_binary(kind)
-    )
+    tests = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
+    return any(test(kind) for test in tests)
 
 
 def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    tests = types.is_string, types.is_large_string, types.is_string_view
+    return any(test(kind) for test in tests)
+
+
+def _holds_floats(kind: Any) -> bool:
+    from pyarrow import types
+
+    while types.is_nested(kind) and hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return types.is_floating(kind)
 
 
 def _find_columns(names: list[str], *, path: ParquetFile, config: SourceConfig) -> dict[str, str]:
@@ -227,46 +228,30 @@ def _check_columns(
 ) -> None:
     """Check that a file has each column once, of a type that samples can be read from."""
     import pyarrow
-    from pyarrow import types
 
-    if not set(columns.values()) <= set(schema.names):
+    if any(schema.names.count(column) != 1 for column in columns.values()):
         raise ConfigError(
-            f"The parquet file {path} lacks a column that the first file has",
+            f"The parquet file {path} does not have each column that is read, once",
             value=f"columns {', '.join(sorted(schema.names))}",
             allowed=", ".join(columns.values()),
             flag=PLACE_FLAGS,
         )
     for part, column in columns.items():
-        if schema.names.count(column) > 1:
-            raise ConfigError(
-                f"The parquet file {path} has more than one column of a name",
-                value=column,
-                allowed="one column of each name that is read",
-                flag=PLACE_FLAGS,
-            )
-        kind = _unwrap(pyarrow.nulls(0, schema.field(column).type)).type
+        field = schema.field(column)
+        kind, shape = _unwrap(pyarrow.nulls(0, field.type)).type, _declared_shape(field)
+        found = str(field.type)
         if part == "image":
             is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
         elif part == "caption":
             is_right, allowed = _is_text(kind), "text"
+        elif shape is not None:
+            is_right = _long_sides(shape) == _long_sides(shapes[part])
+            found, allowed = f"tensors of the shape {shape}", f"the shape {shapes[part]}"
         else:
-            innermost = kind
-            while types.is_nested(innermost) and hasattr(innermost, "value_type"):
-                innermost = innermost.value_type
-            is_right = _is_bytes(kind) or types.is_floating(innermost)
+            is_right = _is_bytes(kind) or _holds_floats(kind)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
-            kind = str(schema.field(column).type)
-            raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
-        found = _declared_shape(schema.field(column)) if part in shapes else None
-        if found is not None and _long_sides(found) != _long_sides(shapes[part]):
-            raise wrong_type(
-                column,
-                place=str(path),
-                part=part,
-                kind=f"tensors of the shape {found}",
-                allowed=f"tensors of the shape {shapes[part]}",
-            )
+            raise wrong_type(column, place=str(path), part=part, kind=found, allowed=allowed)
 
 
 def _declared_shape(field: Any) -> tuple[int, ...] | None:
@@ -279,9 +264,7 @@ def _declared_shape(field: Any) -> tuple[int, ...] | None:
             return None
         if isinstance(shape, dict):
             shape = shape.get("shape")
-    if not isinstance(shape, list | tuple) or not all(isinstance(side, int) for side in shape):
-        return None
-    return tuple(shape)
+    return tuple(shape) if isinstance(shape, list | tuple) else None
 
 
 def _open(file: ParquetFile) -> Any:
@@ -301,8 +284,7 @@ def _read_footers(files: Sequence[ParquetFile], kind: type) -> list[Any]:
         with _damage_named(file, kind):
             return pyarrow.parquet.read_metadata(_open(file))
 
-    footers = in_parallel(lambda file: _read(file, read_footer), files)
-    return list(footers)
+    return in_parallel(lambda file: _read(file, read_footer), files)
 
 
 @contextmanager
@@ -333,8 +315,8 @@ def check(config: SourceConfig) -> int | None:
     samples = open_samples(config)
     if config.wants_latents:
         num_rows = min(NUM_ROWS_CHECKED, len(samples))
-        _check_some(samples, range(num_rows), config=config)
-        _check_some(samples, range(len(samples) - num_rows, len(samples)), config=config)
+        for indices in (range(num_rows), range(len(samples) - num_rows, len(samples))):
+            _check_some(samples, indices, config=config)
     return len(samples)
 
 

@@ -43,8 +43,9 @@ class SyntheticImageCaptionDataset(Dataset):
     """Noise images with random captions, or noise latents with random text embeddings.
 
     Token ids are drawn from the whole vocabulary, 0 to 49407, so that every row of the embedding
-    table can be asked for; each caption begins with bos (49406) and ends with eos (49407).
-    Sample `i` is number `i % 64` of the samples drawn; each rank draws its own.
+    table can be asked for; each caption begins with bos (49406) and ends with eos (49407). Images
+    are uniform over all pixel values. Sample `i` is number `i % 64` of the samples drawn; each rank
+    draws its own.
     """
 
     def __init__(
@@ -66,19 +67,30 @@ class SyntheticImageCaptionDataset(Dataset):
             rank: This process's rank.
             num_images: Virtual length of an epoch, over all ranks.
             image_dtype: ``uint8``, or ``float32`` in [-1, 1].
-            wants_latents: Whether samples are latents with text embeddings.
+            wants_latents: Whether samples are latents with text embeddings, all float16.
             text_embedding_dim: Width of the text embeddings that go with latents.
         """
         self.num_images = num_images
         generator = np.random.default_rng([seed, rank])
         if wants_latents:
-            samples = draw_latents(
-                generator,
-                latent_size=image_size // VAE_FACTOR,
-                text_embedding_dim=text_embedding_dim,
-            )
+            side = image_size // VAE_FACTOR
+            shape = (NUM_DISTINCT, NUM_LATENT_CHANNELS, side, side)
+            mean = generator.standard_normal(shape) * LATENT_STD
+            texts = generator.standard_normal((NUM_DISTINCT, NUM_TOKENS, text_embedding_dim))
+            samples = {
+                "latent_mean": mean.astype(np.float16),
+                "latent_logvar": np.full(shape, LATENT_LOGVAR, dtype=np.float16),
+                "text_embedding": texts.astype(np.float16),
+            }
         else:
-            samples = draw_images(generator, image_size=image_size, image_dtype=image_dtype)
+            shape = (NUM_DISTINCT, 3, image_size, image_size)
+            image = generator.integers(0, 256, size=shape, dtype=np.uint8)
+            input_ids = generator.integers(0, VOCABULARY_SIZE, size=(NUM_DISTINCT, NUM_TOKENS))
+            input_ids[:, 0] = BOS_TOKEN_ID
+            input_ids[:, -1] = EOS_TOKEN_ID
+            if image_dtype == "float32":
+                image = to_float(image)
+            samples = {"image": image, "input_ids": input_ids}
         self.samples = {name: torch.from_numpy(values) for name, values in samples.items()}
 
     def __len__(self) -> int:
@@ -86,40 +98,6 @@ class SyntheticImageCaptionDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: values[index % NUM_DISTINCT] for name, values in self.samples.items()}
-
-
-def draw_images(
-    generator: np.random.Generator, *, image_size: int, image_dtype: str
-) -> dict[str, np.ndarray]:
-    """Draw `NUM_DISTINCT` images, uniform over all pixel values, with their token ids.
-
-    Returns ``{image: (64, 3, S, S) uint8 or float32, input_ids: (64, 77) int64}``.
-    """
-    shape = (NUM_DISTINCT, 3, image_size, image_size)
-    image = generator.integers(0, 256, size=shape, dtype=np.uint8)
-    input_ids = generator.integers(0, VOCABULARY_SIZE, size=(NUM_DISTINCT, NUM_TOKENS))
-    input_ids[:, 0] = BOS_TOKEN_ID
-    input_ids[:, -1] = EOS_TOKEN_ID
-    return {
-        "image": to_float(image) if image_dtype == "float32" else image,
-        "input_ids": input_ids,
-    }
-
-
-def draw_latents(
-    generator: np.random.Generator, *, latent_size: int, text_embedding_dim: int
-) -> dict[str, np.ndarray]:
-    """Draw `NUM_DISTINCT` pairs of VAE moments and text embeddings, all float16.
-
-    Returns ``{latent_mean, latent_logvar: (64, 4, S / 8, S / 8), text_embedding: (64, 77, dim)}``.
-    """
-    shape = (NUM_DISTINCT, NUM_LATENT_CHANNELS, latent_size, latent_size)
-    embedding_shape = (NUM_DISTINCT, NUM_TOKENS, text_embedding_dim)
-    return {
-        "latent_mean": (generator.standard_normal(shape) * LATENT_STD).astype(np.float16),
-        "latent_logvar": np.full(shape, LATENT_LOGVAR, dtype=np.float16),
-        "text_embedding": generator.standard_normal(embedding_shape).astype(np.float16),
-    }
 
 
 class SyntheticBatchReader(BatchReader):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import posixpath
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,45 +27,32 @@ CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 
-BLOCK_BYTES = 512
 # Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
 MAX_END_BYTES = 2**20
 
-# A place in a tar: first byte and number of bytes, and for a sparse member where each of the pieces
-# that are stored one behind the other belongs, with its number of bytes: the rest is zeros. None
-# where a sample has no such member.
-Span = tuple[int, int, Sequence[tuple[int, int]] | None]
+# First byte and number of bytes of a member in its tar.
+Span = tuple[int, int]
 Value = TypeVar("Value")
-# More links than this, each to the next one, go round in a circle.
-MAX_LINKS = 40
 
 
 def list_samples(
-    file: BinaryIO,
-    tar: object,
-    *,
-    kinds: Sequence[str],
-    take: Callable[[str, Span], Value],
-    is_stream: bool,
+    file: BinaryIO, tar: object, *, kinds: Sequence[str], take: Callable[[str, Span], Value]
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    A hard or symbolic link, which WebDataset leaves out, stands for the member that it leads to.
-    (WebDataset's own iterators do not notice a cut tar, skip links in silence, and tell no places.)
+    WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
 
     Args:
-        file: The open tar.
-        tar: What messages call it.
+        file: The open tar, or a stream of it.
+        tar: Its name in messages.
         kinds: Extensions; members without one of them are no sample.
-        take: Maps extension and place of a member to what is yielded for it; called while the file
-            is at that place, unless the member is a link.
-        is_stream: The file cannot seek back, so links are refused.
+        take: Maps extension and place of a member to what is yielded; called at that place.
 
     Raises:
-        RunError: The tar is damaged, compressed, or none, or has two members of one name in a
-            sample; a link leads to no file in it, or the tar is a stream.
+        RunError: The tar is damaged, compressed, or no tar; it has two members of one name in a
+            sample, or a link or a sparse file in the place of one.
     """
-    listed = _list_members(file, tar, kinds=kinds, is_stream=is_stream)
+    listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
     for key, group in itertools.groupby(members, key=lambda member: member[0]):
         values: dict[str, Value] = {}
@@ -74,37 +60,40 @@ def list_samples(
             if extension in values:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
             values[extension] = value
-        # To WebDataset "a.b.jpg" is no image, but the user meant one: it is a bad sample.
-        if not {extension.rpartition(".")[2] for extension in values}.isdisjoint(kinds):
+        if any(_is_of_kind(extension, kinds) for extension in values):
             yield key, values
 
 
+def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
+    # To WebDataset "a.b.jpg" is no image, but the user meant one: it is a bad sample.
+    return extension.rpartition(".")[2] in kinds
+
+
 def _list_members(
-    file: BinaryIO, tar: object, *, kinds: Sequence[str], is_stream: bool
+    file: BinaryIO, tar: object, *, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, Span]]:
-    """Yield key, extension and place of each file that WebDataset reads, and of each link."""
+    """Yield key, extension and place of each file that WebDataset reads."""
     end = 0
-    places: dict[str, Span | str] = {}
     try:
-        for member, span, member_end in _walk(file):
-            end = member_end
-            parts = _MEMBER.fullmatch(member.name)
-            if not parts or _META.match(member.name) or not _is_visible(member.name):
-                continue
-            key, extension = parts[1], parts[2].lower()
-            if span is not None:
-                yield key, extension, span
-            elif member.islnk() or member.issym():
-                if extension.rpartition(".")[2] not in kinds:
+        # Without decompression: compressed members have no place that can be read by number.
+        with tarfile.open(fileobj=file, mode="r:") as members:
+            for member in members:
+                members.members.clear()  # else it keeps all of them
+                if members.offset <= end:
+                    raise tarfile.ReadError("a member has a negative size")
+                end = members.offset
+                parts = _MEMBER.fullmatch(member.name)
+                if not parts or _META.match(member.name) or not _is_visible(member.name):
                     continue
-                if is_stream:
+                key, extension = parts[1], parts[2].lower()
+                if member.isfile() and not member.issparse():
+                    yield key, extension, (member.offset_data, member.size)
+                elif not member.isdir() and _is_of_kind(extension, kinds):
                     raise RunError(
-                        f"{tar} holds {member.name}, a link to {member.linkname}, and cannot be "
-                        "streamed: --remote_files copy reads it, or store files instead of links "
-                        "(tar --dereference --hard-dereference)."
+                        f"{tar} holds {member.name} as a link or a sparse file, and only whole "
+                        "files are read: make it by tar --dereference --hard-dereference, without "
+                        "--sparse."
                     )
-                places = places or _find_places(file)
-                yield key, extension, _follow(member.name, places, tar)
         file.seek(end)
         rest = file.read(MAX_END_BYTES + 1)
     except (FileNotFoundError, RunError):
@@ -118,85 +107,16 @@ def _list_members(
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
 
 
-def _walk(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Span | None, int]]:
-    """Yield each member, its place if it is a file, and the first byte after it."""
-    end = 0
-    # Without decompression: compressed members have no place that can be read by number.
-    with tarfile.open(fileobj=file, mode="r:") as members:
-        for member in members:
-            members.members.clear()  # else it keeps all of them
-            # A sparse member takes fewer bytes in the tar than its `size`.
-            if members.offset <= end:
-                raise tarfile.ReadError("a member has a negative size")
-            end = members.offset
-            span = None
-            if member.isfile():
-                pieces = _check_pieces(member, end=end) if member.issparse() else None
-                span = (member.offset_data, member.size, pieces)
-            yield member, span, end
-
-
-def _find_places(file: BinaryIO) -> dict[str, Span | str]:
-    """Return the place of each file in a tar by its name, and the name that each link leads to."""
-    places: dict[str, Span | str] = {}
-    file.seek(0)
-    for member, span, _ in _walk(file):
-        name = posixpath.normpath(member.name)
-        if span is not None:
-            places[name] = span
-        elif member.islnk():
-            places[name] = posixpath.normpath(member.linkname)
-        elif member.issym():
-            folder = posixpath.dirname(member.name)
-            places[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
-    return places
-
-
-def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
-    """Return the place of the file that a link leads to, directly or through other links."""
-    place: Span | str | None = posixpath.normpath(name)
-    for _ in range(MAX_LINKS):
-        if not isinstance(place, str):
-            break
-        place = places.get(place)
-    if place is None or isinstance(place, str):
-        raise RunError(
-            f"{tar} holds {name}, a link that leads to no file in the tar: store files instead of "
-            "links (tar --dereference --hard-dereference)."
-        )
-    return place
-
-
 def _is_visible(path: str) -> bool:
     """Return False for members that a program left behind; ``.`` and ``..`` hide nothing."""
     return all(is_visible(part) for part in path.split("/") if part.strip("."))
 
 
-def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]:
-    """Return the pieces of a sparse member in stored order, if they lie in it and apart."""
-    pieces = [(first, size) for first, size in member.sparse if size]
-    stored, position = 0, 0
-    for first, size in pieces:
-        if first < position or size < 0:
-            raise tarfile.ReadError(f"the pieces of {member.name} overlap")
-        position, stored = first + size, stored + size
-    if position > member.size or member.offset_data + stored > end:
-        raise tarfile.ReadError(f"the pieces of {member.name} do not lie in it")
-    return pieces
-
-
-def read_span(file: BinaryIO, span: Span | None) -> bytes | None:
-    """Return the content of a member, or None without a place."""
-    if span is None:
-        return None
-    begin, num_bytes, pieces = span
+def read_span(file: BinaryIO, span: Span) -> bytes:
+    """Return the content of a member."""
+    begin, num_bytes = span
     file.seek(begin)
-    if pieces is None:
-        return file.read(num_bytes)
-    content = bytearray(num_bytes)
-    for first, size in pieces:
-        content[first : first + size] = file.read(size)
-    return bytes(content)
+    return file.read(num_bytes)
 
 
 class SampleReader:
@@ -224,30 +144,22 @@ class SampleReader:
 
     def choose(self, members: Mapping[str, object]) -> tuple[str | None, str | None]:
         """Choose the extensions of the image and of the caption; None where a sample lacks one."""
-        image, caption = (
-            next((kind for kind in kinds if kind in members), None)
-            for kinds in (self.images, self.captions)
-        )
+        image = next((kind for kind in self.images if kind in members), None)
+        caption = next((kind for kind in self.captions if kind in members), None)
         return image, caption
 
-    def make(
-        self, name: str, *, image: bytes | None, caption_kind: str | None, caption: bytes | None
-    ) -> ImageSample:
-        """Make a sample of the content of its members.
-
-        Args:
-            name: Of the sample, for messages.
-            image: The image file, or None.
-            caption_kind: Extension of the member with the caption, or None.
-            caption: Content of that member, or None.
+    def make(self, name: str, members: Mapping[str, bytes]) -> ImageSample:
+        """Make a sample of the contents of its members by extension.
 
         Raises:
             BadSampleError: The class has no prompt, or the json or text cannot be read.
         """
-        if caption is None:
+        image_kind, caption_kind = self.choose(members)
+        image = members.get(image_kind)
+        if caption_kind is None:
             return ImageSample(name, image, None)
         try:
-            text = caption.decode("utf-8-sig")
+            text = members[caption_kind].decode("utf-8-sig")
             if caption_kind == "cls":
                 text = self._class_prompts[int(text)]
             if caption_kind == "json":

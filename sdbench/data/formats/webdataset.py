@@ -12,50 +12,45 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
-from sdbench.data.formats.copies import StoredFile, read_whole, state_of
-from sdbench.data.formats.files import fetch_files, find_streamed, list_files
-from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.formats.tar_members import (
-    CAPTION_EXTENSIONS,
-    SampleReader,
-    Span,
-    list_samples,
-    read_span,
+from sdbench.data.formats.files import (
+    StoredFile,
+    fetch_files,
+    find_streamed,
+    list_files,
+    read_whole,
+    state_of,
 )
+from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
 from sdbench.data.remote import must_be_copied
 from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import SourceConfig
 
 # Changes whenever the content of an index does.
-INDEX_VERSION = 5
+INDEX_VERSION = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Places of the members of one sample; `key` is their path up to the first dot of the name."""
+class TarIndex(NamedTuple):
+    """Content of a tar.
 
-    key: str
-    image: Span | None
-    caption_kind: str | None
-    caption: Span | None
-
-
-@dataclass(frozen=True)
-class TarIndex:
-    """Content of a tar: its `state_of`, the samples that meet the filters, and how many do not."""
+    Attributes:
+        state: Its `state_of`.
+        entries: Key of each sample that meets the filters, and the places of its image and its
+            caption by extension. The key is their path up to the first dot of the name.
+        num_dropped: How many samples do not meet the filters.
+    """
 
     state: tuple[int, ...]
-    entries: Sequence[Entry]
+    entries: Sequence[tuple[str, Mapping[str, Span]]]
     num_dropped: int
 
 
@@ -84,7 +79,7 @@ class WebDatasetSamples(Samples):
     def _raise_empty(self, config: SourceConfig) -> NoReturn:
         if self.num_dropped:
             raise ConfigError(
-                f"No sample is left: the filters drop all {self.num_dropped}",
+                f"The filters drop all {self.num_dropped} samples",
                 value=dict(config.filters or {}),
                 allowed="conditions that some samples meet",
                 flag="--filters",
@@ -92,40 +87,34 @@ class WebDatasetSamples(Samples):
         for tar in self._tars:
             if tar.source is not None:  # the output of a command has no version that would change
                 tar.path.unlink(missing_ok=True)
-        images = ", ".join(self._reader.images)
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
-            allowed=f"tars with {images} and {', '.join(CAPTION_EXTENSIONS)}",
+            allowed=f"tars with {', '.join(self._reader.kinds)}",
             flag=PLACE_FLAGS,
         )
 
     def name(self, index: int) -> str:
         """Return tar and key of a sample."""
         number, position = self._find(index)
-        return f"{self._tars[number]}: {self._indexes[number].entries[position].key}"
+        key, _ = self._indexes[number].entries[position]
+        return f"{self._tars[number]}: {key}"
 
     def read(self, index: int) -> ImageSample:
         """Read one sample; a `RunError` if the tar has changed since it was indexed."""
         number, position = self._find(index)
-        entry = self._indexes[number].entries[position]
-        image, caption = self._read_spans(number, entry.image, entry.caption)
-        return self._reader.make(
-            self.name(index), image=image, caption_kind=entry.caption_kind, caption=caption
-        )
-
-    def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
-        tar = self._tars[number]
+        tar, stored = self._tars[number], self._indexes[number]
+        _, spans = stored.entries[position]
         try:
             # Not kept open: there may be more tars than files that a process may open.
             with open(tar, "rb", buffering=0) as file:
                 state = state_of(os.fstat(file.fileno()))
-                contents = [read_span(file, span) for span in spans]
+                members = {kind: read_span(file, span) for kind, span in spans.items()}
         except OSError as error:
             raise RunError(f"{tar} cannot be read any more: {error}") from error
-        if state != self._indexes[number].state:
+        if state != stored.state:
             raise RunError(f"{tar} has been changed since it was indexed.")
-        return contents
+        return self._reader.make(self.name(index), members)
 
 
 def _load_index(
@@ -139,48 +128,37 @@ def _load_index(
     from filelock import FileLock
 
     state = state_of(os.stat(tar))
-    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}"
-    identity += f"\n{reader.images}\n{reader.captions}"
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    facts = (INDEX_VERSION, tar.path.absolute(), state, terms, reader.images, reader.captions)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
     path = folder / f"{digest}.json"
     with FileLock(path.with_suffix(".lock"), mode=0o600):
-        stored = _read_index(path)
-        if stored is None:
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # not made yet, or cut
             stored = _make_index(tar, terms=terms, reader=reader)
             if state_of(os.stat(tar)) != state:
-                raise RunError(f"{tar} has been changed while it was indexed.")
+                raise RunError(f"{tar} has been changed while it was indexed.") from None
             with new_file(path) as new:
                 new.write_text(json.dumps(stored), encoding="utf-8")
-    return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
-
-
-def _read_index(path: Path) -> dict[str, Any] | None:
-    """Return an index that was made before, or None if it is missing or cut."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
+    return TarIndex(state, **stored)
 
 
 def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> dict[str, Any]:
     entries, num_dropped = [], 0
     with open(tar, "rb") as file:
-        samples = list_samples(
-            file, tar, kinds=reader.kinds, take=lambda _, span: span, is_stream=False
-        )
-        for key, spans in samples:
+        for key, spans in list_samples(file, tar, kinds=reader.kinds, take=lambda _, span: span):
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue
-            image, caption = reader.choose(spans)
-            entries.append((key, spans.get(image), caption, spans.get(caption)))
+            chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
+            entries.append((key, chosen))
     return {"entries": entries, "num_dropped": num_dropped}
 
 
 def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
     """Return the fields of a sample's json; empty if it is missing or broken."""
     try:
-        metadata = json.loads(read_span(file, span) or "{}")
+        metadata = {} if span is None else json.loads(read_span(file, span))
     except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}
@@ -190,16 +168,7 @@ def check(config: SourceConfig) -> int | None:
     """Check tars by their headers; return the samples, or None if tars are to be copied first."""
     parse_filters(config.filters)
     SampleReader(config)  # refuses class prompts that cannot be read
-    if config.is_streamed:
-        if config.filters:
-            raise ConfigError(
-                "How many samples of streamed tars meet the filters is not known beforehand",
-                value=dict(config.filters),
-                allowed="none, or --remote_files copy",
-                flag="--filters",
-            )
-        return len(open_samples(config))
-    if any(map(must_be_copied, list_files(config))):
+    if not config.is_streamed and any(map(must_be_copied, list_files(config))):
         return None
     return len(open_samples(config))
 

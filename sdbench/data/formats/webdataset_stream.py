@@ -17,12 +17,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.listing import SIZES_NAME
-from sdbench.data.formats.tar_members import (
-    SampleReader,
-    Span,
-    list_samples,
-    read_span,
-)
+from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.remote import S3, path_of, shown
 from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, Samples, max_kept
@@ -65,14 +60,7 @@ class StreamedTarSamples(Samples):
     def read(self, index: int) -> ImageSample:
         """Read one sample, after the unread ones before it in the tar."""
         number, position = self._find(index)
-        members = self._take(number, position)
-        image, caption = self._reader.choose(members)
-        return self._reader.make(
-            self.name(index),
-            image=members.get(image),
-            caption_kind=caption,
-            caption=members.get(caption),
-        )
+        return self._reader.make(self.name(index), self._take(number, position))
 
     def _take(self, number: int, position: int) -> dict[str, bytes | None]:
         """Return the members of a sample, from a reader of each lane."""
@@ -109,7 +97,7 @@ class _TarReader:
         def take(extension: str, span: Span) -> bytes | None:  # not of self, which would be a cycle
             return read_span(file, span) if extension in kinds else None
 
-        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take, is_stream=True)
+        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
         self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
@@ -127,24 +115,18 @@ class _TarReader:
         block = position // SAMPLES_PER_BLOCK * SAMPLES_PER_BLOCK
         self._kept = {number: kept for number, kept in self._kept.items() if number >= block}
         while self.num_read <= position:
-            members = self._next()
+            sample = next(self._samples, None)
+            if sample is None:
+                raise self._differs(self.num_read)
             if self.num_read >= block:
-                self._kept[self.num_read] = members
+                _, self._kept[self.num_read] = sample
             self.num_read += 1
-            if self.num_read == self._num_samples:
-                self._check_end()
+        if self.num_read == self._num_samples:
+            # What follows the last sample shows whether the tar is whole.
+            num_more = sum(1 for _ in self._samples)
+            if num_more:
+                raise self._differs(self._num_samples + num_more)
         return self._kept.pop(position)
-
-    def _next(self) -> dict[str, bytes | None]:
-        for _, members in self._samples:
-            return members
-        raise self._differs(self.num_read)
-
-    def _check_end(self) -> None:
-        """Read what follows the last sample, which shows whether the tar is whole."""
-        num_more = sum(1 for _ in self._samples)
-        if num_more:
-            raise self._differs(self._num_samples + num_more)
 
     def _differs(self, num_found: int) -> RunError:
         return RunError(
@@ -159,11 +141,7 @@ class _TarReader:
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
-    """Return the declared numbers of samples of tars.
-
-    `place` is the path or URL of the JSON file that declares them; None for ``sizes.json`` in the
-    folder of each tar.
-    """
+    """Return the samples of each tar by the JSON file at `place`, or else the one beside it."""
     known: dict[str, dict[str, int]] = {}
     sizes, tars_of_names = [], {}
     for tar in tars:

@@ -100,7 +100,7 @@ def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
 def count_samples(tar: str, *, kinds: Sequence[str]) -> int:
     """Count the samples of a tar, given by path or URL."""
     with open_stream(tar) as file:
-        samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None, is_stream=True)
+        samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None)
         return sum(1 for _ in samples)
 
 

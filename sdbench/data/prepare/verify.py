@@ -11,7 +11,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
-from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing

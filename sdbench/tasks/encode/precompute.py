@@ -263,12 +263,7 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
 def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> PrecomputeSettings:
     """Choose the settings that depend on the machine or on the place of the data."""
     on_gpu = _encodes_on_gpu(flags, machine)
-    data_format = data.resolve_format(
-        data_format=flags.data_format,
-        use_synth_data=flags.use_synth_data,
-        remote=flags.remote,
-        local=flags.local,
-    )
+    data_format = data.resolve_format(flags)
     if data_format == "synthetic" and not (flags.use_synth_data or flags.data_format != "auto"):
         raise ConfigError(
             "There is nothing to encode",

@@ -64,9 +64,6 @@ def held_out_source(plan: Plan) -> SourceConfig:
             allowed="a place other than that of the training data",
             flag="--validation_remote",
         )
-    data_format = data.resolve_format(
-        data_format="auto", use_synth_data=False, remote=place, local=None
-    )
     source = dataclasses.replace(
         plan.source,
         remote=place,
@@ -75,7 +72,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
         # It is read many times.
         remote_files=COPY,
         tar_sizes=None,
-        data_format=data_format,
+        data_format=data.detect_format(place),
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
         caption=None,  # a subject's does not apply to them
     )
