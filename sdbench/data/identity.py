@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
@@ -22,7 +22,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.remote import is_url
+from sdbench.data.remote import describe_unchecked, is_url
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 
@@ -42,8 +42,9 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown) and ``made_by``, the
-        provenance of each data set; None for synthetic data.
+        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown), ``made_by``, the
+        provenance of each data set, and where this process has used older copies of files that may
+        have changed, ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
@@ -52,14 +53,16 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     if settings.data_format == "synthetic":
         return None
     sources = sources_of(settings)
-    facts, _ = _describe_files(sources)
-    return {
+    facts, _, urls = _describe_files(sources)
+    description = {
         "sha256": _hash(facts),
         **_count(facts),
         "made_by": [
             read_provenance(Path(place)) for source in sources for place in _places(source)
         ],
     }
+    unchecked = describe_unchecked(urls)
+    return description if unchecked is None else {**description, "unchecked_copies": unchecked}
 
 
 def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
@@ -87,7 +90,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
-    facts, times_ns = _describe_files(sources)
+    facts, times_ns, _ = _describe_files(sources)
     return {
         "names": _hash([fact.get("name", fact.get("index")) for fact in facts]),
         "names_and_sizes": _hash(facts),
@@ -142,19 +145,24 @@ def _places(source: SourceConfig) -> list[str]:
     return [source.remote or source.local or ""]
 
 
-def _describe_files(sources: Sequence[SourceConfig]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return names and sizes, or the indexes of MDS, and times of local files in ns."""
-    facts: list[dict[str, Any]] = []
-    times_ns: list[int] = []
+class _Files(NamedTuple):
+    """Names and sizes of files, or the indexes of MDS; times of local files in ns; and URLs."""
+
+    facts: list[dict[str, Any]]
+    times_ns: list[int]
+    urls: list[str]
+
+
+def _describe_files(sources: Sequence[SourceConfig]) -> _Files:
+    found = _Files([], [], [])
     for source in sources:
         describe = _describe_mds if source.data_format == "mds" else _describe_listed
-        of_source, of_files = describe(source)
-        facts += of_source
-        times_ns += of_files
-    return facts, times_ns
+        for values, more in zip(found, describe(source), strict=True):
+            values += more
+    return found
 
 
-def _describe_mds(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+def _describe_mds(source: SourceConfig) -> _Files:
     places = locate_mds(source)
     facts = [
         {
@@ -171,10 +179,10 @@ def _describe_mds(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]
         for shard in place.shards
         if not shard["raw_data"].get("hashes")
     ]
-    return facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()]
+    return _Files(facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()], [])
 
 
-def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+def _describe_listed(source: SourceConfig) -> _Files:
     is_folder = source.data_format == "folder"
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
@@ -190,7 +198,8 @@ def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[i
         }
         for names, stat in zip(parts, stats, strict=True)
     ]
-    return facts, [stat.st_mtime_ns for stat in stats if stat is not None]
+    times_ns = [stat.st_mtime_ns for stat in stats if stat is not None]
+    return _Files(facts, times_ns, [file for file in files if is_url(file)])
 
 
 def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ web servers, and load torch.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import gzip
 import hashlib
@@ -18,7 +19,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,8 +29,8 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
-from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE, CommandOutput
+from sdbench.data.source import SourceConfig
 
 S3 = "s3://"
 WEB = ("http://", "https://")
@@ -48,6 +49,10 @@ PIECE_BYTES = 2**18
 # What a process keeps open to a server for its threads, of which each tar that is being read has
 # one. For more the libraries warn, and connect anew each time.
 NUM_CONNECTIONS = 64
+
+# Places whose older copies this process uses although nothing tells whether they have changed, and
+# when these were made, in seconds since 1970.
+_unchecked: dict[str, float] = {}
 
 Item = TypeVar("Item")
 Content = TypeVar("Content")
@@ -113,19 +118,55 @@ def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[
         return list(show_progress(done, total=len(items), unit="file"))
 
 
-def fetch(place: str, *, cache: Path) -> Path:
+def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
+    """Copy files as `fetch` does, several at once; returns the copy of each place.
+
+    The first rank prints how many older copies are used although nothing tells whether they are
+    still what their sources hold.
+    """
+    num_known = len(_unchecked)
+    copy = functools.partial(
+        fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
+    )
+    copies = dict(zip(places, in_parallel(copy, places), strict=True))
+    found = describe_unchecked(places)
+    if found is not None and config.rank == 0 and len(_unchecked) > num_known:
+        print(
+            f"Copies in {cache} are used of {found['num_files']} of {len(places)} files, which do "
+            f"not tell whether they have changed since (the oldest is of {found['oldest_utc']}). "
+            "They are copied again by --refresh, or if they are deleted.",
+            file=sys.stderr,
+        )
+    return copies
+
+
+def describe_unchecked(places: Iterable[str]) -> dict[str, Any] | None:
+    """Describe, for a record, older copies of places that this process uses unchecked.
+
+    Returns:
+        ``num_files``, and ``oldest_utc``, when the oldest was made; None if there are none.
+    """
+    made_s = [_unchecked[place] for place in places if place in _unchecked]
+    if not made_s:
+        return None
+    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.timezone.utc)
+    return {"num_files": len(made_s), "oldest_utc": oldest.isoformat()}
+
+
+def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
     """Copy a file, unpacked, unless this version of it has been copied before.
 
     Of several processes one copies, and the others wait for it. A copy has a temporary name until
     it is whole. Its final name holds a digest of the place and of the version that the store tells
-    (its ETag, or else its length), so that no other file or version is taken for it. Where nothing
-    tells a version, as with the output of a command, a copy that is taken is named, and made again
-    only if it has been deleted.
+    (its ETag, or else its length), so that no other file or version is taken for it.
 
     Args:
         place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
             command, or the path of a gzip file.
         cache: Folder for the copy.
+        run_began_s: When the run began, in seconds since 1970. A copy that was made before may be
+            stale if its store tells no version.
+        refresh: Make such a copy again. Otherwise it is used, and `describe_unchecked` counts it.
 
     Returns:
         The copy.
@@ -143,11 +184,15 @@ def fetch(place: str, *, cache: Path) -> Path:
         path = cache / f"{digest}-{name}"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(cache / f".{path.name}.lock", mode=0o600):
-            if not path.is_file():
+            is_there = path.is_file()
+            made_s = path.stat().st_mtime if is_there else run_began_s
+            may_be_stale = made_s < run_began_s and not is_sure
+            if not is_there or (may_be_stale and refresh):
                 with new_file(path) as new:
                     _copy_unpacked(place, new)
-            elif not is_sure:
-                _tell_of_copy(place, path)
+                _unchecked.pop(place, None)
+            elif may_be_stale:
+                _unchecked[place] = made_s
         return path
 
 
@@ -160,17 +205,6 @@ def _errors_named(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise RunError(f"{what}: {explain(error)}") from error
-
-
-def _tell_of_copy(place: str, copy: Path) -> None:
-    """Print, on rank 0, that nothing says whether a copy is still the same as its source."""
-    if os.environ.get("RANK", "0") == "0":
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.stat().st_mtime))
-        print(
-            f"{redact(place)} does not say whether it has changed since it was copied on {made}: "
-            f"the copy is taken. Delete {copy} to have it made again.",
-            file=sys.stderr,
-        )
 
 
 def list_urls(folder: str) -> list[str]:

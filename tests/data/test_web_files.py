@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import http.server
+import io
+import os
 import re
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
+from PIL import Image
 
+import data as data_script
 from sdbench.base.errors import RunError
 from sdbench.data.remote import fetch, find_object, read_part
+from sdbench.record.store import load_record
+from tests.data import datasets
+from tests.schemas import validate
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder", "impatient")]
 CONTENT = bytes(range(256)) * 4096
@@ -111,19 +121,88 @@ def test_a_part_of_something_else_is_not_taken(server, change, told):
         read_part(found, 0, 20)
 
 
-def test_a_file_without_a_version_is_copied_again_when_its_length_changes(server, tmp_path, capsys):
+def write_tar(path, shade):
+    """A tar of four pictures of one shade, of the same length for every shade."""
+    members = []
+    for index in range(4):
+        picture = io.BytesIO()
+        Image.new("RGB", (16, 16), (shade,) * 3).save(picture, "PNG", compress_level=0)
+        members += [(f"{index}.png", picture.getvalue()), (f"{index}.txt", b"grey")]
+    return datasets.write_tar(path, members).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["web", "pipe"])
+def test_a_copy_of_unknown_age_is_told_and_recorded_and_refreshed_on_request(
+    kind, server, tmp_path, capsys
+):
+    tar, cache = tmp_path / "file.tar", tmp_path / "cache"
+    old, new = write_tar(tmp_path / "old.tar", 10), write_tar(tmp_path / "new.tar", 20)
+    assert len(old) == len(new) and old != new
+    server.etag = None
+    place = server.url if kind == "web" else f"pipe:cat {tar}"
+
+    def run(content, *flags):
+        """The content of the copy after a run, what the record says of it, and what was told."""
+        server.content = content
+        tar.write_bytes(content)
+        results = tmp_path / "runs" / str(len(list((tmp_path / "runs").glob("*"))))
+        argv = ["--remote", place, "--local", str(cache), "--results_dir", str(results), *flags]
+        size = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
+        assert data_script.main([*argv, *size, "--num_batches", "1"]) == 0
+        (record,) = map(load_record, results.glob("*/record.json"))
+        validate(record)
+        (copy,) = (path for path in cache.iterdir() if path.suffix != ".lock")
+        found = copy.read_bytes(), record["data"].get("unchecked_copies")
+        os.utime(copy, (10**9, 10**9))  # of long before the next run
+        return *found, capsys.readouterr().err.count("--refresh")
+
+    unchecked = {"num_files": 1, "oldest_utc": "2001-09-09T01:46:40+00:00"}
+    assert run(old) == (old, None, 0)
+    assert run(new) == (old, unchecked, 1)
+    assert run(new, "--refresh") == (new, None, 0)
+    assert run(new) == (new, unchecked, 1)
+
+
+def test_a_file_without_a_version_is_copied_again_when_its_length_changes(server, tmp_path):
     server.etag = None
     fetch(server.url, cache=tmp_path)
-    assert capsys.readouterr().err.count("does not say") == 0
-    copy = fetch(server.url, cache=tmp_path)
-    told = capsys.readouterr().err
-    assert "does not say whether it has changed" in told and str(copy) in told
     server.content = b"another"
     assert fetch(server.url, cache=tmp_path).read_bytes() == b"another"
 
 
-def test_the_copy_of_what_a_command_printed_is_named(tmp_path, capsys):
-    first = fetch("pipe:echo one", cache=tmp_path)
-    capsys.readouterr()
-    assert fetch("pipe:echo one", cache=tmp_path) == first
-    assert str(first) in capsys.readouterr().err
+def test_a_refresh_that_fails_leaves_the_copy(tmp_path):
+    place = f"pipe:cat {tmp_path}/file"
+    (tmp_path / "file").write_text("whole")
+    copy = fetch(place, cache=tmp_path / "cache")
+    (tmp_path / "file").unlink()
+    with pytest.raises(RunError, match="No such file"):
+        fetch(place, cache=tmp_path / "cache", run_began_s=time.time() + 1, refresh=True)
+    assert copy.read_text() == "whole"
+
+
+RANK = """import sys
+from pathlib import Path
+from sdbench.data.remote import fetch_all
+from sdbench.data.source import SourceConfig
+sizes = {"image_size": 16, "device_batch_size": 1, "seed": 0}
+config = SourceConfig(data_format="webdataset", refresh=True, **sizes)
+for _ in range(2):
+    fetch_all([sys.argv[1]], cache=Path(sys.argv[2]), config=config)
+"""
+LAUNCHER = """import os, subprocess, sys, time
+time.sleep(0.1)
+for rank in "01":
+    command = [sys.executable, "-c", sys.argv[1], *sys.argv[2:]]
+    subprocess.run(command, env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"}, check=True)
+"""
+
+
+def test_ranks_refresh_once_a_run(tmp_path, repository):
+    (tmp_path / "torchrun").write_text(LAUNCHER)
+    place = f"pipe:echo copied | tee -a {tmp_path}/log"
+    command = [sys.executable, tmp_path / "torchrun", RANK, place, tmp_path / "cache"]
+    for num_runs in (1, 2):
+        # The second rank begins when the first has ended: later than the copy was made.
+        subprocess.run(command, cwd=repository, check=True)
+        assert (tmp_path / "log").read_text() == num_runs * "copied\n"
+        time.sleep(1.1)  # the kernel tells the start of a process from whole seconds of the boot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -22,8 +21,7 @@ from sdbench.data.remote import (
     S3,
     WEB,
     cache_folder,
-    fetch,
-    in_parallel,
+    fetch_all,
     is_url,
     list_urls,
     must_be_copied,
@@ -140,8 +138,7 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
     cache = cache_folder(place, config.local if config.remote else None)
     if config.rank == 0 and not all(map(is_url, sources)):
         print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
-    fetched = in_parallel(functools.partial(fetch, cache=cache), sources)
-    copies = dict(zip(sources, fetched, strict=True))
+    copies = fetch_all(sources, cache=cache, config=config)
     return [
         StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
         for name in names

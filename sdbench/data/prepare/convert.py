@@ -127,6 +127,7 @@ def plan(flags: ConvertFlags) -> Conversion:
             flags.source,
             data_format=flags.data_format,
             local=flags.local,
+            refresh=flags.refresh,
             latents=flags.latents,
             filters=flags.filters,
             class_prompts=flags.class_prompts,

@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             flags.place,
             data_format=flags.data_format,
             local=flags.local,
+            refresh=flags.refresh,
             text_embedding_dim=flags.text_embedding_dim,
             read_avif=flags.read_avif,
             empty_captions=flags.empty_captions,
