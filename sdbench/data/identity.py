@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -105,10 +104,10 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
         return None
     if before["names_and_sizes"] == now["names_and_sizes"]:
         return "files of the data set have been written again, under the same names and sizes"
-    counts = [f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now)]
-    if counts[0] == counts[1]:
-        return f"names or sizes of files of the data set are others ({counts[0]})"
-    return f"the data set has {counts[1]}, and had {counts[0]}"
+    then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
+    if then == here:
+        return f"names or sizes of files of the data set are others ({here})"
+    return f"the data set has {here}, and had {then}"
 
 
 def _hash(value: Any) -> str:
@@ -190,16 +189,14 @@ def _describe_listed(source: SourceConfig) -> _Files:
     # The common start of the first and the last is that of all between them.
     ends = zip(min(folders), max(folders), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    stats = [os.stat(file) if _is_here(file) else None for file in files]
-    facts = [
-        {
-            "name": "/".join(names[num_shared:]),
-            "num_bytes": None if stat is None else stat.st_size,
-        }
-        for names, stat in zip(parts, stats, strict=True)
-    ]
-    times_ns = [stat.st_mtime_ns for stat in stats if stat is not None]
-    return _Files(facts, times_ns, [file for file in files if is_url(file)])
+    found = _Files([], [], [file for file in files if is_url(file)])
+    for file, names in zip(files, parts, strict=True):
+        stat = os.stat(file) if not is_url(file) and os.path.isfile(file) else None
+        num_bytes = None if stat is None else stat.st_size
+        found.facts.append({"name": "/".join(names[num_shared:]), "num_bytes": num_bytes})
+        if stat is not None:
+            found.times_ns.append(stat.st_mtime_ns)
+    return found
 
 
 def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,10 +213,6 @@ def _lasting_name(file: str) -> str:
         return os.path.abspath(file)
     # Of what is known to be a command `redact` leaves the program alone.
     return redact(file.removeprefix(PIPE))
-
-
-def _is_here(file: str) -> bool:
-    return not is_url(file) and os.path.isfile(file)
 
 
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -265,24 +258,15 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
         ConfigError: As `data.check`.
         RunError: As `data.check`.
     """
-    by_name = collections.defaultdict(list)
-    for file in data.list_files(trained):
-        by_name[os.path.basename(file)].append(file)
-    return [file for file in data.list_files(held_out) if _is_among(file, by_name)]
+    trained_keys = set().union(*map(_keys, data.list_files(trained)))
+    return [file for file in data.list_files(held_out) if _keys(file) & trained_keys]
 
 
-def _is_among(file: str, by_name: Mapping[str, list[str]]) -> bool:
+def _keys(file: str) -> set[object]:
+    """Return values of which the same file, or a copy of it, has one in common."""
     if is_url(file):
-        return file in by_name.get(os.path.basename(file), ())
-    names = {os.path.basename(file), os.path.basename(os.path.realpath(file))}
-    alike = [other for name in names for other in by_name.get(name, ())]
-    return any(_is_same(file, other) for other in alike)
-
-
-def _is_same(file: str, other: str) -> bool:
-    if not (_is_here(file) and _is_here(other)):
-        return False
-    has_its_name = os.path.basename(file) == os.path.basename(other)
-    return os.path.samefile(file, other) or (
-        has_its_name and os.path.getsize(file) == os.path.getsize(other)
-    )
+        return {file}
+    if not os.path.isfile(file):
+        return set()
+    stat = os.stat(file)
+    return {(stat.st_dev, stat.st_ino), (os.path.basename(file), stat.st_size)}

@@ -1,11 +1,9 @@
-"""Copies of files at URLs, of packed files and of the output of commands, and parts of them.
+"""Copies of files at URLs, of packed files and of the output of commands; reads parts of files.
 
 Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
-or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
-Streaming.)
-A library does not replace this: fsspec's file cache asks no web server for the version of a file,
-never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
-web servers, and load torch.
+or it is read in parts (remote_files.py). Streaming copies MDS shards, as they are needed.
+fsspec's file cache does not replace this: it asks no web server for the version of a file, never
+tries again, and locks out no other process.
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ def shown(place: str) -> str:
 
 
 def path_of(place: str) -> str:
-    """Return the path of a place: of S3 with the bucket, of other URLs without host and query.
-
-    That of a web address is unquoted.
-    """
+    """Return the path of a place: of S3 with the bucket, of other URLs without host and query."""
     if not is_url(place):
         return place
     if place.startswith(S3):
@@ -246,7 +241,7 @@ class RemoteObject(NamedTuple):
 
 
 def find_object(url: str) -> RemoteObject:
-    """Ask for the length and version of a file."""
+    """Ask for the length and version of a file of S3 or the web."""
     with _errors_named(f"{url} cannot be read"):
         num_bytes, version = _ask(url)
     if num_bytes is None:
@@ -255,7 +250,7 @@ def find_object(url: str) -> RemoteObject:
 
 
 def _ask(url: str) -> tuple[int | None, str]:
-    """Return length and version of a file of S3 or the web; None for an unknown length."""
+    """Return length and version of a file; None for an unknown length."""
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         found = _s3_client().head_object(Bucket=bucket, Key=key)
@@ -268,12 +263,7 @@ def _ask(url: str) -> tuple[int | None, str]:
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
-    """Read bytes of a file; an answer that breaks off is asked for again, up to `NUM_ATTEMPTS`.
-
-    Args:
-        file: As it was found.
-        begin: The first byte.
-        end: The byte after the last, within the file.
+    """Read the bytes from `begin` to before `end`, in up to `NUM_ATTEMPTS` attempts.
 
     Raises:
         RunError: They cannot be read, or the file has changed since it was found.
@@ -294,9 +284,8 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
             fault = error
         if attempt + 1 < NUM_ATTEMPTS:
             time.sleep(FIRST_PAUSE_S * 2**attempt)
-    raise RunError(
-        f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
-    ) from fault
+    reason = f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
+    raise RunError(reason) from fault
 
 
 def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
@@ -305,41 +294,32 @@ def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         answer = _s3_client().get_object(Bucket=bucket, Key=key, Range=part)
-        return answer["ETag"], _length_in(url, answer.get("ContentRange"), part), answer["Body"]
-    answer = _get(url, part=part)
-    try:
-        num_bytes = _length_in(url, answer.headers.get("Content-Range"), part)
-    except RunError:
-        answer.close()
-        raise
-    return _web_version(answer), num_bytes, answer
-
-
-def _length_in(url: str, content_range: str | None, part: str) -> int:
-    """Return the length in a Content-Range, e.g. ``bytes 0-99/1234`` (RFC 9110, 14.4).
-
-    `part` is the range that was asked for, e.g. ``bytes=0-99``.
-    """
-    given, _, length = (content_range or "").partition("/")
-    if given != part.replace("=", " ") or not length.isdecimal():
+        version, content_range, body = answer["ETag"], answer.get("ContentRange"), answer["Body"]
+    else:
+        body = _get(url, part=part)
+        version, content_range = _web_version(body), body.headers.get("Content-Range")
+    # E.g. "bytes 0-99/1234" (RFC 9110, 14.4).
+    given, _, num_bytes = (content_range or "").partition("/")
+    if given != part.replace("=", " ") or not num_bytes.isdecimal():
+        body.close()
         raise RunError(
             f"{url} cannot be read: asked for {part} the server gives {content_range or 'no range'}"
         )
-    return int(length)
+    return version, int(num_bytes), body
 
 
 def _web_version(answer: Any) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
-def _version(url: str) -> tuple[str, bool]:
+def _version(place: str) -> tuple[str, bool]:
     """Return a name of the content of a file, and whether other content would have another name."""
-    if not is_url(url):
-        stat = os.stat(url)
-        return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
-    if not url.startswith((S3, *WEB)):
+    if not is_url(place):
+        stat = os.stat(place)
+        return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
+    if not place.startswith((S3, *WEB)):
         return "", False
-    num_bytes, version = _ask(url)
+    num_bytes, version = _ask(place)
     return (version, True) if version else (f"{num_bytes} bytes", False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import io
 import os
@@ -31,13 +32,16 @@ class Server:
     Attributes:
         content: The file.
         etag: Its version; None: no such header.
+        user: User and password that it asks for; None: it asks nobody.
+        num_busy: So many of the next requests are answered by 503.
         cut_after: Bytes after which an answer breaks off; None: none does.
         change_range: Makes another Content-Range of the right one.
         asked: The Range headers that have come.
     """
 
     def __init__(self):
-        self.content, self.etag, self.cut_after = CONTENT, '"1"', None
+        self.content, self.etag, self.user = CONTENT, '"1"', None
+        self.cut_after, self.num_busy = None, 0
         self.change_range = lambda text: text
         self.asked = []
         outer = self
@@ -46,6 +50,12 @@ class Server:
             def do_GET(self):
                 asked = self.headers.get("Range")
                 outer.asked.append(asked)
+                status = self.refusal()
+                if status is not None:
+                    self.send_response(status)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 first, last = 0, len(outer.content) - 1
                 if asked:
                     first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
@@ -61,11 +71,22 @@ class Server:
                 self.end_headers()
                 self.wfile.write(part[: outer.cut_after])
 
+            def refusal(self):
+                outer.num_busy -= 1
+                if outer.num_busy >= 0:
+                    return 503
+                if outer.user is not None:
+                    user = "Basic " + base64.b64encode(outer.user.encode()).decode()
+                    if self.headers["Authorization"] != user:
+                        return 401
+                return None if self.path.startswith("/file.tar") else 404
+
             def log_message(self, *args):
                 pass
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/file.tar"
+        self.host = f"127.0.0.1:{self.http.server_port}"
+        self.url = f"http://{self.host}/file.tar"
 
 
 @pytest.fixture
@@ -76,6 +97,33 @@ def server():
     yield one
     one.http.shutdown()
     one.http.server_close()
+
+
+def copies(cache):
+    return [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_copy_is_made_once_of_a_signed_file_of_a_busy_server(server, tmp_path):
+    server.num_busy = 2
+    url = f"{server.url}?X-Amz-Signature=0"
+    copy = fetch(url, cache=tmp_path)
+    assert copy.read_bytes() == CONTENT
+    num_asked = len(server.asked)
+    assert fetch(url, cache=tmp_path) == copy
+    assert len(server.asked) == num_asked + 1
+    with pytest.raises(RunError, match="the server answers 404"):
+        fetch(f"http://{server.host}/none.tar", cache=tmp_path)
+    assert copies(tmp_path) == [copy]
+
+
+def test_the_user_and_password_of_a_url_are_sent(server, tmp_path):
+    server.user = "me:p@ss:w\u00f6rd"
+    copy = fetch(f"http://me:p%40ss:w%C3%B6rd@{server.host}/file.tar", cache=tmp_path)
+    assert copy.read_bytes() == CONTENT
+    for wrong in ("", "me:other@", "me@"):
+        with pytest.raises(RunError, match="the server answers 401"):
+            fetch(f"http://{wrong}{server.host}/file.tar", cache=tmp_path)
+    assert copies(tmp_path) == [copy]
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(server, tmp_path):
@@ -92,16 +140,10 @@ def test_a_download_does_not_go_on_with_another_file(server, tmp_path):
         server.etag = '"2"'
         return text
 
-    server.cut_after = 300_000
-    send = server.change_range
-    server.change_range = lambda text: change(send(text))
+    server.cut_after, server.change_range = 300_000, change
     with pytest.raises(RunError, match="changed while it was copied"):
         fetch(server.url, cache=tmp_path)
-    assert not [
-        path
-        for path in tmp_path.iterdir()
-        if path.name.endswith("file.tar") and not path.name.startswith(".")
-    ]
+    assert copies(tmp_path) == []
 
 
 @pytest.mark.parametrize(
