@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -11,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
@@ -22,7 +21,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.remote import is_url
+from sdbench.data.remote import describe_unchecked, is_url
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 
@@ -42,8 +41,9 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown) and ``made_by``, the
-        provenance of each data set; None for synthetic data.
+        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown), ``made_by``, the
+        provenance of each data set, and where this process has used older copies of files that may
+        have changed, ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
@@ -52,14 +52,16 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     if settings.data_format == "synthetic":
         return None
     sources = sources_of(settings)
-    facts, _ = _describe_files(sources)
-    return {
+    facts, _, urls = _describe_files(sources)
+    description = {
         "sha256": _hash(facts),
         **_count(facts),
         "made_by": [
             read_provenance(Path(place)) for source in sources for place in _places(source)
         ],
     }
+    unchecked = describe_unchecked(urls)
+    return description if unchecked is None else {**description, "unchecked_copies": unchecked}
 
 
 def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
@@ -87,7 +89,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
-    facts, times_ns = _describe_files(sources)
+    facts, times_ns, _ = _describe_files(sources)
     return {
         "names": _hash([fact.get("name", fact.get("index")) for fact in facts]),
         "names_and_sizes": _hash(facts),
@@ -102,10 +104,10 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
         return None
     if before["names_and_sizes"] == now["names_and_sizes"]:
         return "files of the data set have been written again, under the same names and sizes"
-    counts = [f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now)]
-    if counts[0] == counts[1]:
-        return f"names or sizes of files of the data set are others ({counts[0]})"
-    return f"the data set has {counts[1]}, and had {counts[0]}"
+    then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
+    if then == here:
+        return f"names or sizes of files of the data set are others ({here})"
+    return f"the data set has {here}, and had {then}"
 
 
 def _hash(value: Any) -> str:
@@ -139,19 +141,24 @@ def _places(source: SourceConfig) -> list[str]:
     return [source.remote or source.local or ""]
 
 
-def _describe_files(sources: Sequence[SourceConfig]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return names and sizes, or the indexes of MDS, and times of local files in ns."""
-    facts: list[dict[str, Any]] = []
-    times_ns: list[int] = []
+class _Files(NamedTuple):
+    """Names and sizes of files, or the indexes of MDS; times of local files in ns; and URLs."""
+
+    facts: list[dict[str, Any]]
+    times_ns: list[int]
+    urls: list[str]
+
+
+def _describe_files(sources: Sequence[SourceConfig]) -> _Files:
+    found = _Files([], [], [])
     for source in sources:
         describe = _describe_mds if source.data_format == "mds" else _describe_listed
-        of_source, of_files = describe(source)
-        facts += of_source
-        times_ns += of_files
-    return facts, times_ns
+        for values, more in zip(found, describe(source), strict=True):
+            values += more
+    return found
 
 
-def _describe_mds(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+def _describe_mds(source: SourceConfig) -> _Files:
     places = locate_mds(source)
     facts = [
         {
@@ -168,10 +175,10 @@ def _describe_mds(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]
         for shard in place.shards
         if not shard["raw_data"].get("hashes")
     ]
-    return facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()]
+    return _Files(facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()], [])
 
 
-def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+def _describe_listed(source: SourceConfig) -> _Files:
     is_folder = source.data_format == "folder"
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
@@ -179,15 +186,14 @@ def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[i
     # The common start of the first and the last is that of all between them.
     ends = zip(min(folders), max(folders), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    stats = [os.stat(file) if _is_here(file) else None for file in files]
-    facts = [
-        {
-            "name": "/".join(names[num_shared:]),
-            "num_bytes": None if stat is None else stat.st_size,
-        }
-        for names, stat in zip(parts, stats, strict=True)
-    ]
-    return facts, [stat.st_mtime_ns for stat in stats if stat is not None]
+    found = _Files([], [], [file for file in files if is_url(file)])
+    for file, names in zip(files, parts, strict=True):
+        stat = os.stat(file) if not is_url(file) and os.path.isfile(file) else None
+        num_bytes = None if stat is None else stat.st_size
+        found.facts.append({"name": "/".join(names[num_shared:]), "num_bytes": num_bytes})
+        if stat is not None:
+            found.times_ns.append(stat.st_mtime_ns)
+    return found
 
 
 def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -204,10 +210,6 @@ def _lasting_name(file: str) -> str:
         return os.path.abspath(file)
     # Of what is known to be a command `redact` leaves the program alone.
     return redact(file.removeprefix(PIPE))
-
-
-def _is_here(file: str) -> bool:
-    return not is_url(file) and os.path.isfile(file)
 
 
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -253,24 +255,15 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
         ConfigError: As `data.check`.
         RunError: As `data.check`.
     """
-    by_name = collections.defaultdict(list)
-    for file in data.list_files(trained):
-        by_name[os.path.basename(file)].append(file)
-    return [file for file in data.list_files(held_out) if _is_among(file, by_name)]
+    trained_keys = set().union(*map(_keys, data.list_files(trained)))
+    return [file for file in data.list_files(held_out) if _keys(file) & trained_keys]
 
 
-def _is_among(file: str, by_name: Mapping[str, list[str]]) -> bool:
+def _keys(file: str) -> set[object]:
+    """Return values of which the same file, or a copy of it, has one in common."""
     if is_url(file):
-        return file in by_name.get(os.path.basename(file), ())
-    names = {os.path.basename(file), os.path.basename(os.path.realpath(file))}
-    alike = [other for name in names for other in by_name.get(name, ())]
-    return any(_is_same(file, other) for other in alike)
-
-
-def _is_same(file: str, other: str) -> bool:
-    if not (_is_here(file) and _is_here(other)):
-        return False
-    has_its_name = os.path.basename(file) == os.path.basename(other)
-    return os.path.samefile(file, other) or (
-        has_its_name and os.path.getsize(file) == os.path.getsize(other)
-    )
+        return {file}
+    if not os.path.isfile(file):
+        return set()
+    stat = os.stat(file)
+    return {(stat.st_dev, stat.st_ino), (os.path.basename(file), stat.st_size)}

@@ -1,16 +1,15 @@
-"""Copies of files at URLs, of packed files and of the output of commands, and parts of them.
+"""Copies of files at URLs, of packed files and of the output of commands; reads parts of files.
 
 Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
-or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
-Streaming.)
-A library does not replace this: fsspec's file cache asks no web server for the version of a file,
-never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
-web servers, and load torch.
+or it is read in parts (remote_files.py). Streaming copies MDS shards, as they are needed.
+fsspec's file cache does not replace this: it asks no web server for the version of a file, never
+tries again, and locks out no other process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import gzip
 import hashlib
@@ -18,7 +17,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,8 +27,8 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
-from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE, CommandOutput
+from sdbench.data.source import SourceConfig
 
 S3 = "s3://"
 WEB = ("http://", "https://")
@@ -49,6 +48,10 @@ PIECE_BYTES = 2**18
 # one. For more the libraries warn, and connect anew each time.
 NUM_CONNECTIONS = 64
 
+# Places whose older copies this process uses although nothing tells whether they have changed, and
+# when these were made, in seconds since 1970.
+_unchecked: dict[str, float] = {}
+
 Item = TypeVar("Item")
 Content = TypeVar("Content")
 
@@ -64,10 +67,7 @@ def shown(place: str) -> str:
 
 
 def path_of(place: str) -> str:
-    """Return the path of a place: of S3 with the bucket, of other URLs without host and query.
-
-    That of a web address is unquoted.
-    """
+    """Return the path of a place: of S3 with the bucket, of other URLs without host and query."""
     if not is_url(place):
         return place
     if place.startswith(S3):
@@ -113,19 +113,55 @@ def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[
         return list(show_progress(done, total=len(items), unit="file"))
 
 
-def fetch(place: str, *, cache: Path) -> Path:
+def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
+    """Copy files as `fetch` does, several at once; returns the copy of each place.
+
+    The first rank prints how many older copies are used although nothing tells whether they are
+    still what their sources hold.
+    """
+    num_known = len(_unchecked)
+    copy = functools.partial(
+        fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
+    )
+    copies = dict(zip(places, in_parallel(copy, places), strict=True))
+    found = describe_unchecked(places)
+    if found is not None and config.rank == 0 and len(_unchecked) > num_known:
+        print(
+            f"Copies in {cache} are used of {found['num_files']} of {len(places)} files, which do "
+            f"not tell whether they have changed since (the oldest is of {found['oldest_utc']}). "
+            "They are copied again by --refresh, or if they are deleted.",
+            file=sys.stderr,
+        )
+    return copies
+
+
+def describe_unchecked(places: Iterable[str]) -> dict[str, Any] | None:
+    """Describe, for a record, older copies of places that this process uses unchecked.
+
+    Returns:
+        ``num_files``, and ``oldest_utc``, when the oldest was made; None if there are none.
+    """
+    made_s = [_unchecked[place] for place in places if place in _unchecked]
+    if not made_s:
+        return None
+    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.timezone.utc)
+    return {"num_files": len(made_s), "oldest_utc": oldest.isoformat()}
+
+
+def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
     """Copy a file, unpacked, unless this version of it has been copied before.
 
     Of several processes one copies, and the others wait for it. A copy has a temporary name until
     it is whole. Its final name holds a digest of the place and of the version that the store tells
-    (its ETag, or else its length), so that no other file or version is taken for it. Where nothing
-    tells a version, as with the output of a command, a copy that is taken is named, and made again
-    only if it has been deleted.
+    (its ETag, or else its length), so that no other file or version is taken for it.
 
     Args:
         place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
             command, or the path of a gzip file.
         cache: Folder for the copy.
+        run_began_s: When the run began, in seconds since 1970. A copy that was made before may be
+            stale if its store tells no version.
+        refresh: Make such a copy again. Otherwise it is used, and `describe_unchecked` counts it.
 
     Returns:
         The copy.
@@ -143,11 +179,15 @@ def fetch(place: str, *, cache: Path) -> Path:
         path = cache / f"{digest}-{name}"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(cache / f".{path.name}.lock", mode=0o600):
-            if not path.is_file():
+            is_there = path.is_file()
+            made_s = path.stat().st_mtime if is_there else run_began_s
+            may_be_stale = made_s < run_began_s and not is_sure
+            if not is_there or (may_be_stale and refresh):
                 with new_file(path) as new:
                     _copy_unpacked(place, new)
-            elif not is_sure:
-                _tell_of_copy(place, path)
+                _unchecked.pop(place, None)
+            elif may_be_stale:
+                _unchecked[place] = made_s
         return path
 
 
@@ -160,17 +200,6 @@ def _errors_named(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise RunError(f"{what}: {explain(error)}") from error
-
-
-def _tell_of_copy(place: str, copy: Path) -> None:
-    """Print, on rank 0, that nothing says whether a copy is still the same as its source."""
-    if os.environ.get("RANK", "0") == "0":
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.stat().st_mtime))
-        print(
-            f"{redact(place)} does not say whether it has changed since it was copied on {made}: "
-            f"the copy is taken. Delete {copy} to have it made again.",
-            file=sys.stderr,
-        )
 
 
 def list_urls(folder: str) -> list[str]:
@@ -212,7 +241,7 @@ class RemoteObject(NamedTuple):
 
 
 def find_object(url: str) -> RemoteObject:
-    """Ask for the length and version of a file."""
+    """Ask for the length and version of a file of S3 or the web."""
     with _errors_named(f"{url} cannot be read"):
         num_bytes, version = _ask(url)
     if num_bytes is None:
@@ -221,7 +250,7 @@ def find_object(url: str) -> RemoteObject:
 
 
 def _ask(url: str) -> tuple[int | None, str]:
-    """Return length and version of a file of S3 or the web; None for an unknown length."""
+    """Return length and version of a file; None for an unknown length."""
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         found = _s3_client().head_object(Bucket=bucket, Key=key)
@@ -234,12 +263,7 @@ def _ask(url: str) -> tuple[int | None, str]:
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
-    """Read bytes of a file; an answer that breaks off is asked for again, up to `NUM_ATTEMPTS`.
-
-    Args:
-        file: As it was found.
-        begin: The first byte.
-        end: The byte after the last, within the file.
+    """Read the bytes from `begin` to before `end`, in up to `NUM_ATTEMPTS` attempts.
 
     Raises:
         RunError: They cannot be read, or the file has changed since it was found.
@@ -260,9 +284,8 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
             fault = error
         if attempt + 1 < NUM_ATTEMPTS:
             time.sleep(FIRST_PAUSE_S * 2**attempt)
-    raise RunError(
-        f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
-    ) from fault
+    reason = f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
+    raise RunError(reason) from fault
 
 
 def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
@@ -271,41 +294,32 @@ def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         answer = _s3_client().get_object(Bucket=bucket, Key=key, Range=part)
-        return answer["ETag"], _length_in(url, answer.get("ContentRange"), part), answer["Body"]
-    answer = _get(url, part=part)
-    try:
-        num_bytes = _length_in(url, answer.headers.get("Content-Range"), part)
-    except RunError:
-        answer.close()
-        raise
-    return _web_version(answer), num_bytes, answer
-
-
-def _length_in(url: str, content_range: str | None, part: str) -> int:
-    """Return the length in a Content-Range, e.g. ``bytes 0-99/1234`` (RFC 9110, 14.4).
-
-    `part` is the range that was asked for, e.g. ``bytes=0-99``.
-    """
-    given, _, length = (content_range or "").partition("/")
-    if given != part.replace("=", " ") or not length.isdecimal():
+        version, content_range, body = answer["ETag"], answer.get("ContentRange"), answer["Body"]
+    else:
+        body = _get(url, part=part)
+        version, content_range = _web_version(body), body.headers.get("Content-Range")
+    # E.g. "bytes 0-99/1234" (RFC 9110, 14.4).
+    given, _, num_bytes = (content_range or "").partition("/")
+    if given != part.replace("=", " ") or not num_bytes.isdecimal():
+        body.close()
         raise RunError(
             f"{url} cannot be read: asked for {part} the server gives {content_range or 'no range'}"
         )
-    return int(length)
+    return version, int(num_bytes), body
 
 
 def _web_version(answer: Any) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
-def _version(url: str) -> tuple[str, bool]:
+def _version(place: str) -> tuple[str, bool]:
     """Return a name of the content of a file, and whether other content would have another name."""
-    if not is_url(url):
-        stat = os.stat(url)
-        return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
-    if not url.startswith((S3, *WEB)):
+    if not is_url(place):
+        stat = os.stat(place)
+        return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
+    if not place.startswith((S3, *WEB)):
         return "", False
-    num_bytes, version = _ask(url)
+    num_bytes, version = _ask(place)
     return (version, True) if version else (f"{num_bytes} bytes", False)
 
 

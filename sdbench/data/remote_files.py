@@ -1,17 +1,15 @@
 """Files at URLs and the output of commands, read as they come; nothing is kept on a disk.
 
-A library does not replace this: Arrow's S3 client does not survive the fork of loader workers and
-reads no web files, and fsspec's and smart_open's neither notice that a file has been changed
-between two parts of it nor share the credentials, time limits and messages of remote.py.
+Arrow's S3 client does not replace this, as it does not survive the fork of loader workers and reads
+no web files; nor do fsspec and smart_open, which do not notice that a file has been changed between
+two parts of it.
 """
 
 from __future__ import annotations
 
-import functools
 import gzip
 import io
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import BinaryIO
 
@@ -48,12 +46,7 @@ class RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move to another byte."""
-        begin = {
-            io.SEEK_SET: 0,
-            io.SEEK_CUR: self._position,
-            io.SEEK_END: self._found.num_bytes,
-        }
-        self._position = begin[whence] + offset
+        self._position = (0, self._position, self._found.num_bytes)[whence] + offset
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
@@ -76,31 +69,25 @@ class _FileReadAhead(RemoteFile):
 
     def __init__(self, found: RemoteObject) -> None:
         super().__init__(found)
-        self._coming: tuple[int, int, Future[bytes]] | None = None
+        self._coming: tuple[tuple[int, int], Future[bytes]] | None = None
 
     def _read(self, begin: int, end: int) -> bytes:
         coming, self._coming = self._coming, None
-        is_it = coming is not None and coming[:2] == (begin, end)
-        content = coming[2].result() if is_it else super()._read(begin, end)
-        next_end = min(end + PART_BYTES, self._found.num_bytes)
-        if next_end > end:
-            work = functools.partial(read_part, self._found, end, next_end)
-            self._coming = end, next_end, _start(work)
+        is_it = coming is not None and coming[0] == (begin, end)
+        content = coming[1].result() if is_it else super()._read(begin, end)
+        following = end, min(end + PART_BYTES, self._found.num_bytes)
+        if following[0] < following[1]:
+            future: Future[bytes] = Future()
+            # The exit of the process does not wait for a daemon, unlike for the threads of a pool.
+            threading.Thread(target=self._fetch, args=(future, *following), daemon=True).start()
+            self._coming = following, future
         return content
 
-
-def _start(work: Callable[[], bytes]) -> Future[bytes]:
-    """Run work in a thread that the exit of the process does not wait for, unlike a pool."""
-    future: Future[bytes] = Future()
-
-    def run() -> None:
+    def _fetch(self, future: Future[bytes], begin: int, end: int) -> None:
         try:
-            future.set_result(work())
+            future.set_result(read_part(self._found, begin, end))
         except BaseException as error:  # raised again by who asks for the result
             future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class _Onward:
@@ -164,6 +151,5 @@ def open_stream(place: str) -> BinaryIO:
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
         # Its own way back is to read all again.
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
-    # One behind a URL is not skipped in either: the part that comes would be asked for again, from
-    # another byte on.
+    # A file at a URL is not skipped in either: the part that comes would be asked for again.
     return _Onward(stream) if is_url(place) else stream

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
 # CLIP's context length and vocabulary, as every architecture of this suite uses them
@@ -44,6 +45,8 @@ class SourceConfig(DataSettings):
         num_images: Length of an epoch of synthetic data; None for `NUM_SYNTHETIC_IMAGES`.
         caption: Of every sample, in place of its own; None: each has its own.
         new_token: A word of captions that is one token, which the tokenizer lacks; or None.
+        run_began_s: When the run began, in seconds since 1970, on all ranks of a node and in the
+            processes that they start.
     """
 
     data_format: str = field()  # required, unlike the setting
@@ -61,6 +64,7 @@ class SourceConfig(DataSettings):
     num_images: int | None = None
     caption: str | None = None
     new_token: str | None = None
+    run_began_s: float = field(default_factory=run_began_s)
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:

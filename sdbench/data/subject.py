@@ -1,12 +1,11 @@
-"""The pictures of a subject and of its class: their check, their reader and the loader of pairs.
+"""The pictures of a subject and of its class: their check and their reader.
 
-Nothing here imports torch until a reader or a loader is opened.
+Nothing here imports torch until a reader is opened.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench import data
@@ -15,7 +14,6 @@ from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
     from sdbench.data.pipeline.batches import BatchReader
-    from sdbench.data.pipeline.loader import CheckedLoader
 
 # Synthetic pictures: as many as Ray's DreamBooth example has of its dog, and draws of its class
 # (ray-project/ray, doc/source/templates/05_dreambooth_finetuning).
@@ -75,35 +73,6 @@ def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
 def open_pictures(source: SourceConfig) -> BatchReader:
     """Open the reader of all pictures, the same on every rank."""
     return data.open_batches(_one_by_one(source))
-
-
-def build(
-    source: SourceConfig, class_source: SourceConfig | None, *, prior_loss_weight: float
-) -> CheckedLoader:
-    """Build this rank's loader of pairs.
-
-    Args:
-        source: The pictures of the subject, with the batch and the rank.
-        class_source: Those of its class; None: there are none.
-        prior_loss_weight: Of the mean loss of the class pictures beside that of the others.
-
-    Returns:
-        A loader of ``{index: (B,) int64, loss_weight: (B,) float32}``: which picture, those of the
-        subject first, then those of the class, and the factor of its loss. It is deterministic
-        under the seed, disjoint over ranks in each batch, and can be resumed, as that of
-        `data.build`.
-
-    Raises:
-        ConfigError: As `check`.
-    """
-    sources = [source] if class_source is None else [source, class_source]
-    build_loader = resolve_name("sdbench.data.pipeline.pairs:build")
-    return build_loader(
-        [open_pictures(one) for one in sources],
-        num_pictures=check(source, class_source),
-        prior_loss_weight=prior_loss_weight,
-        config=source,
-    )
 
 
 def _one_by_one(source: SourceConfig) -> SourceConfig:

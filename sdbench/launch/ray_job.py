@@ -114,7 +114,7 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     began_s = psutil.Process().create_time()
     actor = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here)
     desk = actor.remote(began_s=began_s)
-    rank = Rank(desk, rank_main, command, cwd=os.getcwd())
+    rank = Rank(desk, rank_main, command, cwd=os.getcwd(), began_s=began_s)
     with tempfile.TemporaryDirectory(prefix="sdbench-ray-", ignore_cleanup_errors=True) as scratch:
         trainer = _make_trainer(request.config, rank, scratch=scratch)
         try:

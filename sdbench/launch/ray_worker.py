@@ -11,7 +11,7 @@ from typing import Any
 
 from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
-from sdbench.ranks.ray_cluster import RAY_LAUNCH_S, RAY_RESTARTS
+from sdbench.ranks.ray_cluster import RAY_BEGAN_S, RAY_LAUNCH_S, RAY_RESTARTS
 
 # Between two visits to the desk, of the driver and of each rank. A visit takes time of four
 # processes, which on two cores the training lacks.
@@ -26,9 +26,15 @@ class Rank:
     """The function of all workers."""
 
     def __init__(
-        self, desk: Any, rank_main: Callable[..., int], command: list[str], *, cwd: str
+        self,
+        desk: Any,
+        rank_main: Callable[..., int],
+        command: list[str],
+        *,
+        cwd: str,
+        began_s: float,
     ) -> None:
-        """Take a handle of the driver's `Desk`, the arguments of `launch_ranks`, and a folder.
+        """Take a handle of the driver's `Desk`, the arguments of `launch_ranks`, and its start.
 
         The driver's working folder `cwd` becomes the worker's on nodes that have it.
         """
@@ -36,6 +42,7 @@ class Rank:
         self._rank_main = rank_main
         self._command = command
         self._cwd = cwd
+        self._began_s = began_s
         self.__name__ = "sdbench rank"  # Ray names its threads by it
 
     def __call__(self) -> int:
@@ -46,7 +53,11 @@ class Rank:
         if os.path.isdir(self._cwd):
             os.chdir(self._cwd)
         num_before, launch_s = ray.get(self._desk.begin.remote()) if is_first else (0, 0.0)
-        os.environ |= {RAY_RESTARTS: str(num_before), RAY_LAUNCH_S: str(launch_s)}
+        os.environ |= {
+            RAY_RESTARTS: str(num_before),
+            RAY_BEGAN_S: str(self._began_s),
+            RAY_LAUNCH_S: str(launch_s),
+        }
         with _talking(self._desk, is_first=is_first) as talk:
             exit_code = self._rank_main(self._command, began=self._tell_folder)
         if exit_code == EXIT_FAILED and not talk.is_stopped:

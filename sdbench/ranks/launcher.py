@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sdbench.ranks.ray_cluster import RAY_BEGAN_S
+
 COMPOSER, TORCHRUN = "composer", "torchrun"
 # By file name or module.
 LAUNCHERS = {
@@ -32,6 +34,15 @@ def launcher_name() -> str | None:
     """What started the ranks: composer, torchrun, `NO_LAUNCHER`, or None for another program."""
     name = _find()[1]
     return NO_LAUNCHER if name is None and "RANK" not in os.environ else name
+
+
+def run_began_s() -> float:
+    """When the command of this run was given, in seconds since 1970; the ranks of a node agree."""
+    import psutil
+
+    if RAY_BEGAN_S in os.environ:  # Ray may have started this process long before
+        return float(os.environ[RAY_BEGAN_S])
+    return (find_launcher() or psutil.Process()).create_time()
 
 
 def _find() -> tuple[Any, str | None]:

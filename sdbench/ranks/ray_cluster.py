@@ -13,9 +13,10 @@ from typing import Any
 import sdbench
 from sdbench.base.errors import ConfigError, RunError
 
-# Set in the workers of Ray Train: how often it has started the ranks again, and the seconds from
-# the command to the worker's first line.
+# Set in the workers of Ray Train: how often it has started the ranks again, when the command was
+# given (seconds since 1970), and the seconds from then to the worker's first line.
 RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
+RAY_BEGAN_S = "SDBENCH_RAY_BEGAN_S"
 RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 
 # Ray itself would try for many minutes to reach an address where nothing listens.

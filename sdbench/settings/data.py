@@ -55,6 +55,14 @@ class DataSettings:
         "stream them: read them as they are needed, without a copy; tars need --tar_sizes then",
         before=COPY,
     )
+    refresh: bool = setting(
+        SWITCH,
+        False,
+        "copy again, once a run, files whose source does not tell whether they have changed, as "
+        "the output of pipe:COMMAND and files of web servers without ETag and Last-Modified",
+        only_measures=True,
+        before=False,
+    )
     tar_sizes: str | None = setting(
         TEXT,
         None,

@@ -79,7 +79,7 @@ def encode_once(
 
 
 def look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Look up latents and captions for a batch of `subject.build`.
+    """Look up latents and captions for a batch of `pairs.build`.
 
     Args:
         tables: ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77) of

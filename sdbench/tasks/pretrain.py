@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sdbench import data
-from sdbench.data import subject
+from sdbench.data.pipeline import pairs
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
@@ -116,7 +116,7 @@ def _find_initial_token(plan: Plan) -> int | None:
 def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
     config = plan.config
     if config.has_subject:
-        return subject.build(
+        return pairs.build(
             plan.source, plan.class_source, prior_loss_weight=config.prior_loss_weight
         )
     if not config.online_preprocessing:

@@ -1,52 +1,51 @@
-"""A real S3 server on this machine, and a gateway in front of it that misbehaves on request."""
+"""A real S3 server in this process, which misbehaves on request."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sdbench.data import remote
-from tests.ports import free_port
 
 BUCKET = "pictures"
-START_TIMEOUT_S = 30
 
 
 class S3Server:
-    """Moto's server, its data in memory, reached through a gateway.
+    """Moto's server, its data in memory.
 
     Attributes:
-        url: Of the gateway.
+        url: Where it misbehaves.
+        port: Where it does not.
         num_busy: So many of the next requests are answered by 503.
         pause_s: Each answer is delayed by so long.
         cut_after: Answers break off after so many bytes of their body.
         num_cuts: So many of the next bodies break off so; None for all.
-        num_requests: Requests that came to the gateway.
+        num_requests: Requests that came to `url`.
         num_bytes: Bytes of the bodies that it sent.
     """
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self._gateway = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(self))
-        threading.Thread(target=self._gateway.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._gateway.server_port}"
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._answer = DomainDispatcherApplication(create_backend_app)
+        self._servers = [
+            make_server("127.0.0.1", 0, answer, threaded=True)
+            for answer in (self._answer, self._misbehave)
+        ]
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.port, port = (server.server_port for server in self._servers)
+        self.url = f"http://127.0.0.1:{port}"
         self.behave()
 
     def behave(self) -> None:
@@ -57,28 +56,16 @@ class S3Server:
         self.num_cuts: int | None = None
         self.num_requests = self.num_bytes = 0
 
-    def wait(self) -> None:
-        """Wait until the server answers."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            time.sleep(0.1)
-        raise TimeoutError("moto's server did not start")
-
     def die(self) -> None:
-        """Kill the server, as a machine that is switched off."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def close(self) -> None:
-        """End both."""
-        self._gateway.shutdown()
-        self._gateway.server_close()
-        self.die()
+        """Answer no more."""
+        for server in self._servers:
+            with contextlib.suppress(OSError):  # it is dead already
+                server.socket.shutdown(socket.SHUT_RDWR)  # forked workers hold it too
+            server.shutdown()
+            server.server_close()
 
     def client(self):
-        """A client that goes past the gateway."""
+        """A client that it does not misbehave for."""
         import boto3
 
         return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}")
@@ -90,47 +77,19 @@ class S3Server:
             client.put_object(Bucket=BUCKET, Key=f"{prefix}/{path.name}", Body=path.read_bytes())
         return f"s3://{BUCKET}/{prefix}"
 
-
-def _make_handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
-    class Gateway(BaseHTTPRequestHandler):
-        """Passes requests on, or not."""
-
-        def do_GET(self) -> None:
-            server.num_requests += 1
-            if server.num_busy > 0:
-                server.num_busy -= 1
-                self.send_response(503)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            time.sleep(server.pause_s)
-            behind = http.client.HTTPConnection("127.0.0.1", server.port)
-            try:
-                behind.request(self.command, self.path, headers=dict(self.headers))
-                answer = behind.getresponse()
-                body = answer.read()
-            except OSError:
-                self.close_connection = True
-                return
-            self.send_response_only(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in ("transfer-encoding", "connection"):
-                    self.send_header(name, value)
-            self.end_headers()
-            cut_after = server.cut_after if body and server.num_cuts != 0 else None
-            if cut_after is not None and server.num_cuts is not None:
-                server.num_cuts -= 1
-            body = body[:cut_after]
-            server.num_bytes += len(body)
-            self.wfile.write(body)
-            self.close_connection = cut_after is not None
-
-        do_HEAD = do_GET
-
-        def log_message(self, *arguments) -> None:
-            """Say nothing."""
-
-    return Gateway
+    def _misbehave(self, environment: dict, start_response: Callable) -> list[bytes]:
+        self.num_requests += 1
+        if self.num_busy > 0:
+            self.num_busy -= 1
+            start_response("503 Service Unavailable", [("Content-Length", "0")])
+            return []
+        time.sleep(self.pause_s)
+        body = b"".join(self._answer(environment, start_response))
+        if body and self.cut_after is not None and self.num_cuts != 0:
+            body = body[: self.cut_after]
+            self.num_cuts = self.num_cuts and self.num_cuts - 1
+        self.num_bytes += len(body)
+        return [body]
 
 
 @pytest.fixture
@@ -154,13 +113,10 @@ def running_s3() -> Iterator[S3Server]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         server = S3Server()
-        try:
-            server.wait()
-            patch.setenv("S3_ENDPOINT_URL", server.url)
-            server.client().create_bucket(Bucket=BUCKET)
-            yield server
-        finally:
-            server.close()
+        patch.setenv("S3_ENDPOINT_URL", server.url)
+        server.client().create_bucket(Bucket=BUCKET)
+        yield server
+        server.die()
 
 
 @pytest.fixture

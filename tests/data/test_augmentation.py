@@ -16,7 +16,7 @@ from tests.data import datasets
 SEED, WIDTH, HEIGHT = 3, 60, 40
 
 
-@pytest.fixture(params=["folder", "webdataset", "parquet", "mds"])
+@pytest.fixture(params=["webdataset", "mds"])
 def config(request, tmp_path, monkeypatch) -> SourceConfig:
     """Pictures whose pixels tell their number, column and row; squares of them are not resized."""
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)

@@ -31,6 +31,11 @@ SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
         ({"remote": f"https://h/0.parquet?X-Amz-Signature={'0' * 300}"}, "parquet"),
         ({"remote": f"https://h/0?X-Amz-Signature={'0' * 300}"}, "mds"),
         ({"remote": "s3://b/why?#1.tar"}, "webdataset"),
+        ({"remote": "s3://bucket/{00000..00009}.tar"}, "webdataset"),
+        ({"remote": "pipe:aws s3 cp s3://bucket/a.tar -"}, "webdataset"),
+        ({"remote": "s3://bucket/{0..3}.parquet"}, "parquet"),
+        ({"remote": "s3://bucket/data"}, "mds"),
+        ({"streams": "a.tar=1"}, "mds"),
     ],
 )
 def test_resolve_format(given, expected):
@@ -119,20 +124,6 @@ def test_a_folders_format_is_told_from_its_names(files, expected, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.touch()
     assert data.resolve_format(DataSettings(remote=str(tmp_path))) == expected
-
-
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        ("s3://bucket/{00000..00009}.tar", "webdataset"),
-        ("pipe:aws s3 cp s3://bucket/a.tar -", "webdataset"),
-        ("s3://bucket/{0..3}.parquet", "parquet"),
-        ("s3://bucket/data", "mds"),
-    ],
-)
-def test_what_is_elsewhere_is_told_from_its_name(place, expected):
-    assert data.resolve_format(DataSettings(remote=place)) == expected
-    assert data.resolve_format(DataSettings(streams=f"{place}=1")) == "mds"
 
 
 def test_the_flag_knows_every_format():

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-
-import psutil
 import pytest
-from PIL import Image
 
 from sdbench.base.errors import RunError
 from sdbench.data.prepare.convert import choose_samples_per_shard
@@ -129,38 +124,6 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
-def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    image = encoded(Image.new("RGB", (1800, 1800)))  # Small, and slow to decode.
-    for number in range(24):
-        (folder / f"{number:02d}.png").write_bytes(image)
-        (folder / f"{number:02d}.txt").write_text(f"picture {number}")
-    job = (folder, tmp_path / "out", "--samples_per_shard", 1)
-    argv = [str(folder), "--folder", str(job[1]), "--samples_per_shard", "1"]
-    process = multiprocessing.get_context("fork").Process(
-        target=convert, args=[[*argv, "--num_workers", "2"]]
-    )
-    process.start()
-    notes = tmp_path / "out.partial" / "chunks"
-    while len(list(notes.glob("*.json"))) < 3:
-        assert process.is_alive()
-        time.sleep(0.005)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.join()
-    assert psutil.wait_procs(children, timeout=5)[1] == []
-    assert not (tmp_path / "out").exists()
-    num_there = len(list(notes.glob("*.json")))
-    assert 3 <= num_there < 24
-    assert main(*job) == 0
-    assert main(folder, tmp_path / "undisturbed", "--samples_per_shard", 1) == 0
-    assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
-    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
-    assert captions == [f"picture {number}" for number in range(24)]
-
-
 def test_progress_lines(tmp_path, mds_folder, monkeypatch, capsys):
     monkeypatch.setattr("sdbench.base.progress.LINE_PERIOD_S", 0)
     main(mds_folder, tmp_path / "out", "--samples_per_shard", 20)
@@ -193,6 +156,4 @@ def test_mistakes(tmp_path, mds_folder):
         main(mds_folder, out, "--latents", "precomputed")
     with refused("SOURCE", value=str(tmp_path / "none")):
         main(tmp_path / "none", out)
-    with refused("--folder"):
-        main(mds_folder, mds_folder)
     assert not out.exists()

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from sdbench.data import subject
+from sdbench.data.pipeline import pairs
 from sdbench.data.source import SourceConfig
 from tests.refusals import refused
 
@@ -48,7 +49,7 @@ def epochs(loader, num_epochs):
 
 
 def build(sources, **options):
-    return subject.build(*sources, **{"prior_loss_weight": 0.25, **options})
+    return pairs.build(*sources, **{"prior_loss_weight": 0.25, **options})
 
 
 @pytest.mark.parametrize(

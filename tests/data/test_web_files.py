@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
+import io
+import os
 import re
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
+from PIL import Image
 
+import data as data_script
 from sdbench.base.errors import RunError
 from sdbench.data.remote import fetch, find_object, read_part
+from sdbench.record.store import load_record
+from tests.data import datasets
+from tests.schemas import validate
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder", "impatient")]
 CONTENT = bytes(range(256)) * 4096
@@ -21,13 +32,16 @@ class Server:
     Attributes:
         content: The file.
         etag: Its version; None: no such header.
+        user: User and password that it asks for; None: it asks nobody.
+        num_busy: So many of the next requests are answered by 503.
         cut_after: Bytes after which an answer breaks off; None: none does.
         change_range: Makes another Content-Range of the right one.
         asked: The Range headers that have come.
     """
 
     def __init__(self):
-        self.content, self.etag, self.cut_after = CONTENT, '"1"', None
+        self.content, self.etag, self.user = CONTENT, '"1"', None
+        self.cut_after, self.num_busy = None, 0
         self.change_range = lambda text: text
         self.asked = []
         outer = self
@@ -36,6 +50,12 @@ class Server:
             def do_GET(self):
                 asked = self.headers.get("Range")
                 outer.asked.append(asked)
+                status = self.refusal()
+                if status is not None:
+                    self.send_response(status)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 first, last = 0, len(outer.content) - 1
                 if asked:
                     first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
@@ -51,11 +71,22 @@ class Server:
                 self.end_headers()
                 self.wfile.write(part[: outer.cut_after])
 
+            def refusal(self):
+                outer.num_busy -= 1
+                if outer.num_busy >= 0:
+                    return 503
+                if outer.user is not None:
+                    user = "Basic " + base64.b64encode(outer.user.encode()).decode()
+                    if self.headers["Authorization"] != user:
+                        return 401
+                return None if self.path.startswith("/file.tar") else 404
+
             def log_message(self, *args):
                 pass
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/file.tar"
+        self.host = f"127.0.0.1:{self.http.server_port}"
+        self.url = f"http://{self.host}/file.tar"
 
 
 @pytest.fixture
@@ -66,6 +97,33 @@ def server():
     yield one
     one.http.shutdown()
     one.http.server_close()
+
+
+def copies(cache):
+    return [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_copy_is_made_once_of_a_signed_file_of_a_busy_server(server, tmp_path):
+    server.num_busy = 2
+    url = f"{server.url}?X-Amz-Signature=0"
+    copy = fetch(url, cache=tmp_path)
+    assert copy.read_bytes() == CONTENT
+    num_asked = len(server.asked)
+    assert fetch(url, cache=tmp_path) == copy
+    assert len(server.asked) == num_asked + 1
+    with pytest.raises(RunError, match="the server answers 404"):
+        fetch(f"http://{server.host}/none.tar", cache=tmp_path)
+    assert copies(tmp_path) == [copy]
+
+
+def test_the_user_and_password_of_a_url_are_sent(server, tmp_path):
+    server.user = "me:p@ss:w\u00f6rd"
+    copy = fetch(f"http://me:p%40ss:w%C3%B6rd@{server.host}/file.tar", cache=tmp_path)
+    assert copy.read_bytes() == CONTENT
+    for wrong in ("", "me:other@", "me@"):
+        with pytest.raises(RunError, match="the server answers 401"):
+            fetch(f"http://{wrong}{server.host}/file.tar", cache=tmp_path)
+    assert copies(tmp_path) == [copy]
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(server, tmp_path):
@@ -82,16 +140,10 @@ def test_a_download_does_not_go_on_with_another_file(server, tmp_path):
         server.etag = '"2"'
         return text
 
-    server.cut_after = 300_000
-    send = server.change_range
-    server.change_range = lambda text: change(send(text))
+    server.cut_after, server.change_range = 300_000, change
     with pytest.raises(RunError, match="changed while it was copied"):
         fetch(server.url, cache=tmp_path)
-    assert not [
-        path
-        for path in tmp_path.iterdir()
-        if path.name.endswith("file.tar") and not path.name.startswith(".")
-    ]
+    assert copies(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -111,19 +163,88 @@ def test_a_part_of_something_else_is_not_taken(server, change, told):
         read_part(found, 0, 20)
 
 
-def test_a_file_without_a_version_is_copied_again_when_its_length_changes(server, tmp_path, capsys):
+def write_tar(path, shade):
+    """A tar of four pictures of one shade, of the same length for every shade."""
+    members = []
+    for index in range(4):
+        picture = io.BytesIO()
+        Image.new("RGB", (16, 16), (shade,) * 3).save(picture, "PNG", compress_level=0)
+        members += [(f"{index}.png", picture.getvalue()), (f"{index}.txt", b"grey")]
+    return datasets.write_tar(path, members).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["web", "pipe"])
+def test_a_copy_of_unknown_age_is_told_and_recorded_and_refreshed_on_request(
+    kind, server, tmp_path, capsys
+):
+    tar, cache = tmp_path / "file.tar", tmp_path / "cache"
+    old, new = write_tar(tmp_path / "old.tar", 10), write_tar(tmp_path / "new.tar", 20)
+    assert len(old) == len(new) and old != new
+    server.etag = None
+    place = server.url if kind == "web" else f"pipe:cat {tar}"
+
+    def run(content, *flags):
+        """The content of the copy after a run, what the record says of it, and what was told."""
+        server.content = content
+        tar.write_bytes(content)
+        results = tmp_path / "runs" / str(len(list((tmp_path / "runs").glob("*"))))
+        argv = ["--remote", place, "--local", str(cache), "--results_dir", str(results), *flags]
+        size = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
+        assert data_script.main([*argv, *size, "--num_batches", "1"]) == 0
+        (record,) = map(load_record, results.glob("*/record.json"))
+        validate(record)
+        (copy,) = (path for path in cache.iterdir() if path.suffix != ".lock")
+        found = copy.read_bytes(), record["data"].get("unchecked_copies")
+        os.utime(copy, (10**9, 10**9))  # of long before the next run
+        return *found, capsys.readouterr().err.count("--refresh")
+
+    unchecked = {"num_files": 1, "oldest_utc": "2001-09-09T01:46:40+00:00"}
+    assert run(old) == (old, None, 0)
+    assert run(new) == (old, unchecked, 1)
+    assert run(new, "--refresh") == (new, None, 0)
+    assert run(new) == (new, unchecked, 1)
+
+
+def test_a_file_without_a_version_is_copied_again_when_its_length_changes(server, tmp_path):
     server.etag = None
     fetch(server.url, cache=tmp_path)
-    assert capsys.readouterr().err.count("does not say") == 0
-    copy = fetch(server.url, cache=tmp_path)
-    told = capsys.readouterr().err
-    assert "does not say whether it has changed" in told and str(copy) in told
     server.content = b"another"
     assert fetch(server.url, cache=tmp_path).read_bytes() == b"another"
 
 
-def test_the_copy_of_what_a_command_printed_is_named(tmp_path, capsys):
-    first = fetch("pipe:echo one", cache=tmp_path)
-    capsys.readouterr()
-    assert fetch("pipe:echo one", cache=tmp_path) == first
-    assert str(first) in capsys.readouterr().err
+def test_a_refresh_that_fails_leaves_the_copy(tmp_path):
+    place = f"pipe:cat {tmp_path}/file"
+    (tmp_path / "file").write_text("whole")
+    copy = fetch(place, cache=tmp_path / "cache")
+    (tmp_path / "file").unlink()
+    with pytest.raises(RunError, match="No such file"):
+        fetch(place, cache=tmp_path / "cache", run_began_s=time.time() + 1, refresh=True)
+    assert copy.read_text() == "whole"
+
+
+RANK = """import sys
+from pathlib import Path
+from sdbench.data.remote import fetch_all
+from sdbench.data.source import SourceConfig
+sizes = {"image_size": 16, "device_batch_size": 1, "seed": 0}
+config = SourceConfig(data_format="webdataset", refresh=True, **sizes)
+for _ in range(2):
+    fetch_all([sys.argv[1]], cache=Path(sys.argv[2]), config=config)
+"""
+LAUNCHER = """import os, subprocess, sys, time
+time.sleep(0.1)
+for rank in "01":
+    command = [sys.executable, "-c", sys.argv[1], *sys.argv[2:]]
+    subprocess.run(command, env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"}, check=True)
+"""
+
+
+def test_ranks_refresh_once_a_run(tmp_path, repository):
+    (tmp_path / "torchrun").write_text(LAUNCHER)
+    place = f"pipe:echo copied | tee -a {tmp_path}/log"
+    command = [sys.executable, tmp_path / "torchrun", RANK, place, tmp_path / "cache"]
+    for num_runs in (1, 2):
+        # The second rank begins when the first has ended: later than the copy was made.
+        subprocess.run(command, cwd=repository, check=True)
+        assert (tmp_path / "log").read_text() == num_runs * "copied\n"
+        time.sleep(1.1)  # the kernel tells the start of a process from whole seconds of the boot

@@ -14,11 +14,12 @@ import pytest
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
-from sdbench.data.identity import PROVENANCE_NAME
+from sdbench.data import open_samples
 from sdbench.data.image_files import image_extension
 from sdbench.data.prepare.chunk_formats import FORMATS
+from sdbench.data.prepare.rows import describe_source
 from sdbench.data.prepare.writers import Output, open_output
-from tests.data.datasets import read_files, read_mds
+from tests.data.datasets import read_files
 from tests.refusals import refused
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
@@ -44,93 +45,54 @@ def write_all(output: Output) -> Output:
     return output
 
 
-def read_tars(folder: Path) -> list[dict]:
-    files = {}
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            files |= {member.name: tar.extractfile(member).read() for member in tar}
-    return gather(files)
-
-
-def read_folder(folder: Path) -> list[dict]:
-    files = read_files(folder)
-    del files[PROVENANCE_NAME]
-    return gather(files)
-
-
-def gather(files: dict[str, bytes]) -> list[dict]:
-    """Rows of the files that have a name but for the extension in common."""
-    rows: dict[str, dict] = {}
-    for name in sorted(files):
-        stem, extension = name.split(".")
-        row = rows.setdefault(stem, {})
-        if extension == "json":
-            row |= json.loads(files[name])
-        elif extension == "txt":
-            row["caption"] = files[name].decode()
-        else:
-            row |= {"jpg": files[name], "extension": extension}
-    return list(rows.values())
-
-
-def read_parquet(folder: Path) -> list[dict]:
-    return [
-        row
-        for path in sorted(folder.glob("*.parquet"))
-        for row in pyarrow.parquet.read_table(path).to_pylist()
-    ]
-
-
-READERS = {
-    "mds": read_mds,
-    "webdataset": read_tars,
-    "parquet": read_parquet,
-    "folder": read_folder,
-}
-
-
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_what_is_written_is_read_back_in_order(tmp_path, data_format):
+    (tmp_path / "out").mkdir()  # an empty folder is used
     totals = write_all(begin(tmp_path / "out", data_format=data_format)).finish()
-    assert totals == (6, 1, ["a: bad."])
+    assert (totals.num_written, totals.bad) == (6, ["a: bad."])
     expected = [row for number in range(4) for row in make_rows(number)]
+    samples = open_samples(describe_source(str(tmp_path / "out"), data_format=data_format))
+    found = [samples.read(index) for index in range(len(samples))]
+    assert [(sample.image, sample.caption) for sample in found] == [
+        (row["jpg"], row["caption"]) for row in expected
+    ]
+    names = ["00001000000", "00002000000", "00002000001", *(f"0000300000{n}" for n in range(3))]
+    images = [
+        f"{name}.{extension}"
+        for name, extension in zip(names, ("png", "png", "jpg", "png", "jpg", "webp"), strict=True)
+    ]
+    if data_format == "webdataset":
+        members = {}
+        for path in sorted((tmp_path / "out").glob("*.tar")):
+            with tarfile.open(path) as tar:
+                members |= {member.name: tar.extractfile(member).read() for member in tar}
+        assert {*images} < members.keys() and len(members) == 18
+        sizes = [json.loads(members[f"{name}.json"]) for name in names]
+        assert sizes == [{"width": row["width"], "height": 7} for row in expected]
+        counts = json.loads((tmp_path / "out" / "sizes.json").read_text())
+        assert list(counts.values()) == [1, 2, 3]
     if data_format == "folder":
-        expected = [{"jpg": row["jpg"], "caption": row["caption"]} for row in expected]
-    rows = READERS[data_format](tmp_path / "out")
-    extensions = [row.pop("extension") for row in rows if "extension" in row]
-    assert rows == expected
-    if data_format in ("webdataset", "folder"):
-        assert extensions == ["png", "png", "jpg", "png", "jpg", "webp"]
+        files = {path.name for path in (tmp_path / "out").glob("*/*")}
+        assert files == {*images, *(f"{name}.txt" for name in names)}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("data_format", FORMATS)
-def test_an_interrupted_chunk_is_absent_and_the_rest_stays(tmp_path, data_format):
-    write_all(begin(tmp_path / "undisturbed", data_format=data_format)).finish()
-    output = begin(tmp_path / "out", data_format=data_format)
-    output.write_chunk(2, make_rows(2))
-
-    def die():
-        yield from make_rows(2)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        output.write_chunk(3, die())
-    assert not (tmp_path / "out").exists()
-    resumed = begin(tmp_path / "out", data_format=data_format)
-    assert resumed.missing_chunks() == [0, 1, 3]
-    assert resumed.totals() == (2, 0, [])
-    write_all(resumed).finish()
-    assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_what_a_kill_leaves_at_any_point_is_written_anew(tmp_path, data_format):
     write_all(begin(tmp_path / "undisturbed", data_format=data_format)).finish()
     output = begin(tmp_path / "out", data_format=data_format)
+    output.write_chunk(1, make_rows(1), bad=["a: bad."])
     output.write_chunk(2, make_rows(3))
     output.write_chunk(3, make_rows(2))
+
+    def die():
+        yield from make_rows(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        output.write_chunk(0, die())
     partial = tmp_path / "out.partial"
+    assert list((partial / "tmp").iterdir()) == []
     # Killed after the data was renamed and before its note was: with other rows, to be recognised.
     (partial / "chunks" / "00002.json").unlink()
     # Killed while a chunk was being written.
@@ -140,7 +102,11 @@ def test_what_a_kill_leaves_at_any_point_is_written_anew(tmp_path, data_format):
     (partial / "tmp" / f"{data.name}.folder").mkdir()
     (partial / "tmp" / f"{data.name}.folder" / "shard.00000.mds").write_bytes(b"cut")
     (partial / "tmp" / "3.json").write_text("{")
-    write_all(begin(tmp_path / "out", data_format=data_format)).finish()
+    assert not (tmp_path / "out").exists()
+    resumed = begin(tmp_path / "out", data_format=data_format)
+    assert resumed.missing_chunks() == [0, 2, 3]
+    assert resumed.totals() == (1, ["a: bad."])
+    write_all(resumed).finish()
     assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
     assert not partial.exists()
 
@@ -174,12 +140,14 @@ def test_a_folder_that_is_taken(tmp_path):
     write_all(begin(tmp_path / "out")).finish()
     with refused("--folder", value=str(tmp_path / "out")):
         begin(tmp_path / "out")
-    # Killed in the middle of the last clean-up: the data set is whole, and the notes go.
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "job.json").write_text("{}")
-    with refused("--folder", value=str(tmp_path / "out")):
-        begin(tmp_path / "out")
-    assert not (tmp_path / "out.partial").exists()
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial" / "thesis.txt").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked.partial").symlink_to(tmp_path / "empty")
+    for name in ("other", "linked"):
+        with refused("--folder", value=str(tmp_path / f"{name}.partial")):
+            begin(tmp_path / name)
+    assert (tmp_path / "other.partial" / "thesis.txt").is_file()
 
 
 def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
@@ -192,12 +160,6 @@ def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
         begin(tmp_path / "out", data_format="parquet", job={"source": "x", "sizes": (1, 2)})
 
 
-def test_an_empty_folder_is_used(tmp_path):
-    (tmp_path / "out").mkdir()
-    assert write_all(begin(tmp_path / "out")).finish().num_written == 6
-    assert len(read_mds(tmp_path / "out")) == 6
-
-
 def test_only_one_command_writes(tmp_path):
     output = begin(tmp_path / "out")
     with output.lock(), refused("--folder", value=str(tmp_path / "out")), begin(output.out).lock():
@@ -208,14 +170,13 @@ def test_only_one_command_writes(tmp_path):
 
 def test_finishing_finds_what_is_not_there(tmp_path):
     output = begin(tmp_path / "out")
-    with pytest.raises(RunError, match=r"4 of 4 chunks .* are missing, the first is 0"):
+    with pytest.raises(RunError, match=r"4 of 4 chunks .* the first is 0"):
         output.finish()
     write_all(output)
     shard = tmp_path / "out.partial" / "data" / "shard.00003.mds"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    with pytest.raises(RunError, match=rf"shard.00003.mds has {len(data) - 1} bytes"):
-        output.finish()
+    assert output.missing_chunks() == [3]
     shard.unlink()
     assert output.missing_chunks() == [3]
     write_all(output).finish()
@@ -252,17 +213,8 @@ def test_a_source_that_cannot_be_read_is_not_the_outputs_fault(tmp_path):
         yield from make_rows(2)
         raise PermissionError(errno.EACCES, "Permission denied", "photos/a.jpg")
 
-    output = begin(tmp_path / "out")
     with pytest.raises(RunError, match=r"A sample cannot be read \(.*photos/a.jpg"):
-        output.write_chunk(0, read())
-
-
-def test_a_folder_of_somebody_else_is_not_taken(tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "thesis.txt").touch()
-    with refused("--folder", value=str(tmp_path / "out.partial")):
-        begin(tmp_path / "out")
-    assert (tmp_path / "out.partial" / "thesis.txt").is_file()
+        begin(tmp_path / "out").write_chunk(0, read())
 
 
 def test_the_type_of_an_image_is_told_by_its_bytes():

@@ -7,7 +7,6 @@ found damaged is thrown away and made again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from sdbench.data.remote import (
     WEB,
     cache_folder,
     fetch,
-    in_parallel,
+    fetch_all,
     is_url,
     list_urls,
     must_be_copied,
@@ -196,11 +195,11 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
     cache = cache_folder(place, config.local if config.remote else None)
     if config.rank == 0 and not all(map(is_url, sources)):
         print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
-    fetched = in_parallel(functools.partial(fetch, cache=cache), sources)
-    copies = {
-        name: StoredFile(path, source=name) for name, path in zip(sources, fetched, strict=True)
-    }
-    return [copies.get(name) or StoredFile(Path(name)) for name in names]
+    copies = fetch_all(sources, cache=cache, config=config)
+    return [
+        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
+        for name in names
+    ]
 
 
 def find_streamed(config: SourceConfig) -> list[str]:

@@ -142,12 +142,9 @@ class BatchReader:
         sample is bad and may not be skipped, or all are, or a file is damaged.
         """
         try:
-            return self._make(keys)
+            return fill_up(self.read_good(keys), num_samples=len(keys))
         except RunError as error:
             return error
-
-    def _make(self, keys: Sequence[Key]) -> Batch:
-        return fill_up(self.read_good(keys), num_samples=len(keys))
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Make a batch of those samples that can be used.
@@ -179,12 +176,13 @@ class SampleBatchReader(BatchReader):
         """Read as `BatchReader.read_good` says."""
         report = BatchReport(num_images=len(keys))
         target, report.slot = self._slots.take(self._layout(len(keys)))
-        self._begin(target)
+        # Indexing arrays takes a fraction of the time that indexing tensors takes.
+        self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
         self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
-        good = []
+        good, captions = [], []
         for key in keys:
             try:
-                self._read_into(len(good), key=key, report=report)
+                captions.append(self._read_into(len(good), key=key, report=report))
             except BadSampleError as error:
                 if self.config.on_bad_sample == "error":
                     raise RunError(
@@ -194,22 +192,18 @@ class SampleBatchReader(BatchReader):
             else:
                 good.append(key)
         tensors = {name: tensor[: len(good)] for name, tensor in target.items()}
-        return GoodBatch(self._finish(tensors, good, report), good, report)
+        return GoodBatch(self._finish(tensors, captions, report), good, report)
 
     def _layout(self, num_samples: int) -> Layout:
         """Return name, shape and type of the tensors that samples are read into."""
         raise NotImplementedError
 
-    def _begin(self, target: dict[str, torch.Tensor]) -> None:
-        """Begin a batch."""
-        # Indexing arrays takes a fraction of the time that indexing tensors takes.
-        self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
-
-    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
+    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str | None:
+        """Read a sample into a position of `_arrays`; return its caption, if it is a text."""
         raise NotImplementedError
 
     def _finish(
-        self, tensors: dict[str, torch.Tensor], keys: list[Key], report: BatchReport
+        self, tensors: dict[str, torch.Tensor], captions: list[str | None], report: BatchReport
     ) -> dict[str, torch.Tensor]:
         return tensors
 
@@ -228,75 +222,46 @@ class ImageBatchReader(SampleBatchReader):
             pad_token_id=config.pad_token_id,
             new_token=config.new_token,
         )
-        self._captions: list[str] = []
 
     def _layout(self, num_samples: int) -> Layout:
         size = self.config.image_size
         return {"image": ((num_samples, size, size, 3), torch.uint8)}
 
-    def _begin(self, target: dict[str, torch.Tensor]) -> None:
-        super()._begin(target)
-        self._captions = []
-
-    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
+    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str:
         with report.phase("read"):
             sample = self.samples.read(key.index)
-        augmentation = self._augmentation(key)
-        if self.config.caption is not None:
-            sample = sample._replace(caption=self.config.caption)
-        check_whole(sample, empty_captions=self.config.empty_captions)
+        config = self.config
+        # Seeded by sample and epoch, so that neither workers nor ranks nor a resume change it.
+        x, y, flip, drop = np.random.default_rng([config.seed, key.epoch, key.index]).random(4)
+        if config.caption is not None:
+            sample = sample._replace(caption=config.caption)
+        check_whole(sample, empty_captions=config.empty_captions)
         report.bytes_read += len(sample.image) + len(sample.caption)
         try:
             decoded = decode_image(
                 sample.image,
-                image_size=self.config.image_size,
-                crop=augmentation.crop,
-                flip=augmentation.flip,
-                read_avif=self.config.read_avif,
+                image_size=config.image_size,
+                crop=(x, y) if config.crop == "random" else None,
+                flip=bool(flip < config.horizontal_flip_probability),
+                read_avif=config.read_avif,
                 phase=report.phase,
             )
         except (OSError, ValueError) as error:
             raise undecodable(sample.name, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded.transpose(1, 2, 0)
-        self._captions.append("" if augmentation.drop_caption else sample.caption)
+        return "" if drop < config.caption_drop_probability else sample.caption
 
     def _finish(
-        self, tensors: dict[str, torch.Tensor], keys: list[Key], report: BatchReport
+        self, tensors: dict[str, torch.Tensor], captions: list[str], report: BatchReport
     ) -> dict[str, torch.Tensor]:
         tensors["image"] = tensors["image"].permute(0, 3, 1, 2)
         if self.config.image_dtype == "float32":
             with report.phase("transform"):
                 tensors["image"] = torch.from_numpy(to_float(tensors["image"].numpy()))
         with report.phase("tokenize"):
-            tensors["input_ids"] = torch.from_numpy(self._tokenizer(self._captions))
+            tensors["input_ids"] = torch.from_numpy(self._tokenizer(captions))
         return tensors
-
-    def _augmentation(self, key: Key) -> Augmentation:
-        config = self.config
-        if config.crop == "center" and not (
-            config.horizontal_flip_probability or config.caption_drop_probability
-        ):
-            return UNCHANGED
-        # Seeded by sample and epoch, so that neither workers nor ranks nor a resume change it.
-        generator = np.random.default_rng([config.seed, key.epoch, key.index])
-        x, y, flip, drop = generator.random(4)
-        return Augmentation(
-            crop=(x, y) if config.crop == "random" else None,
-            flip=bool(flip < config.horizontal_flip_probability),
-            drop_caption=bool(drop < config.caption_drop_probability),
-        )
-
-
-class Augmentation(NamedTuple):
-    """The random changes of one sample; `crop` as `decode_image` takes it."""
-
-    crop: tuple[float, float] | None
-    flip: bool
-    drop_caption: bool
-
-
-UNCHANGED = Augmentation(crop=None, flip=False, drop_caption=False)
 
 
 class LatentBatchReader(SampleBatchReader):

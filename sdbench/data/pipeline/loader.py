@@ -57,11 +57,9 @@ class LoaderStats:
 
     def add(self, report: BatchReport) -> None:
         """Count a batch."""
-        self.num_images_delivered += report.num_images
-        self.num_bad_samples += len(report.bad)
-        self.bytes_read += report.bytes_read
-        for name, seconds in report.seconds.items():
-            self.seconds[name] += seconds
+        self.merge(
+            LoaderStats(report.num_images, len(report.bad), 0, 0, report.bytes_read, report.seconds)
+        )
 
     def merge(self, other: LoaderStats) -> None:
         """Add what the loader of another rank has counted."""
@@ -229,10 +227,13 @@ class CheckedLoader(DataLoader):
 
     def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
         expected = len(self) * self.batch_size
+        # Starting workers and their first batch count as one wait, hence twice the time; torch's
+        # own timeout watches workers.
+        limit_s = self._config.data_timeout_s * (2 if self.num_workers else 1)
         num_bad = 0
         batches = None
         while True:
-            with self._limit():
+            with time_limit(limit_s, message=self._describe_silence()):
                 # Not before: starting the workers may get stuck as well.
                 batches = self._begin() if batches is None else batches
                 batch = self._next(batches)
@@ -241,7 +242,11 @@ class CheckedLoader(DataLoader):
             self._num_in_epoch += batch.report.num_images
             self.stats.add(batch.report)
             num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
-            yield self._own(batch)
+            # Page-locked tensors are copies already.
+            if batch.report.slot is None or self.pin_memory:
+                yield batch.tensors
+            else:  # their worker will overwrite their memory
+                yield self._received.copy(batch.tensors, slot=batch.report.slot)
         if self._num_in_epoch != expected:
             raise RunError(
                 f"The data ended early: an epoch of this rank has {expected} images, and "
@@ -259,19 +264,6 @@ class CheckedLoader(DataLoader):
         if self._iterator is not None:
             self._iterator._shutdown_workers()
             self._iterator = None
-
-    def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch, copied if their worker will overwrite their memory."""
-        # Page-locked tensors are copies already.
-        if batch.report.slot is None or self.pin_memory:
-            return batch.tensors
-        return self._received.copy(batch.tensors, slot=batch.report.slot)
-
-    def _limit(self):
-        """Return a time limit for loading in this process; torch's timeout watches workers."""
-        # Starting workers and their first batch count as one wait, hence twice the time.
-        factor = 2 if self.num_workers else 1
-        return time_limit(factor * self._config.data_timeout_s, message=self._describe_silence())
 
     def _describe_silence(self) -> str:
         return (

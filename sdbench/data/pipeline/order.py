@@ -60,6 +60,7 @@ class EpochOrder(DistributedSampler):
         self._blocks = np.asarray(blocks, dtype=np.int64)
         self._config = config
         self._num_resumed = 0
+        self._known: tuple[int, np.ndarray] | None = None
         num_samples = int(self._blocks.sum())
         super().__init__(
             range(num_samples),
@@ -73,15 +74,17 @@ class EpochOrder(DistributedSampler):
         self.num_samples = num_samples // config.global_batch_size * config.device_batch_size
 
     def __iter__(self) -> Iterator[Key]:
-        num_done = self._num_resumed // self._config.global_batch_size
+        first = self._num_resumed // self._config.global_batch_size
         self._num_resumed = 0
-        for batch in self._batches_from(self.epoch, num_done):
-            for index in batch.tolist():
+        for number in range(first, self.num_samples // self._config.device_batch_size):
+            for index in self._batch(self.epoch, number).tolist():
                 yield Key(self.epoch, index)
 
-    def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """Yield the samples of this rank's batches of an epoch, from a batch on."""
-        yield from self.batches(epoch)[first:]
+    def _batch(self, epoch: int, number: int) -> np.ndarray:
+        """Return the samples of one of this rank's batches."""
+        if self._known is None or self._known[0] != epoch:
+            self._known = epoch, self.batches(epoch)
+        return self._known[1][number]
 
     def batches(self, epoch: int) -> np.ndarray:
         """Return the samples of this rank's batches of an epoch: (batches, batch size), int64."""
@@ -126,7 +129,7 @@ class EpochOrder(DistributedSampler):
             num_epochs: From the epoch of `state` to that of the batch; 0 or less.
             number: Of the batch in its epoch, from 0.
         """
-        return self.batches(state["epoch"] + num_epochs)[number].tolist()
+        return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken.
@@ -134,15 +137,12 @@ class EpochOrder(DistributedSampler):
         Raises:
             ConfigError: It is a position in an order of another kind.
         """
+        ways = {True: "shuffled and streamed", False: "by number"}
         if self._is_streamed != (LANES in state):
-            # The way of the checkpoint is the other one.
-            here, there = "shuffled and streamed", "by number"
-            if not self._is_streamed:
-                here, there = there, here
             raise ConfigError(
                 "this run reads its data in another way than the run of the checkpoint",
-                value=here,
-                allowed=f"{there}, as that run began",
+                value=ways[self._is_streamed],
+                allowed=f"{ways[not self._is_streamed]}, as that run began",
                 flag="--remote_files or --shuffle",
             )
         self.epoch = state["epoch"]
@@ -194,19 +194,11 @@ class StreamedOrder(EpochOrder):
         self._keep_permutations(self._own_lanes)
         self._line: tuple[int, np.ndarray, np.ndarray] | None = None
 
-    def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
-        for number in range(first, self.num_samples // self._config.device_batch_size):
-            yield self._batch(epoch, number)
-
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """Return what `resume` needs."""
         state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
         lanes = list(self._lanes(state["epoch"]))
         return {**state, LANES: lanes, SIZES_DIGEST: self._sizes_digest}
-
-    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """Compute the samples of a batch again."""
-        return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken."""

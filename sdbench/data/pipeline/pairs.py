@@ -14,7 +14,7 @@ from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder, Key, Keys
 from sdbench.data.source import SourceConfig
-from sdbench.data.subject import NumPictures
+from sdbench.data.subject import NumPictures, check, open_pictures
 
 
 class PairOrder(EpochOrder):
@@ -56,15 +56,16 @@ class PairReader(BatchReader):
 
     def __init__(
         self,
-        readers: Sequence[BatchReader],
+        sources: Sequence[SourceConfig],
         *,
         num_pictures: NumPictures,
         prior_loss_weight: float,
-        config: SourceConfig,
     ) -> None:
-        """Set up with the readers of the pictures of the subject, and of its class if any."""
-        super().__init__(readers[0].sample_type, blocks=[sum(num_pictures)], config=config)
-        self._readers = readers
+        """Set up with the pictures of the subject, and of its class if any."""
+        self._readers = [open_pictures(source) for source in sources]
+        super().__init__(
+            self._readers[0].sample_type, blocks=[sum(num_pictures)], config=sources[0]
+        )
         self._num_instances = num_pictures.instances
         # Half of a batch is of each kind: twice the weight makes the mean over any part of it that
         # part's share of mean(subject) + prior_loss_weight * mean(class).
@@ -86,21 +87,26 @@ class PairReader(BatchReader):
 
 
 def build(
-    readers: Sequence[BatchReader],
-    *,
-    num_pictures: NumPictures,
-    prior_loss_weight: float,
-    config: SourceConfig,
+    source: SourceConfig, class_source: SourceConfig | None, *, prior_loss_weight: float
 ) -> CheckedLoader:
-    """Build the loader of `subject.build`."""
-    return CheckedLoader(
-        Keys(sum(num_pictures)),
-        batches=PairReader(
-            readers,
-            num_pictures=num_pictures,
-            prior_loss_weight=prior_loss_weight,
-            config=config,
-        ),
-        order=PairOrder(num_pictures, config=config),
-        config=config,
-    )
+    """Build this rank's loader of pairs.
+
+    Args:
+        source: The pictures of the subject, with the batch and the rank.
+        class_source: Those of its class; None: there are none.
+        prior_loss_weight: Of the mean loss of the class pictures beside that of the others.
+
+    Returns:
+        A loader of ``{index: (B,) int64, loss_weight: (B,) float32}``: which picture, those of the
+        subject first, then those of the class, and the factor of its loss. It is deterministic
+        under the seed, disjoint over ranks in each batch, and can be resumed, as that of
+        `data.build`.
+
+    Raises:
+        ConfigError: As `subject.check`.
+    """
+    num_pictures = check(source, class_source)
+    sources = [one for one in (source, class_source) if one is not None]
+    reader = PairReader(sources, num_pictures=num_pictures, prior_loss_weight=prior_loss_weight)
+    order = PairOrder(num_pictures, config=source)
+    return CheckedLoader(Keys(sum(num_pictures)), batches=reader, order=order, config=source)

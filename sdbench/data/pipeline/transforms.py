@@ -9,11 +9,11 @@ Milliseconds per picture on one core of a Xeon (medians of 9 x 10 pictures of Op
     PIL                   1.25  1.95  2.32    3.1
     torchvision, torch    0.65  1.34  1.17    0.93
 
-so torchvision decodes what it decodes as PIL does, and torch resizes. PIL does the rest: whatever
-has transparency, a palette, a colour profile or an orientation, and JPEG files at least four times
-as large as needed, which it decodes at a half, a quarter or an eighth of their size. A factor of
-two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own reduction is a mean of
-blocks, and a picture made by it alone differs visibly from a resized one.
+so torchvision decodes what it decodes as PIL does, and torch resizes that. PIL does the rest:
+whatever has transparency, a palette, a colour profile or an orientation, and JPEG files at least
+four times as large as needed, which it decodes at a half, a quarter or an eighth of their size. A
+factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own reduction is
+a mean of blocks, and a picture made by it alone differs visibly from a resized one.
 """
 
 from __future__ import annotations
@@ -41,29 +41,21 @@ REDUCING_GAP = 2
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-class Square(NamedTuple):
-    """The largest square of a picture."""
-
-    left: int
-    top: int
-    side: int
-
-
-class Place(NamedTuple):
-    """Where a picture lies in what a decoder has made of its file, which may be larger.
+class Decoded(NamedTuple):
+    """A picture of RGB that PIL has decoded, upright, and where the file's pixels lie in it.
 
     A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
 
     Attributes:
-        width: Of the picture, in its own pixels.
-        height: The same.
-        scale: Pixels of the picture to one of the decoder, along a side.
-        left: Of the picture, in the decoder's pixels; a fraction where it was turned.
+        image: The picture.
+        size: Width and height of the upright picture in the file's pixels.
+        scale: The file's pixels to one of `image`, along a side.
+        left: Where the picture begins in `image`; a fraction where it was turned.
         top: The same.
     """
 
-    width: int
-    height: int
+    image: Image.Image
+    size: tuple[int, int]
     scale: float = 1.0
     left: float = 0.0
     top: float = 0.0
@@ -103,28 +95,12 @@ def decode_image(
     """
     with phase("decode"), open_image(data, read_avif=read_avif) as image:
         if is_fast(image, data, image_size=image_size):
-            picture = _decode_fast(data)
-            place = Place(width=picture.shape[2], height=picture.shape[1])
+            decoded = _decode_fast(data)
         else:
-            picture, place = _decode_any(image, image_size=image_size)
+            decoded = _decode_any(image, image_size=image_size)
     with phase("transform"):
-        cut_out = find_square(place.width, place.height, crop=crop)
-        left = place.left + cut_out.left / place.scale
-        top = place.top + cut_out.top / place.scale
-        side = cut_out.side / place.scale
-        if not all(value.is_integer() for value in (left, top, side)):
-            array = _resize_between_pixels(picture, left, top, side, image_size=image_size)
-            return array[:, :, ::-1] if flip else array
-        left, top, side = int(left), int(top), int(side)
-        # A batch of one whose strides say that it is channels_last, which the view of a picture
-        # does not, with its colours first: torch then resizes without parting the colours.
-        batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-        square = batch[:, :, top : top + side, left : left + side]
-        if side != image_size:
-            square = torch.nn.functional.interpolate(
-                square, size=(image_size, image_size), mode="bicubic", antialias=True
-            )
-        array = square[0].numpy()
+        cut_out = _cut_out if isinstance(decoded, Decoded) else _cut_out_fast
+        array = cut_out(decoded, image_size=image_size, crop=crop)
         return array[:, :, ::-1] if flip else array
 
 
@@ -164,12 +140,14 @@ def is_upright(image: Image.Image, data: bytes) -> bool:
     return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
-def find_square(width: int, height: int, *, crop: tuple[float, float] | None) -> Square:
-    """Return the largest square of a picture: in the centre, or where `crop` says."""
+def find_square(
+    width: int, height: int, *, crop: tuple[float, float] | None
+) -> tuple[int, int, int]:
+    """Return left, top and side of the largest square: in the centre, or where `crop` says."""
     side = min(width, height)
     if crop is None:
-        return Square((width - side) // 2, (height - side) // 2, side)
-    return Square(round(crop[0] * (width - side)), round(crop[1] * (height - side)), side)
+        return (width - side) // 2, (height - side) // 2, side
+    return round(crop[0] * (width - side)), round(crop[1] * (height - side)), side
 
 
 def _decode_fast(data: bytes) -> torch.Tensor:
@@ -182,16 +160,31 @@ def _decode_fast(data: bytes) -> torch.Tensor:
         raise OSError(str(error).splitlines()[0]) from error
 
 
-def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, Place]:
-    """(3, H, W) uint8 of any mode, upright, a JPEG reduced as far as it may be, and its place."""
+def _cut_out_fast(
+    picture: torch.Tensor, *, image_size: int, crop: tuple[float, float] | None
+) -> np.ndarray:
+    """Cut out the square of (3, H, W) uint8 and resize it to (3, image_size, image_size)."""
+    left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
+    # A batch of one whose strides say that it is channels_last, which the view of a picture does
+    # not, with its colours first: torch then resizes without parting the colours.
+    batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    square = batch[:, :, top : top + side, left : left + side]
+    if side != image_size:
+        square = torch.nn.functional.interpolate(
+            square, size=(image_size, image_size), mode="bicubic", antialias=True
+        )
+    return square[0].numpy()
+
+
+def _decode_any(image: Image.Image, *, image_size: int) -> Decoded:
+    """Decode a picture of any mode, a JPEG reduced as far as it may be."""
     width, height = image.size
     reduced = image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
     _load(image)
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     rgb = to_rgb(ImageOps.exif_transpose(image))
-    picture = torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
     if reduced is None:
-        return picture, Place(*rgb.size)
+        return Decoded(rgb, rgb.size)
     _, (_, _, box_width, box_height) = reduced
     # The last four of the eight orientations exchange width and height. Those named here have the
     # right and the bottom end of the rows and columns of the file at the left and at the top.
@@ -199,21 +192,20 @@ def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, P
         width, height, box_width, box_height = height, width, box_height, box_width
     left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
     top = rgb.height - box_height if orientation in (3, 4, 7, 8) else 0.0
-    return picture, Place(width, height, width / box_width, left, top)
+    return Decoded(rgb, (width, height), width / box_width, left, top)
 
 
-def _resize_between_pixels(
-    picture: torch.Tensor, left: float, top: float, side: float, *, image_size: int
-) -> np.ndarray:
-    """Resize a square whose edges lie between pixels to (3, image_size, image_size).
-
-    PIL does that. torch, which is three times as fast, does not.
-    """
+def _cut_out(decoded: Decoded, *, image_size: int, crop: tuple[float, float] | None) -> np.ndarray:
+    """Cut out the square, whose edges may lie between pixels, and resize it."""
+    left, top, side = (value / decoded.scale for value in find_square(*decoded.size, crop=crop))
+    left, top = left + decoded.left, top + decoded.top
     # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
-    right, bottom = min(left + side, picture.shape[2]), min(top + side, picture.shape[1])
-    box = (max(left, 0.0), max(top, 0.0), right, bottom)
-    rgb = Image.fromarray(picture.permute(1, 2, 0).numpy())
-    small = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+    right, bottom = min(left + side, decoded.image.width), min(top + side, decoded.image.height)
+    small = decoded.image.resize(
+        (image_size, image_size),
+        Image.Resampling.BICUBIC,
+        box=(max(left, 0.0), max(top, 0.0), right, bottom),
+    )
     return np.array(small).transpose(2, 0, 1)
 
 

@@ -20,7 +20,7 @@ from sdbench.data.prepare.flags import (
     ConvertFlags,
     blamed_on_place,
 )
-from sdbench.data.prepare.pool import Shards, WorkReport, run_work, show_progress
+from sdbench.data.prepare.pool import Shards, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
@@ -95,45 +95,19 @@ def main(argv: list[str] | None = None) -> int:
             flag="--out_format",
         )
     try:
-        _run(flags)
+        conversion = _open(flags)
+        with conversion.output.lock():
+            _convert(conversion, flags)
     except STOPS:
         print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
 
-def _run(flags: ConvertFlags) -> None:
-    conversion = plan(flags)
-    started_s = time.monotonic()
-    with conversion.output.lock():
-        num_read = convert(
-            conversion, num_workers=flags.num_workers, max_bad_fraction=flags.max_bad_fraction
-        )
-        totals = conversion.output.finish()
-    duration_s = time.monotonic() - started_s
-    print(
-        f"Wrote {totals.num_written} samples to {flags.folder}, {totals.num_bad} bad ones left "
-        f"out: together the {conversion.num_samples} of {flags.source!r}. "
-        f"{num_read} in {duration_s:.1f} s, {num_read / duration_s:.1f} samples/s."
-    )
-    for sentence in totals.bad:
-        print(f"  {sentence}")
-
-
-def plan(flags: ConvertFlags) -> Conversion:
+def _open(flags: ConvertFlags) -> Conversion:
     """Open source and target."""
     with blamed_on_place("SOURCE", ConvertFlags):
-        source = describe_source(
-            flags.source,
-            data_format=flags.data_format,
-            local=flags.local,
-            latents=flags.latents,
-            filters=flags.filters,
-            class_prompts=flags.class_prompts,
-            read_avif=flags.read_avif,
-            empty_captions=flags.empty_captions,
-            text_embedding_dim=flags.text_embedding_dim,
-        )
+        source = describe_source(flags.source, data_format=flags.data_format, flags=flags)
         rows = open_rows(source)
     if rows.num_dropped:
         print(f"{rows.num_dropped} samples are left out by --filters.")
@@ -142,24 +116,23 @@ def plan(flags: ConvertFlags) -> Conversion:
         print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
     num_samples = min(len(rows), flags.max_samples or len(rows))
     samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
-    job = {
-        "command": "convert",
-        "source": identify(flags.source),
-        "from": source.data_format,
-        "latents": flags.latents,
-        "filters": dict(source.filters or {}),
-        "class_prompts": source.class_prompts,
-        "read_avif": source.read_avif,
-        "empty_captions": source.empty_captions,
-        "num_samples": num_samples,
-        "samples_per_shard": samples_per_shard,
-    }
     output = open_output(
         Path(flags.folder),
         data_format=flags.out_format,
         columns=rows.columns,
         num_chunks=-(-num_samples // samples_per_shard),
-        job=job,
+        job={
+            "command": "convert",
+            "source": identify(flags.source),
+            "from": source.data_format,
+            "latents": source.latents,
+            "filters": dict(source.filters or {}),
+            "class_prompts": source.class_prompts,
+            "read_avif": source.read_avif,
+            "empty_captions": source.empty_captions,
+            "num_samples": num_samples,
+            "samples_per_shard": samples_per_shard,
+        },
         data=identify_data([source]),
         accepts_changes=flags.changed_inputs == "accept",
     )
@@ -178,37 +151,37 @@ def choose_samples_per_shard(num_samples: int) -> int:
     return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
 
 
-def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction: float) -> int:
-    """Write the chunks that are missing; return the number of samples that were read now.
-
-    Args:
-        conversion: The source and the target.
-        num_workers: As `pool.run_work` takes it.
-        max_bad_fraction: Share of bad samples above which the conversion gives up.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, or too many are.
-    """
-    output = conversion.output
+def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
+    """Write the chunks that are missing, and make the data set of all of them."""
+    output, num_samples = conversion.output, conversion.num_samples
+    started_s = time.monotonic()
     missing = output.missing_chunks()
     num_missing = sum(len(conversion.indices(number)) for number in missing)
-    num_done = conversion.num_samples - num_missing
-    num_there = output.num_chunks - len(missing)
-    if num_there:
+    if len(missing) < output.num_chunks:
+        num_there = output.num_chunks - len(missing)
         print(f"resuming: {num_there} of {output.num_chunks} shards are there", flush=True)
     bad = output.totals().bad
-    check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
-    with run_work(conversion.write_chunk, missing, num_workers=num_workers) as reports:
-        for report in show_progress(reports, num_samples=conversion.num_samples, num_done=num_done):
+    allowed = flags.max_bad_fraction
+    check_bad_fraction(bad, num_samples=num_samples, allowed=allowed)
+    with run_work(
+        conversion.write_chunk,
+        missing,
+        num_workers=flags.num_workers,
+        num_samples=num_samples,
+        num_done=num_samples - num_missing,
+    ) as reports:
+        for report in reports:
             bad += report.bad
-            check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
-    totals = output.totals()
-    if totals.num_written + totals.num_bad != conversion.num_samples:
-        raise RunError(
-            f"Of {conversion.num_samples} samples {totals.num_written} were written and "
-            f"{totals.num_bad} left out, which is not all: delete {output.partial} and begin anew."
-        )
-    return num_missing
+            check_bad_fraction(bad, num_samples=num_samples, allowed=allowed)
+    totals = output.finish()
+    duration_s = time.monotonic() - started_s
+    print(
+        f"Wrote {totals.num_written} samples to {flags.folder}, {totals.num_bad} bad ones left "
+        f"out: together the {num_samples} of {flags.source!r}. "
+        f"{num_missing} in {duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
+    )
+    for sentence in totals.bad:
+        print(f"  {sentence}")
 
 
 def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:

@@ -91,17 +91,12 @@ def _check_folder(out: Path) -> None:
 def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
     """Count the samples of a tar; print a line and return None if it cannot be read."""
     try:
-        return count_samples(tar, kinds=kinds)
+        with open_stream(tar) as file:
+            samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None)
+            return sum(1 for _ in samples)
     except (OSError, RunError) as error:
         print(redact(str(error)), file=sys.stderr)
         return None
-
-
-def count_samples(tar: str, *, kinds: Sequence[str]) -> int:
-    """Count the samples of a tar, given by path or URL."""
-    with open_stream(tar) as file:
-        samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None)
-        return sum(1 for _ in samples)
 
 
 def _name(tars: Sequence[str]) -> list[str]:

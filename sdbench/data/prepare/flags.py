@@ -40,6 +40,7 @@ class StoredDataFlags:
     local: str | None = setting(
         TEXT, None, "folder for copies of what a URL names (default: one of the user's cache)"
     )
+    refresh: bool = shared(DataSettings, "refresh")
     read_avif: bool = shared(DataSettings, "read_avif")
     empty_captions: str = shared(DataSettings, "empty_captions")
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sdbench.base import progress
 from sdbench.base.errors import RunError
+from sdbench.base.progress import show_progress
 
 # Starting a process that imports torch takes seconds: less work than this is done without any.
 WORTH_PROCESSES_S = 20.0
@@ -60,9 +61,14 @@ Work = Callable[[int], WorkReport]
 
 @contextlib.contextmanager
 def run_work(
-    work: Work, numbers: Sequence[int], *, num_workers: int | None
+    work: Work,
+    numbers: Sequence[int],
+    *,
+    num_workers: int | None,
+    num_samples: int,
+    num_done: int = 0,
 ) -> Iterator[Iterator[WorkReport]]:
-    """Do numbered pieces of work, in this process or in several others.
+    """Do numbered pieces of work, in this process or in several others, and show the progress.
 
     Those are spawned, not forked, as they use libraries with threads. They end with this one,
     whatever ends it.
@@ -72,6 +78,8 @@ def run_work(
         numbers: Of the pieces.
         num_workers: Processes; 0 does the work in this one. None: one per core, if the time of the
             first pieces shows that it is worth starting them.
+        num_samples: Of all the work, for the progress.
+        num_done: Samples that an earlier run has done.
 
     Yields:
         The reports, in the order in which pieces are finished.
@@ -79,6 +87,13 @@ def run_work(
     Raises:
         RunError: A process died.
     """
+    showing = functools.partial(
+        show_progress,
+        total=num_samples,
+        unit="sample",
+        num_done=num_done,
+        count=lambda report: report.num_read,
+    )
     tried: list[WorkReport] = []
     if num_workers is None:
         for number in numbers[:NUM_PIECES_TRIED]:
@@ -90,7 +105,7 @@ def run_work(
         num_workers = len(os.sched_getaffinity(0)) if is_worth else 0
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
-        yield itertools.chain(tried, map(work, numbers))
+        yield showing(itertools.chain(tried, map(work, numbers)))
         return
     executor = ProcessPoolExecutor(
         num_workers,
@@ -99,9 +114,9 @@ def run_work(
         initargs=(work,),
     )
     try:
-        with _interrupts_ignored():
-            futures = [executor.submit(_work_in_worker, number) for number in numbers]
-        yield itertools.chain(tried, (future.result() for future in as_completed(futures)))
+        futures = [executor.submit(_work_in_worker, number) for number in numbers]
+        done = (future.result() for future in as_completed(futures))
+        yield showing(itertools.chain(tried, done))
     except BrokenProcessPool as error:
         raise RunError(
             "A worker process died, as happens when memory runs out: try again with fewer "
@@ -115,27 +130,15 @@ def run_work(
         executor.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C and SIGHUP, which their parent handles for all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    former = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in former:
-            signal.signal(number, handler)
-
-
 _work: Work | None = None
 
 
 def _start_worker(work: Work) -> None:
     global _work
     _work = work
+    # The parent handles them for all.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
@@ -148,16 +151,3 @@ def _die_with_parent() -> None:
 def _work_in_worker(number: int) -> WorkReport:
     assert _work is not None
     return _work(number)
-
-
-def show_progress(
-    reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
-) -> Iterator[WorkReport]:
-    """Pass reports on, showing progress in samples; `num_done` were done by an earlier run."""
-    return progress.show_progress(
-        reports,
-        total=num_samples,
-        unit="sample",
-        num_done=num_done,
-        count=lambda report: report.num_read,
-    )

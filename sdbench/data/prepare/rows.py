@@ -107,17 +107,29 @@ class LatentRowReader:
 RowReader = ImageRowReader | LatentRowReader
 
 
-def describe_source(place: str, *, data_format: str, **options: Any) -> SourceConfig:
-    """Describe a data set that is read sample by sample, without batches or resizing."""
-    return SourceConfig(
-        data_format=detect_format(place) if data_format == "auto" else data_format,
-        remote=place,
-        image_size=VAE_FACTOR,
-        device_batch_size=1,
-        seed=0,
+def describe_source(
+    place: str, *, data_format: str, flags: Any = None, **options: Any
+) -> SourceConfig:
+    """Describe a data set that is read sample by sample, without batches or resizing.
+
+    Args:
+        place: A folder or URL, as ``--remote`` takes it.
+        data_format: A name of `SOURCES`, or ``auto``.
+        flags: Of a command; those that a source has are taken.
+        options: Other fields of the source.
+    """
+    options = {
+        "data_format": detect_format(place) if data_format == "auto" else data_format,
+        "remote": place,
+        "image_size": VAE_FACTOR,
+        "device_batch_size": 1,
+        "seed": 0,
         # Whoever reads sample by sample decides about each.
-        on_bad_sample="skip",
+        "on_bad_sample": "skip",
         **options,
+    }
+    return (
+        SourceConfig(**options) if flags is None else SourceConfig.from_settings(flags, **options)
     )
 
 

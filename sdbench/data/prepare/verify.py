@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
-from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
+from sdbench.data.prepare.pool import Work, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.remote import explain, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
@@ -49,15 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     with blamed_on_place("PLACE", VerifyFlags):
+        # The shards' hashes are compared here, all of them.
         config = describe_source(
-            flags.place,
-            data_format=flags.data_format,
-            local=flags.local,
-            text_embedding_dim=flags.text_embedding_dim,
-            read_avif=flags.read_avif,
-            empty_captions=flags.empty_captions,
-            # The shards' hashes are compared here, all of them.
-            validate_hash="none",
+            flags.place, data_format=flags.data_format, flags=flags, validate_hash="none"
         )
         verify = verify_mds if config.data_format == "mds" else verify_samples
         num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
@@ -121,56 +115,54 @@ def tell_kind(config: SourceConfig) -> SourceConfig:
 def _verify_shard(place: MdsPlace, stream: Any, number: int) -> WorkReport:
     """Verify a shard of MDS by its number; `stream` is Streaming's description of the data set."""
     shard = place.shards[number]
-    return WorkReport(shard["samples"], list(_find_faults(place, stream, number)))
+    faults = [] if is_url(place.source) else _verify_files(place, shard)
+    if place.remote is not None and not faults:
+        faults = _verify_copy(place, stream, number)
+    return WorkReport(shard["samples"], faults)
 
 
-def _find_faults(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
-    shard = place.shards[number]
-    sound = True
-    paths = []
-    if not is_url(place.source):
-        for file in files_of(shard):
-            path = Path(place.source, file["basename"])
-            paths.append(path)
-            try:
-                if path.is_file():
-                    check_shard(path, file, shard, hashes=file["hashes"])
-            except ValueError as error:
-                sound = False
-                yield f"{path}: {error}."
-    if place.remote is None:
-        if not any(path.is_file() for path in paths):
-            yield f"{paths[-1]}: missing."
-    elif sound:
-        yield from _find_fault_of_copy(place, stream, number)
+def _verify_files(place: MdsPlace, shard: Mapping[str, Any]) -> list[str]:
+    """Compare the files of a shard in the user's folder with its entry."""
+    paths = {Path(place.source, file["basename"]): file for file in files_of(shard)}
+    found = [path for path in paths if path.is_file()]
+    if not found and place.remote is None:
+        return [f"{[*paths][-1]}: missing."]
+    faults = []
+    for path in found:
+        try:
+            check_shard(path, paths[path], shard, hashes=paths[path]["hashes"])
+        except ValueError as error:
+            faults.append(f"{path}: {error}.")
+    return faults
 
 
-def _find_fault_of_copy(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
-    """Yield a sentence if a shard cannot be copied; a damaged copy is made again once."""
+def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
+    """Copy a shard, unless it has been, and compare it; a damaged copy is made again once."""
     from sdbench.data.compat import open_shards
 
     shard = place.shards[number]
-    path = Path(place.local, shard["raw_data"]["basename"])
+    raw = shard["raw_data"]
     source = os.path.join(place.remote, copied_file(shard)["basename"])
+    copied = StoredFile(Path(place.local, raw["basename"]), source=source)
 
     def copy(file: StoredFile) -> None:
         stream.prepare_shard(open_shards(stream)[number])
 
     def check(file: StoredFile) -> None:
-        raw = shard["raw_data"]
         try:
             check_shard(file.path, raw, shard, hashes=raw["hashes"])
         except ValueError as error:
             raise RunError(f"{file}: {error}.") from error
 
     try:
-        copy(file := StoredFile(path, source=source))
-        read_whole(file, check, copy_again=copy)
+        copy(copied)
+        read_whole(copied, check, copy_again=copy)
     except RunError as error:
-        yield str(error)
+        return [str(error)]
     except Exception as error:
         # Each object store raises its own types; all mean that the shard cannot be copied.
-        yield f"{source}: cannot be had ({explain(error)})."
+        return [f"{source}: cannot be had ({explain(error)})."]
+    return []
 
 
 def _verify_samples(rows: RowReader, number: int) -> WorkReport:
@@ -202,8 +194,10 @@ def _find_orphans(place: MdsPlace) -> list[str]:
 def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:
     """Do all the work; print each broken thing as it is found, and return how many there are."""
     broken: set[str] = set()
-    with run_work(work, range(num_pieces), num_workers=num_workers) as reports:
-        for report in show_progress(reports, num_samples=num_samples):
+    with run_work(
+        work, range(num_pieces), num_workers=num_workers, num_samples=num_samples
+    ) as reports:
+        for report in reports:
             # A damaged file spoils many samples, and is named once.
             for sentence in report.bad:
                 if sentence not in broken:

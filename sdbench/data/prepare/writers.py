@@ -28,13 +28,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.data.identity import describe_change, write_provenance
-from sdbench.data.prepare.chunk_formats import (
-    FORMATS,
-    ChunkFormat,
-    Columns,
-    Rows,
-    remove,
-)
+from sdbench.data.prepare.chunk_formats import FORMATS, ChunkFormat, Columns, Rows, remove
 
 FOLDER_FLAG = "--folder"
 # Names in OUT.partial.
@@ -43,11 +37,24 @@ PARTIAL_FOLDERS = ("chunks", "tmp", "data")
 
 
 class Totals(NamedTuple):
-    """Counts of what has been written; `bad` has a sentence for each sample left out."""
+    """Number of samples written, and a sentence for each bad one that was left out."""
 
     num_written: int
-    num_bad: int
     bad: list[str]
+
+    @property
+    def num_bad(self) -> int:
+        """Number of samples left out."""
+        return len(self.bad)
+
+
+class _ChunkNote(NamedTuple):
+    """The content of a finished chunk; `details` are what `ChunkFormat.write` returned."""
+
+    rows: int
+    bytes: int
+    bad: list[str]
+    details: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +79,8 @@ class Output:
         return self.out.with_name(self.out.name + ".partial")
 
     def missing_chunks(self) -> list[int]:
-        """Return the numbers of the chunks that are not yet whole on disk."""
-        return [number for number in range(self.num_chunks) if not self._is_whole(number)]
+        """Return the numbers of the chunks that are not whole on disk."""
+        return [number for number in range(self.num_chunks) if self._read_note(number) is None]
 
     def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
         """Write one chunk: afterwards it is whole, or after any error or kill absent.
@@ -89,43 +96,40 @@ class Output:
             RunError: The disk is full, writing is not permitted, a row cannot be read, or a shard
                 is beyond the 4 GiB that MDS can address.
         """
-        target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
+        target = self._data(number)
+        temporary = self.partial / "tmp" / target.name
         with self._errors_named():
             remove(temporary)
             try:
                 num_rows, details = self._format.write(
                     temporary, _name_source_errors(rows), self.columns
                 )
-            except BaseException:
+                remove(target)
+                if num_rows:
+                    _synchronize(temporary)
+                    temporary.rename(target)
+            finally:
                 remove(temporary)
-                raise
-            remove(target)
-            num_bytes = 0
-            if num_rows:
-                num_bytes = _synchronize(temporary)
-                temporary.rename(target)
-            remove(temporary)
-            facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
-            replace_file(self._note(number), _to_json(facts._asdict()))
+            num_bytes = _count_bytes(target) if num_rows else 0
+            note = _ChunkNote(num_rows, num_bytes, list(bad), details)
+            replace_file(self._note(number), _to_json(note._asdict()))
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
         notes = self._notes()
         bad = [sentence for note in notes for sentence in note.bad]
-        return Totals(num_written=sum(note.rows for note in notes), num_bad=len(bad), bad=bad)
+        return Totals(sum(note.rows for note in notes), bad)
 
     def finish(self) -> Totals:
-        """Check the size of every chunk's file, and make OUT of them all.
-
-        Only one process may call this, when no other writes any more.
+        """Make OUT of all chunks. Only one process may call this, when no other writes any more.
 
         Raises:
-            RunError: A chunk is missing or of another size, or there is not a single sample.
+            RunError: A chunk is missing or not as it was written, or there is not a single sample.
         """
         if missing := self.missing_chunks():
             raise RunError(
-                f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing, the first "
-                f"is {missing[0]}: the same command again writes them."
+                f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing or cut, the "
+                f"first is {missing[0]}: the same command again writes them."
             )
         totals = self.totals()
         if not totals.num_written:
@@ -134,14 +138,11 @@ class Output:
                 f"{' '.join(totals.bad[:1])}"
             )
         with self._errors_named():
-            for number in range(self.num_chunks):
-                self._verify(number)
-            details = [note.details for note in self._notes() if note.rows]
-            self._format.finish(self.partial / "data", details)
-            job = json.loads((self.partial / JOB_NAME).read_bytes())["job"]
-            write_provenance(self.partial / "data", job)
-            _synchronize(self.partial / "data")
-            (self.partial / "data").rename(self.out)
+            data = self.partial / "data"
+            self._format.finish(data, [note.details for note in self._notes() if note.rows])
+            write_provenance(data, json.loads((self.partial / JOB_NAME).read_bytes())["job"])
+            _synchronize(data)
+            data.rename(self.out)
             shutil.rmtree(self.partial)
         return totals
 
@@ -178,26 +179,18 @@ class Output:
         return self.partial / "chunks" / f"{self._number(number)}.json"
 
     def _notes(self) -> list[_ChunkNote]:
-        """Return the notes of the finished chunks, in order."""
+        """Return the notes of the whole chunks, in order."""
         notes = (self._read_note(number) for number in range(self.num_chunks))
         return [note for note in notes if note is not None]
 
     def _read_note(self, number: int) -> _ChunkNote | None:
-        note = self._note(number)
-        return _ChunkNote(**json.loads(note.read_bytes())) if note.is_file() else None
-
-    def _is_whole(self, number: int) -> bool:
-        note = self._read_note(number)
-        return note is not None and (not note.rows or self._data(number).exists())
-
-    def _verify(self, number: int) -> None:
-        note, path = self._read_note(number), self._data(number)
-        num_bytes = _count_bytes(path) if note.rows else 0
-        if num_bytes != note.bytes:
-            raise RunError(
-                f"{path} has {num_bytes} bytes, and {note.bytes} were written: delete it and give "
-                "the same command again."
-            )
+        """Return the note of a chunk, or None if the chunk is not whole."""
+        path, data = self._note(number), self._data(number)
+        if not path.is_file():
+            return None
+        note = _ChunkNote(**json.loads(path.read_bytes()))
+        is_whole = not note.rows or (data.exists() and _count_bytes(data) == note.bytes)
+        return note if is_whole else None
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -247,78 +240,61 @@ def open_output(
         "data": data,
     }
     with output._errors_named():
-        _check_absent(output)
-        output.partial.mkdir(parents=True, exist_ok=True)
-        _check_ours(output.partial)
+        _check_place(output)
         for name in PARTIAL_FOLDERS:
-            (output.partial / name).mkdir(exist_ok=True)
+            (output.partial / name).mkdir(parents=True, exist_ok=True)
         path = output.partial / JOB_NAME
         if not path.is_file():
             replace_file(path, _to_json(facts))
         found = json.loads(path.read_bytes())
-    _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
-    _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
+    _check_same_job(output, found=found, wanted=json.loads(_to_json(facts)))
+    _check_same_data(output, found=found["data"], wanted=data, accepts=accepts_changes)
     return output
 
 
-def _check_absent(output: Output) -> None:
-    out = output.out
-    if out.is_dir() and not any(out.iterdir()) and not out.is_mount():
-        return
-    if not out.exists():
-        return
-    if (output.partial / JOB_NAME).is_file() and not (output.partial / "data").exists():
-        # Killed between the rename that made OUT and the removal of the notes.
-        shutil.rmtree(output.partial)
-    raise ConfigError(
-        "The output exists",
-        value=str(out),
-        allowed="a new or an empty folder, not a mount point",
-        flag=FOLDER_FLAG,
-    )
-
-
-def _check_ours(partial: Path) -> None:
-    """Refuse a folder of another owner, as it is deleted in the end."""
-    is_own = partial.lstat().st_uid == os.geteuid()
-    if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
+def _check_place(output: Output) -> None:
+    """Refuse an output that exists, and a folder for its parts that is not ours to delete."""
+    out, partial = output.out, output.partial
+    is_empty = out.is_dir() and not any(out.iterdir()) and not out.is_mount()
+    if out.exists() and not is_empty:
         raise ConfigError(
-            "The folder that it is to be prepared in is a link, or another user has made it",
-            value=str(partial),
-            allowed="another folder, or one in a folder that others cannot write to",
+            "The output exists",
+            value=str(out),
+            allowed="a new or an empty folder, not a mount point",
             flag=FOLDER_FLAG,
         )
-    names = {path.name for path in partial.iterdir() if not path.name.startswith(f".{JOB_NAME}.")}
-    if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
+    if not os.path.lexists(partial):
+        return
+    is_own = partial.lstat().st_uid == os.geteuid()
+    is_open = partial.parent.stat().st_mode & stat.S_IWOTH
+    names = {path.name for path in partial.iterdir() if not path.name.startswith(".")}
+    has_others = JOB_NAME not in names and names - {*PARTIAL_FOLDERS}
+    if partial.is_symlink() or (is_open and not is_own) or has_others:
         raise ConfigError(
-            "The folder that it is to be prepared in holds other files",
+            "The folder for the parts of the output is a link, another user's, or has other files",
             value=str(partial),
-            allowed="another folder, or move that folder away",
+            allowed="another --folder, or move that folder away",
             flag=FOLDER_FLAG,
         )
 
 
 def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
-    flat = [{**facts, **facts["job"]} for facts in (found, wanted)]
-    differing = sorted(
-        key
-        for key in flat[0].keys() | flat[1].keys()
-        if key not in ("job", "data") and flat[0].get(key) != flat[1].get(key)
-    )
-    if not differing:
-        return
-    key = differing[0]
-    raise ConfigError(
-        f"{output.partial} holds the beginnings of another job, with another "
-        f"{', '.join(differing)}",
-        value=flat[1].get(key),
-        allowed=f"{flat[0].get(key)!r} as before, another folder, or delete that folder",
-        flag=FOLDER_FLAG,
-    )
+    both = ({**facts, **facts["job"]} for facts in (found, wanted))
+    before, now = ({**facts, "job": None, "data": None} for facts in both)
+    differing = sorted(key for key in before | now if before.get(key) != now.get(key))
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            f"{output.partial} holds the beginnings of another job, with another "
+            f"{', '.join(differing)}",
+            value=now.get(key),
+            allowed=f"{before.get(key)!r} as before, another folder, or delete that folder",
+            flag=FOLDER_FLAG,
+        )
 
 
 def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) -> None:
-    if found in (None, wanted):  # None: synthetic, or begun by a version that did not note it
+    if found == wanted:
         return
     change = describe_change(found, wanted)
     same_names = found["names"] == wanted["names"]
@@ -331,15 +307,6 @@ def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) 
             flag="--changed_inputs" if same_names else FOLDER_FLAG,
         )
     print(f"{change} (--changed_inputs accept): finished shards keep what they hold")
-
-
-class _ChunkNote(NamedTuple):
-    """The content of a finished chunk; `details` are what `ChunkFormat.write` returned."""
-
-    rows: int
-    bytes: int
-    bad: list[str]
-    details: Any
 
 
 def _to_json(content: object) -> bytes:
@@ -363,12 +330,11 @@ def _count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in _files(path))
 
 
-def _synchronize(path: Path) -> int:
-    """Synchronize a file, or a folder with its files, to disk; return the number of bytes."""
+def _synchronize(path: Path) -> None:
+    """Synchronize a file, or a folder with its files, to disk."""
     for file in {*_files(path), path}:
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return _count_bytes(path)

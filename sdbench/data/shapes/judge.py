@@ -12,7 +12,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.data.pictures import list_pictures, open_picture
-from sdbench.data.shapes.vocabulary import (
+from sdbench.data.shapes.write import (
     BACKGROUND,
     COLOURS,
     SHAPES,
@@ -62,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, caption in list_pictures(folder):
         asked = find_colour_and_shape(caption)
         if asked is None:
-            raise _refusal("a caption names no colour and shape", caption)
+            raise ConfigError(
+                "a caption names no colour and shape",
+                value=caption,
+                allowed="a folder with pictures of coloured shapes",
+                flag="FOLDER",
+            )
         with open_picture(path) as image:
             seen = look_at(np.asarray(image.convert("RGB")))
         verdicts.append({"file": path.name, "caption": caption, **seen._asdict()})
@@ -130,12 +135,3 @@ def _summarize(verdicts: Sequence[dict]) -> dict[str, float]:
         "shape_share": float(shapes.mean()),
         "both_share": float((colours & shapes).mean()),
     }
-
-
-def _refusal(what: str, value: str) -> ConfigError:
-    return ConfigError(
-        what,
-        value=value,
-        allowed="a folder with pictures of coloured shapes",
-        flag="FOLDER",
-    )

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.identity import write_provenance
-from sdbench.data.shapes.vocabulary import (
-    BACKGROUND,
-    COLOURS,
-    PLACES,
-    SHAPES,
-    SIZES,
-    Scene,
-    cover,
-    list_scenes,
-)
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
+
+# RGB. Any two are at least 150 apart, and from the white background.
+COLOURS = {
+    "red": (220, 0, 0),
+    "green": (0, 160, 0),
+    "blue": (0, 0, 220),
+    "yellow": (255, 220, 0),
+    "cyan": (0, 200, 220),
+    "purple": (140, 0, 160),
+    "pink": (255, 105, 180),
+    "black": (0, 0, 0),
+}
+BACKGROUND = (255, 255, 255)
+SHAPES = ("circle", "square", "triangle", "cross")
+# Side of the square around the shape, in parts of the picture's side.
+SIZES = {"small": 0.34, "large": 0.52}
+# Centre from the left and from the top, likewise.
+PLACES = {
+    "on the left": (0.32, 0.5),
+    "on the right": (0.68, 0.5),
+    "at the top": (0.5, 0.32),
+    "at the bottom": (0.5, 0.68),
+    "in the middle": (0.5, 0.5),
+}
+CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 
 TABLE_NAME, PROMPTS_NAME = "captions.csv", "prompts.txt"
 TRAIN_NAME, VALIDATION_NAME = "train", "validation"
@@ -43,6 +61,43 @@ then:
   python train.py --config configs/shapes_vae.yaml
   python train.py --config configs/shapes.yaml
 """
+
+
+class Scene(NamedTuple):
+    """The content of a picture; each field is a key of the table of its name."""
+
+    colour: str
+    shape: str
+    size: str
+    place: str
+
+    @property
+    def caption(self) -> str:
+        """In words."""
+        return f"a {self.size} {self.colour} {self.shape} {self.place}"
+
+
+def find_colour_and_shape(caption: str) -> tuple[str, str] | None:
+    """Return the colour and the shape that a caption asks for, or None."""
+    found = CAPTION.search(caption)
+    return None if found is None else (found[1], found[2])
+
+
+def cover(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return which points a shape covers, as booleans of the joint shape.
+
+    `x` goes from -1 on the left to 1 on the right, `y` from -1 at the top to 1 at the bottom of the
+    square around the shape.
+    """
+    if shape == "circle":
+        return x**2 + y**2 <= 1
+    inside = (abs(x) <= 1) & (abs(y) <= 1)
+    if shape == "triangle":
+        return inside & (2 * abs(x) <= y + 1)
+    if shape == "cross":
+        return inside & ((abs(x) <= 1 / 3) | (abs(y) <= 1 / 3))
+    assert shape == "square", shape
+    return inside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,20 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]:
-    """Return the scenes to train with, and the held-out ones.
-
-    The same number is held out of each pair of colour and shape.
-    """
-    num_each = len(SIZES) * len(PLACES)
-    held_out = {
-        first + chosen
-        for first in range(0, len(COLOURS) * len(SHAPES) * num_each, num_each)
-        for chosen in random.permutation(num_each)[:NUM_HELD_OUT_EACH].tolist()
-    }
-    parts: tuple[list[Scene], list[Scene]] = ([], [])
-    for number, scene in enumerate(list_scenes()):
-        parts[number in held_out].append(scene)
-    return parts
+    """Return the scenes to train with, and the held-out ones: as many of each colour and shape."""
+    known: list[Scene] = []
+    held_out: list[Scene] = []
+    for colour, shape in itertools.product(COLOURS, SHAPES):
+        scenes = [Scene(colour, shape, *names) for names in itertools.product(SIZES, PLACES)]
+        chosen = set(random.permutation(len(scenes))[:NUM_HELD_OUT_EACH].tolist())
+        for number, scene in enumerate(scenes):
+            (held_out if number in chosen else known).append(scene)
+    return known, held_out
 
 
 def draw_scene(scene: Scene, *, image_size: int, random: np.random.Generator) -> np.ndarray:

@@ -144,6 +144,7 @@ class PrecomputeSettings:
     data_format: str = shared(DataSettings, "data_format")
     remote: str | None = shared(DataSettings, "remote")
     local: str | None = shared(DataSettings, "local")
+    refresh: bool = shared(DataSettings, "refresh")
     filters: Mapping[str, str] | None = shared(DataSettings, "filters")
     class_prompts: str | None = shared(DataSettings, "class_prompts")
     crop: str = shared(DataSettings, "crop")
