@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Generator, Mapping, Sequence
 
@@ -64,9 +65,11 @@ class EncodingOnRay:
         """Encode as `shards.Encoding` says."""
         job, settings = self._job, self._settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
+        read = functools.partial(
+            ReadStage, configs=job.configs, pieces=pieces, num_samples=self._num_samples
+        )
         reading = Pool(
-            stage=ReadStage,
-            arguments={"configs": job.configs, "pieces": pieces, "num_samples": self._num_samples},
+            read,
             num_actors=settings.num_decoders,
             resources={"CPU": 1.0},
         )
@@ -76,19 +79,11 @@ class EncodingOnRay:
             row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
             num_ahead=self._num_ahead,
         )
-        timeout_s = job.configs[0].data_timeout_s
-        end = StreamEnd(stream.iterator())
+        end = StreamEnd(stream.iterator(), timeout_s=job.configs[0].data_timeout_s)
         try:
             for number in range(len(pieces)):
                 started_s = time.perf_counter()
-                try:
-                    row = end.take(timeout_s=timeout_s)
-                except TimeoutError:
-                    raise RunError(
-                        f"Ray Data gave no batch for {timeout_s:g} s: a decoder or an encoder is "
-                        "stuck, or has no place in the cluster. --data_timeout_s sets how long to "
-                        "wait."
-                    ) from None
+                row = end.take()
                 assert row is not None and row.number == number, row
                 if isinstance(row.content, Failure):
                     raise RunError(row.content.reason)
