@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,18 +27,28 @@ sys.stdin.read()
 """
 
 
+# As `ray start` leaves the address of a cluster, at which nobody answers here.
+ADDRESS_LEFT = "127.0.0.1:9"
+
+
 @pytest.fixture(scope="session")
 def address_here() -> Iterator[str]:
     """The address of a cluster of this machine."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVE],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        yield server.stdout.readline().strip()
-        server.stdin.close()
+    # The paths of Ray's sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
+        left = Path(name) / "ray" / "ray_current_cluster"
+        left.parent.mkdir()
+        left.write_text(ADDRESS_LEFT)
+        with subprocess.Popen(
+            [sys.executable, "-c", SERVE],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "RAY_TMPDIR": name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
+            yield server.stdout.readline().strip()
+            server.stdin.close()
 
 
 @pytest.fixture

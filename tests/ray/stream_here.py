@@ -38,6 +38,8 @@ class RowsHere:
 @pytest.fixture
 def stream_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No actors: encoders need the settings' `encoder_resources`, which would be the cluster's."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.get", lambda value: value)
     for module in ("online", "ray_shards"):
         monkeypatch.setattr(f"sdbench.tasks.encode.{module}.make_stream", RowsHere)
         monkeypatch.setattr(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
 
+TINY = resolve_architecture("tiny", revision=None, random_weights=False)[0]
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
 NUM_BATCHES = datasets.NUM_SAMPLES // BATCH_SIZE  # of an epoch: 6
 ENCODER = "EncodeStage"
@@ -46,9 +48,7 @@ def encoder():
     """The encoders of the tests, in this process."""
     from sdbench.tasks.encode.encoder import Encoder
 
-    return Encoder(
-        tiny(), sample_type=SampleType.MOMENTS, encoder_dtype="fp32", seed=3, device="cpu"
-    )
+    return Encoder(TINY, sample_type=SampleType.MOMENTS, encoder_dtype="fp32", seed=3, device="cpu")
 
 
 @pytest.fixture
@@ -57,10 +57,6 @@ def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     datasets.write_parquet(tmp_path / "data")
     return tmp_path / "data"
-
-
-def tiny():
-    return resolve_architecture("tiny", revision=None, random_weights=False)[0]
 
 
 def source_of(place: Path | str | None, **changes) -> SourceConfig:
@@ -88,7 +84,7 @@ def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **s
     return OnlineLoader(
         source,
         BenchmarkConfig(**{**options, **settings}),
-        architecture=tiny(),
+        architecture=TINY,
         weights_seed=3,
         ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
         num_batches=num_batches,
@@ -100,25 +96,17 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
     loader = data.build(source)
     encoded = []
     for batch in (batch for _ in range(num_epochs) for batch in loader):
-        parts = [
-            (
-                encoder.encode_images(images, indices=range(len(images))),
-                encoder.encode_captions(input_ids),
-            )
-            for images, input_ids in zip(
-                batch["image"].split(ENCODER_BATCH_SIZE),
-                batch["input_ids"].split(ENCODER_BATCH_SIZE),
-                strict=True,
-            )
-        ]
-        moments, texts = (
-            torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)
+        images, input_ids = (
+            batch[name].split(ENCODER_BATCH_SIZE) for name in ("image", "input_ids")
         )
+        moments = [encoder.encode_images(part, indices=range(len(part))) for part in images]
+        mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
+        texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
         encoded.append(
             {
-                "latent_mean": moments[:, :4],
-                "latent_logvar": moments[:, 4:],
-                "text_embedding": texts,
+                "latent_mean": mean,
+                "latent_logvar": logvar,
+                "text_embedding": torch.from_numpy(texts),
             }
         )
     return encoded
@@ -138,9 +126,21 @@ def read(loader, *, num_epochs: int) -> list[dict]:
     return batches
 
 
-def test_two_epochs_and_a_resume_within_the_first(place, encoder, stream_here):
-    source = source_of(place, crop="random", horizontal_flip_probability=0.5)
-    expected = encode_here(encoder, source, num_epochs=2)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_two_epochs_and_a_resume_within_the_first(
+    is_streamed, place, tmp_path, encoder, stream_here
+):
+    changes = {"crop": "random", "horizontal_flip_probability": 0.5}
+    source = source_of(place, **changes)
+    if is_streamed:
+        datasets.write_tars(tmp_path / "tars")
+        sizes = tmp_path / "sizes.json"
+        sizes.write_text(json.dumps(datasets.TAR_SIZES))
+        place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
+        changes |= {"remote_files": "stream", "tar_sizes": str(sizes)}
+        source = source_of(place, data_format="webdataset", **changes)
+    as_workers = dataclasses.replace(source, num_workers=2)
+    expected = encode_here(encoder, as_workers, num_epochs=2)
     loader = open_loader(source, num_decoders=2)
     batches, states = [], []
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_two_epochs_and_a_resume_within_the_first(place, encoder, stream_here):
     assert same(batches, expected)
     assert loader.num_images_delivered == 2 * NUM_BATCHES * BATCH_SIZE
     # What a stream gives behind the number of batches it was planned with, and behind a resume.
-    resumed = open_loader(source, num_batches=5)
+    resumed = open_loader(source, num_batches=5, num_decoders=2)
     resumed.load_state_dict(states[3])
     assert same(read(resumed, num_epochs=2), expected[4:])
     assert resumed.state_dict() == states[-1]

@@ -79,7 +79,7 @@ class DecodeStage(Stage):
             position: Where the run was resumed, as the state of the loader has it; or None.
         """
         self._reader_of_rank = functools.cache(open_batches)
-        self._num_batches = open_batches(0).num_samples // config.global_batch_size
+        self._num_batches = self._reader_of_rank(0).num_samples // config.global_batch_size
         self._config = config
         self._first_batch = first_batch
         self._position = position

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Columns of a row: its number, and the output of the stage before.
 NUMBER, CONTENT = "id", "content"
-# Row numbers that one task makes; it is repeated as a whole if its node is lost.
+# Rows that one task begins; it is repeated as a whole if its process is lost.
 NUMBERS_PER_TASK = 64
 # Batches in flight per actor: the one it works on, and the next one.
 NUM_IN_FLIGHT = 2
