@@ -175,8 +175,8 @@ def read_stages(text: str) -> dict[str, StageTime]:
     that take turns are a stage each.
     """
     stages: dict[str, StageTime] = {}
-    for part in text.split("\nOperator ")[1:]:
-        name = re.match(r"\d+ .*MapBatches\((\w+)\):", part)
+    for part in re.split(r"^Operator ", text, flags=re.MULTILINE)[1:]:
+        name = re.match(r"\d+ .*MapBatches\((\w+?)\d*\):", part)
         rows = re.search(r"Total output num rows: (\d+) rows", part)
         rate = re.search(r"Estimated single task throughput: ([0-9.e+-]+) rows/s", part)
         if name and rows and rate and float(rate[1]) > 0:

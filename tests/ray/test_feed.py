@@ -97,3 +97,13 @@ def test_another_launcher_is_refused(capsys, monkeypatch):
 def test_without_ray_its_flags_are_refused(flag, capsys):
     assert script.main(["--use_synth_data", flag]) == 2
     assert printed_refusal(capsys.readouterr().err).value in (2, "tiny")
+
+
+def test_actors_that_take_turns_are_one_stage():
+    text = "".join(
+        f"Operator {number} ReadNumbers->MapBatches(DecodeStage{number}): 1 tasks executed\n"
+        f"* Total output num rows: {num_rows} rows\n"
+        f"\t* Estimated single task throughput: {rate} rows/s\n"
+        for number, (num_rows, rate) in enumerate([(6, 2.0), (5, 2.5)])
+    )
+    assert read_stages(text) == {"DecodeStage": (11, 5.0)}

@@ -140,7 +140,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
             # One actor each, whose outputs Ray Data takes in turn.
             one = dataclasses.replace(first, num_actors=1)
             parts = [
-                _begin(one, range(turn, num_rows, first.num_actors))
+                _begin(one, range(turn, num_rows, first.num_actors), suffix=str(turn))
                 for turn in range(min(first.num_actors, num_rows))
             ]
             rows = parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
@@ -151,14 +151,15 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     return rows
 
 
-def _begin(pool: Pool, numbers: range) -> Dataset:
+def _begin(pool: Pool, numbers: range, *, suffix: str = "") -> Dataset:
     """The first stage of the rows with these numbers."""
     import ray
 
     # Numbers take no CPU: a full cluster would have none left. With the resources of a single actor
     # they are made in its process, and not in another one beside it.
     num_cpus = pool.resources.get("CPU", 0) if pool.num_actors == 1 else 0
-    return _append(ray.data.read_datasource(_make_numbers(numbers), num_cpus=num_cpus), pool)
+    rows = ray.data.read_datasource(_make_numbers(numbers), num_cpus=num_cpus)
+    return _append(rows, pool, suffix=suffix)
 
 
 class _InActor:
@@ -174,7 +175,7 @@ class _InActor:
         return self._stage(rows)
 
 
-def _append(rows: Dataset, pool: Pool) -> Dataset:
+def _append(rows: Dataset, pool: Pool, *, suffix: str = "") -> Dataset:
     """Rows behind another stage."""
     import ray
     from ray.data import ActorPoolStrategy
@@ -187,8 +188,8 @@ def _append(rows: Dataset, pool: Pool) -> Dataset:
     if pool.accelerator_type is not None:
         options["accelerator_type"] = pool.accelerator_type
     return rows.map_batches(
-        # Ray Data's statistics have its name.
-        type(pool.make_stage.func.__name__, (_InActor,), {}),
+        # Ray Data's statistics have its name, and only the first stage of a name.
+        type(pool.make_stage.func.__name__ + suffix, (_InActor,), {}),
         fn_constructor_args=(ray.cloudpickle.dumps(pool.make_stage),),
         batch_size=None,  # a block, which is one row
         batch_format="numpy",
