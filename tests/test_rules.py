@@ -90,10 +90,6 @@ def test_a_flag_without_an_effect_is_refused(argv, others, needed):
         ),
         (("--engine", "ray", "--max_failures", "1"), "resume or --max_failures", "never"),
         (ONLINE[:1], "engine or --online_preprocessing", "composer"),
-        (
-            (*ONLINE, "--remote_files", "stream"),
-            *("remote_files or --online_preprocessing", "stream"),
-        ),
         ((*SUBJECT, "--latents", "precomputed"), "latents or --task", "precomputed"),
         ((*SUBJECT, "--train", "vae"), "train or --task", "vae"),
         ((*SUBJECT, "--num_workers", "1"), "num_workers or --task", 1),

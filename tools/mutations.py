@@ -34,13 +34,11 @@ LEFT_OUT_FILES = {
     "measure/gpu_monitor.py": "needs a GPU",
     "measure/nvml.py": "needs a GPU",
     "doctor/gpus.py": "needs a GPU",
-    "engines/ray*.py": "tests marked ray",
+    "engines/ray.py": "tests marked ray",
     "launch/ray_*.py": "tests marked ray",
     "ranks/ray_cluster.py": "tests marked ray",
-    "state/ray_storage.py": "tests marked ray",
     "tasks/ray_feed.py": "tests marked ray",
-    "tasks/encode/ray_*.py": "tests marked ray",
-    "tasks/encode/online.py": "tests marked ray",
+    "tasks/encode/ray_stream.py": "tests marked ray",
 }
 LEAST_OF_ROOM = 3
 # Annotations and decorators; arguments about the look of something or a check.

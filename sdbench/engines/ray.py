@@ -1,6 +1,6 @@
 """The engine `ray`: PyTorch Lightning's trainer, in ranks that Ray Train has started.
 
-`sdbench.launch.ray_job` starts the ranks. A single rank does without Ray here.
+`sdbench.launch.ray_job` starts the ranks; nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
 from sdbench.engines.device_batches import Batches, MicroBatch, make_batches, split_batch
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
-from sdbench.engines.sharding import begin_microbatch
+from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, find_device, reset_peak_memory
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
@@ -52,10 +53,17 @@ def fit(
     microbatches = MicroBatches(batches, training)
     handlers = contextlib.ExitStack()
     model = Diffusion(training, batches, handlers=handlers, scaler=scaler)
+    plugins: list[Any] = []
+    if scaler is not None:
+        plugins.append(MixedPrecision("16-mixed", device.type, scaler))
+    strategy = SingleDeviceStrategy(device)
+    if ranks.world_size > 1:
+        strategy = RanksStrategy(config)
+        plugins.append(RanksEnvironment(ranks))
     with _quiet_lightning():
         trainer = lightning.Trainer(
-            strategy=_make_strategy(config, ranks=ranks, device=device),
-            plugins=_make_plugins(scaler, device=device, ranks=ranks),
+            strategy=strategy,
+            plugins=plugins,
             accumulate_grad_batches=microbatches.num_per_step,
             max_epochs=1,  # an epoch of Lightning is the run
             min_epochs=0,
@@ -93,27 +101,76 @@ def _quiet_lightning() -> Iterator[None]:
         yield
 
 
-def _make_strategy(config: EngineConfig, *, ranks: Ranks, device: torch.device) -> Strategy:
-    if ranks.world_size == 1:
-        return SingleDeviceStrategy(device)
-    from sdbench.engines.ray_strategies import ConfiguredDDPStrategy, ShardedStrategy
+class RanksEnvironment(LightningEnvironment):
+    """Tells Lightning the rank of this process; nodes may have different numbers of ranks.
 
-    if config.sharding in FSDP:
-        return ShardedStrategy()
-    return ConfiguredDDPStrategy(config)
+    Lightning would compute them from devices and nodes.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: Lightning starts no ranks."""
+        return True
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ranks.world_size
+
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self._ranks.rank
+
+    def local_rank(self) -> int:
+        """Rank of this process on its node."""
+        return self._ranks.local_rank
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing."""
+
+    def teardown(self) -> None:
+        """Do nothing: the process goes on with its rank."""
 
 
-def _make_plugins(
-    scaler: torch.amp.GradScaler | None, *, device: torch.device, ranks: Ranks
-) -> list[Any]:
-    plugins: list[Any] = []
-    if scaler is not None:
-        plugins.append(MixedPrecision("16-mixed", device.type, scaler))
-    if ranks.world_size > 1:
-        from sdbench.engines.ray_strategies import RanksEnvironment
+class RanksStrategy(DDPStrategy):
+    """DDP with the options of the config, or a model that FSDP2 has sharded.
 
-        plugins.append(RanksEnvironment(ranks))
-    return plugins
+    Ray's `RayFSDPStrategy` is for FSDP1, which needs a GPU and keeps weights in flat tensors: its
+    checkpoints would fit no other engine. FSDP2 averages gradients by itself.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._is_sharded = config.sharding in FSDP
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that this rank has chosen."""
+        return find_device()
+
+    def configure_ddp(self) -> None:
+        """Wrap the model for DDP."""
+        if not self._is_sharded:
+            super().configure_ddp()
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return make_ddp(model, config=self._config)
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: `make_ddp` has registered those of the config."""
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        """The context of each micro-batch of a step but the last."""
+        if self._is_sharded or self._config.grad_sync == "every":
+            return contextlib.nullcontext()
+        return super().block_backward_sync()
 
 
 class MicroBatches:

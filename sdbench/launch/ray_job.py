@@ -37,8 +37,6 @@ from sdbench.settings.setting import declarations
 PATIENCE_S = 30.0
 # A rank that has failed first writes the record.
 WRITTEN_WITHIN_S, WRITTEN_PERIOD_S = 3.0, 0.2
-# Between two looks for the head of the cluster.
-HEAD_PERIOD_S = 5.0
 # A head may be started again meanwhile. After 60 s Ray would end this process without a reason.
 HEAD_PATIENCE_S = 30.0
 
@@ -154,7 +152,7 @@ class _Driver:
         self._trainer = trainer
         self._heard = Heard("", 0, None)
         self._collecting: Any = None  # the desk's answer, while it is not there yet
-        self._head_seen_s = self._looked_for_head_s = time.monotonic()
+        self._head_seen_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -213,18 +211,14 @@ class _Driver:
 
     def _has_lost_head(self) -> bool:
         """Return True if the head of the cluster has not answered for too long."""
-        now_s = time.monotonic()
-        if now_s < self._looked_for_head_s + HEAD_PERIOD_S:
-            return False
-        self._looked_for_head_s = now_s
         address = ray_cluster.head_address()
         with contextlib.suppress(OSError):
             ray_cluster.knock(address)
-            self._head_seen_s = now_s
-        is_lost = now_s > self._head_seen_s + HEAD_PATIENCE_S
-        if is_lost:
-            self._error = RunError(f"no answer from its head at {address}")
-        return is_lost
+            self._head_seen_s = time.monotonic()
+        if time.monotonic() < self._head_seen_s + HEAD_PATIENCE_S:
+            return False
+        self._error = RunError(f"no answer from its head at {address}")
+        return True
 
     def _tell_of_wait(self) -> None:
         import ray

@@ -8,7 +8,7 @@ from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
 from sdbench.settings.measuring import RunSettings
-from sdbench.settings.online import NOT_STREAMED, ActorSettings, OnlineSettings
+from sdbench.settings.online import ActorSettings, OnlineSettings
 from sdbench.settings.ray import RAY, UNDER_RAY, RaySettings
 from sdbench.settings.setting import setting, shared
 from sdbench.settings.training import ModelSettings
@@ -57,7 +57,6 @@ class FeedSettings(RayFeedSettings, DataSettings):
             "text_embedding_dim": ((TEXT_EMBEDDING_DIM,), "captions are encoded by --model_name"),
             "latents": ((ONLINE,), "Ray Data encodes pictures"),
             "streams": ((None,), "Ray Data reads the pictures of one data set"),
-            "remote_files": NOT_STREAMED,
         },
     )
     num_workers: int | None = setting(

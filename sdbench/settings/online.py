@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from sdbench.settings.data import COPY, ONLINE, DataSettings
+from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, RESOURCES, SWITCH, TEXT
 from sdbench.settings.ray import RAY, UNDER_RAY
 from sdbench.settings.setting import Beside, setting
@@ -13,7 +13,6 @@ from sdbench.settings.setting import Beside, setting
 ANY = "any"
 # data.py and precompute have no --online_preprocessing: their engine is Ray Data.
 IN_ACTORS = (Beside(("online_preprocessing",)), UNDER_RAY)
-NOT_STREAMED = ((COPY,), "each actor of Ray Data reads any samples, and streams are read in order")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,6 @@ class OnlineSettings(ActorSettings, DataSettings):
             "engine": ((RAY,), "Ray Data encodes for ranks that Ray Train starts"),
             "latents": ((ONLINE,), "latents that are precomputed need no encoders"),
             "num_workers": ((None, 0), "actors of Ray Data read the samples"),
-            "remote_files": NOT_STREAMED,
             "streams": ((None,), "the shares of several streams are drawn in the training process"),
         },
     )

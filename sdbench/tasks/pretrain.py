@@ -122,14 +122,13 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
     if not config.online_preprocessing:
         return data.build(plan.source)
     from sdbench.ranks import ray_cluster
-    from sdbench.tasks.encode import online
+    from sdbench.tasks.encode.online import OnlineLoader
 
     ray_cluster.connect(config.ray_address)
-    return online.build(
+    return OnlineLoader(
         plan.source,
         config,
         architecture=plan.architecture,
-        encoder_dtype=config.encoder_dtype,
         weights_seed=weights_seed,
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,

@@ -10,8 +10,8 @@ import itertools
 import math
 import os
 import re
-import threading
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
@@ -24,14 +24,14 @@ from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.statistics.intervals import Interval, within_run_interval
-from sdbench.tasks.encode.online import EncodeStage
+from sdbench.tasks.encode.online import EncodeStage, OnlineLoader
 from sdbench.tasks.encode.ray_stages import DecodeStage
+from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT, encoder_resources
 from sdbench.tasks.training import RAY_DATA_NAME
 
 if TYPE_CHECKING:
     from sdbench.run.task import Run
     from sdbench.settings.feed import FeedSettings
-    from sdbench.tasks.encode.online import OnlineLoader
 
 # Batches that wait at a trainer: the one it takes, and the next one.
 NUM_AT_TRAINER = 2
@@ -66,8 +66,6 @@ def check(settings: FeedSettings, ranks: Ranks) -> None:
 
 def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
     """The fastest type for the encoders."""
-    from sdbench.tasks.encode.ray_stream import encoder_resources
-
     ray_cluster.connect(settings.ray_address)
     on_gpu = "GPU" in encoder_resources(settings)
     return machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=True)
@@ -75,8 +73,6 @@ def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
 
 def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
     """Batches that may be ready or in flight before they are requested."""
-    from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT
-
     num_actors = settings.num_decoders + settings.num_encoders
     num_rows = (settings.prefetch_factor + NUM_IN_FLIGHT) * num_actors
     return math.ceil(num_rows / num_trainers) + NUM_AT_TRAINER
@@ -118,16 +114,13 @@ def measure(
 
     The folder of the run gets Ray Data's statistics of its stages.
     """
-    from sdbench.tasks.encode import online
-
     num_warmup, num_batches = settings.num_warmup_batches, settings.num_batches
     num_stored = count_stored_batches(settings, num_trainers=ranks.world_size)
     ray_cluster.connect(settings.ray_address)
-    loader = online.build(
+    loader = OnlineLoader(
         source,
         settings,
         architecture=_architecture(settings),
-        encoder_dtype=settings.encoder_dtype,
         weights_seed=settings.seed,
         ranks=ranks,
         # The stages have work until the last measured batch.
@@ -178,51 +171,51 @@ class StageTime(NamedTuple):
 def read_stages(text: str) -> dict[str, StageTime]:
     """The stages, by class name, in Ray Data's statistics of a stream.
 
-    They have the rows that a stage has made, and how many a single actor makes in a second.
+    They have the rows that a stage has made, and how many a single actor makes in a second. Actors
+    that take turns are a stage each.
     """
-    stages = {}
-    for part in text.split("\nOperator ")[1:]:
-        name = re.match(r"\d+ MapBatches\((\w+)\):", part)
+    stages: dict[str, StageTime] = {}
+    for part in re.split(r"^Operator ", text, flags=re.MULTILINE)[1:]:
+        name = re.match(r"\d+ .*MapBatches\((\w+?)\d*\):", part)
         rows = re.search(r"Total output num rows: (\d+) rows", part)
         rate = re.search(r"Estimated single task throughput: ([0-9.e+-]+) rows/s", part)
         if name and rows and rate and float(rate[1]) > 0:
-            stages[name[1]] = StageTime(int(rows[1]), int(rows[1]) / float(rate[1]))
+            before = stages.get(name[1], StageTime(0, 0.0))
+            num_rows = int(rows[1])
+            stages[name[1]] = StageTime(
+                before.num_rows + num_rows, before.busy_s + num_rows / float(rate[1])
+            )
     return stages
 
 
 class _InStep:
-    """A loader that yields a batch when all ranks have theirs; counts them in `num_batches`."""
+    """A loader that yields a batch when all ranks have theirs, and samples the stages meanwhile."""
 
     def __init__(self, loader: OnlineLoader, ranks: Ranks, *, sampled: Collection[int]) -> None:
+        """Sample after the batches with these numbers, from 1."""
         self._loader = loader
         self._ranks = ranks
         self._sampled = sampled if ranks.rank == 0 else ()
+        # In a thread: the answer takes time, for which no step should wait.
+        self._thread = ThreadPoolExecutor(1)
+        self._samples: list[Future[dict[str, StageTime]]] = []
+        self.stats = loader.stats
         self.num_batches = 0
-        self._samples: list[dict[str, StageTime]] = []
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def stats(self) -> Any:
-        return self._loader.stats
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             distributed.maximum_on_hosts(0, self._ranks)  # waits for all
             self.num_batches += 1
             if self.num_batches in self._sampled:
-                # In a thread: the answer takes time, for which no step should wait.
-                self._threads.append(threading.Thread(target=self._sample, daemon=True))
-                self._threads[-1].start()
+                self._samples.append(self._thread.submit(self._sample))
             yield batch
+
+    def _sample(self) -> dict[str, StageTime]:
+        return read_stages(self._loader.describe_stream() or "")
 
     def samples(self) -> list[dict[str, StageTime]]:
         """The stages at the sampled batches, in order; on the first rank."""
-        for thread in self._threads:
-            thread.join()
-        return sorted(self._samples, key=lambda stages: sum(s.num_rows for s in stages.values()))
-
-    def _sample(self) -> None:
-        self._samples.append(read_stages(self._loader.describe_stream() or ""))
+        return [sample.result() for sample in self._samples]
 
 
 def _summarize(
@@ -272,16 +265,16 @@ def _rate_of_one(
     times: Sequence[StageTime], *, images_per_row: int
 ) -> tuple[float | None, Interval | None]:
     """Images/s of one busy actor in the window, with an interval; None if too little was made."""
-    if len(times) < 2 or times[-1].num_rows == times[0].num_rows:
-        return None, None
     parts = [
-        (later.busy_s - earlier.busy_s) / (later.num_rows - earlier.num_rows)
+        StageTime(later.num_rows - earlier.num_rows, later.busy_s - earlier.busy_s)
         for earlier, later in itertools.pairwise(times)
         if later.num_rows > earlier.num_rows
     ]
-    num_rows = times[-1].num_rows - times[0].num_rows
-    rate = images_per_row * num_rows / (times[-1].busy_s - times[0].busy_s)
-    return rate, within_run_interval(parts, images_per_step=images_per_row)
+    if not parts:
+        return None, None
+    rate = images_per_row * sum(p.num_rows for p in parts) / sum(p.busy_s for p in parts)
+    seconds_per_row = [part.busy_s / part.num_rows for part in parts]
+    return rate, within_run_interval(seconds_per_row, images_per_step=images_per_row)
 
 
 def _architecture(settings: FeedSettings) -> Architecture:

@@ -251,6 +251,8 @@ def test_a_command_on_ray_runs_as_it_stands(command, workplace):
     ranks = re.search(r"--num_ray_workers (\d+)", command)
     assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
     assert record["ranks"]["world_size"] == (int(ranks[1]) if ranks else 1)
+    if command.startswith("python benchmark.py "):
+        assert record["summary"]["startup"]["seconds"]["launcher"] > 0
 
 
 @pytest.fixture

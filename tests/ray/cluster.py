@@ -90,14 +90,7 @@ class RayCluster:
     def start(
         self, command: Sequence[str], log: Path, *, node: int = 0, **environment: str
     ) -> subprocess.Popen:
-        """Start a program on a node.
-
-        Args:
-            command: The program and its arguments.
-            log: For what it prints.
-            node: Index of the node.
-            environment: Variables beside those of this process.
-        """
+        """Start a program on a node, with variables beside those of this process."""
         with log.open("wb") as output:
             program = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{self.namespaces[node]}", *command],
@@ -129,32 +122,21 @@ class RayCluster:
                     found.append(process)
         return found
 
-    def kill_raylet(self, node: int) -> None:
-        """Kill a node's raylet, and wait for the end of its workers, which Ray sees to."""
-        (raylet,) = self.processes(node, RAYLET)
-        raylet.kill()
-        wait_for(lambda: not self.processes(node, WORKER), what=f"the end of node {node}")
-        self.kill_node(node)  # what reads the logs lives on
-
     def kill_node(self, node: int, *, spare: Sequence[int] = ()) -> None:
         """Kill all processes of a node at once, as if its machine were switched off.
 
-        Args:
-            node: Index of the node.
-            spare: Ids of processes that live on, with their children.
+        Processes with an id in `spare`, and their children, live on.
         """
         spared = set(spare)
         for pid in spare:
             spared |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
-        def living() -> list[psutil.Process]:
-            return [each for each in self.processes(node) if each.pid not in spared]
-
         def kill_all() -> bool:
-            for process in living():
+            living = [each for each in self.processes(node) if each.pid not in spared]
+            for process in living:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            return not living()
+            return not living
 
         wait_for(kill_all, what=f"the end of node {node}")
 
@@ -163,12 +145,7 @@ class RayCluster:
 def make_cluster(
     resources: Sequence[Mapping[str, float]], *, num_cpus: int = 2
 ) -> Iterator[RayCluster]:
-    """A cluster that lasts as long as the context.
-
-    Args:
-        resources: Custom resources of each node, of the head first.
-        num_cpus: How many each node claims to have.
-    """
+    """A cluster that lasts as long as the context; see `RayCluster`."""
     # The paths of Ray's sockets, which are below it, have to be shorter than 108 bytes.
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     with make_nodes(len(resources)) as names:
@@ -189,11 +166,7 @@ def wait_for(
     within_s: float = END_WITHIN_S,
     log: Path | None = None,
 ) -> None:
-    """Wait until something is so.
-
-    Raises:
-        AssertionError: It is not so in time; says what, and what a log has.
-    """
+    """Wait until something is so; an AssertionError says what was not in time."""
     end_s = time.monotonic() + within_s
     while not is_so():
         said = "" if log is None else f":\n{log.read_text(errors='replace')}"

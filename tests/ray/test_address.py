@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
 import benchmark
 from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S, describe_job_stop
 from tests.ports import free_port
+from tests.ray.conftest import ADDRESS_LEFT
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
@@ -33,31 +29,9 @@ def test_nobody_at_the_address(by_variable, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.ray
-def test_a_cluster_that_runs_here_is_not_joined_unasked():
+def test_a_cluster_that_runs_here_is_not_joined_unasked(address_here):
     """`ray start` leaves its address in a file, which Ray reads where it is given none."""
-    repository = Path(__file__).parents[2]
-    lines = [
-        "from sdbench.ranks import ray_cluster",
-        "ray_cluster.connect(None)",
-        "import ray",
-        "print('head', ray.get_runtime_context().gcs_address)",
-        "ray.shutdown()",
-    ]
-    # The paths of Ray's sockets have to be short.
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        (Path(folder) / "ray").mkdir()
-        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(lines)],
-            cwd=repository,
-            env={**os.environ, "RAY_TMPDIR": folder},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (address,) = (line for line in done.stdout.splitlines() if line.startswith("head "))
-    assert not address.endswith(":9")
+    assert address_here != ADDRESS_LEFT
 
 
 def test_a_job_that_ray_would_kill_after_3_s_is_told_so():

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import data as script
+from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_feed
+from sdbench.settings.feed import FeedSettings
+from sdbench.tasks import ray_feed
 from sdbench.tasks.ray_feed import read_stages
 from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
-from tests.refusals import printed_refusal
+from tests.refusals import printed_refusal, refused
 from tests.schemas import validate
 
-pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[2]
 TINY = ("--engine", "ray", "--model_name", "tiny", "--image_size", "64")
 NUM_STEPS, STEP_S = 20, 0.1
 
 
-def run(tmp_path: Path, *argv: str, expects: int = 0) -> str:
-    """Run data.py, and return what it printed."""
-    results = ("--results_dir", str(tmp_path / "runs"))
-    command = [sys.executable, str(ROOT / "data.py"), *argv, *results]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == expects, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path):
+@pytest.mark.ray
+def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path, capsys, on_cluster):
     datasets.write_parquet(tmp_path / "pictures")
-    output = run(
-        tmp_path,
-        *(*TINY, "--remote", str(tmp_path / "pictures"), "--batch_size", "4"),
-        *("--num_ray_workers", "2", "--num_decoders", "2", "--num_encoders", "1"),
-        *("--num_batches", str(NUM_STEPS), "--emulate_step_seconds", str(STEP_S)),
-    )
+    argv = (*TINY, "--remote", str(tmp_path / "pictures"), "--batch_size", "4")
+    argv += ("--num_ray_workers", "2", "--num_decoders", "2", "--num_encoders", "1")
+    argv += ("--num_batches", str(NUM_STEPS), "--emulate_step_seconds", str(STEP_S))
+    code = script.main([*argv, "--results_dir", str(tmp_path / "runs")])
+    output = "".join(capsys.readouterr())
+    assert code == 0, output
     (path,) = (tmp_path / "runs").glob("*/record.json")
     record = load_record(path)
     validate(record)
@@ -62,22 +51,24 @@ def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path):
         assert stages[f"num_{worker}s_for_target"] == math.ceil(40 / rate)
     assert summary["ms_per_image"]["decode"] > 0
     assert read_stages((path.parent / RAY_DATA_NAME).read_text()).keys() == {
-        "OrderStage",
         "DecodeStage",
         "EncodeStage",
     }
     assert format_feed(record) in output
 
 
-def test_a_batch_that_the_trainers_cannot_share_is_refused(tmp_path):
-    output = run(
-        tmp_path,
-        *(*TINY, "--use_synth_data", "--batch_size", "3", "--num_ray_workers", "2"),
-        expects=2,
-    )
-    (line,) = (line for line in output.splitlines() if line.startswith("error: "))
-    assert printed_refusal(line).flag == "--batch_size or --num_ray_workers"
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"batch_size": 3}, "--batch_size or --num_ray_workers"),
+        ({"max_seconds": 1.0}, "--max_seconds or --num_ray_workers"),
+    ],
+)
+def test_what_two_trainers_cannot_do_is_refused(options, flag, monkeypatch):
+    monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
+    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    with refused(flag):
+        ray_feed.check(FeedSettings(engine="ray", **options), ranks)
 
 
 @pytest.mark.parametrize(
@@ -106,3 +97,13 @@ def test_another_launcher_is_refused(capsys, monkeypatch):
 def test_without_ray_its_flags_are_refused(flag, capsys):
     assert script.main(["--use_synth_data", flag]) == 2
     assert printed_refusal(capsys.readouterr().err).value in (2, "tiny")
+
+
+def test_actors_that_take_turns_are_one_stage():
+    text = "".join(
+        f"Operator {number} ReadNumbers->MapBatches(DecodeStage{number}): 1 tasks executed\n"
+        f"* Total output num rows: {num_rows} rows\n"
+        f"\t* Estimated single task throughput: {rate} rows/s\n"
+        for number, (num_rows, rate) in enumerate([(6, 2.0), (5, 2.5)])
+    )
+    assert read_stages(text) == {"DecodeStage": (11, 5.0)}

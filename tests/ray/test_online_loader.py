@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -20,21 +22,21 @@ from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.online import OnlineSettings
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
-from tests.ray.processes import find_workers
+from tests.data.s3_server import BUCKET
 
-pytestmark = pytest.mark.ray
-
+TINY = resolve_architecture("tiny", revision=None, random_weights=False)[0]
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
 NUM_BATCHES = datasets.NUM_SAMPLES // BATCH_SIZE  # of an epoch: 6
 ENCODER = "EncodeStage"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """A Ray cluster of this machine."""
-    ray_cluster.connect(None)
+@pytest.fixture(scope="module")
+def cluster(address_here):
+    """Join the Ray cluster of this machine."""
+    ray_cluster.connect(address_here)
     import ray
 
     yield
@@ -46,9 +48,7 @@ def encoder():
     """The encoders of the tests, in this process."""
     from sdbench.tasks.encode.encoder import Encoder
 
-    return Encoder(
-        tiny(), sample_type=SampleType.MOMENTS, encoder_dtype="fp32", seed=3, device="cpu"
-    )
+    return Encoder(TINY, sample_type=SampleType.MOMENTS, encoder_dtype="fp32", seed=3, device="cpu")
 
 
 @pytest.fixture
@@ -59,11 +59,7 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path / "data"
 
 
-def tiny():
-    return resolve_architecture("tiny", revision=None, random_weights=False)[0]
-
-
-def source_of(place: Path | None, **changes) -> SourceConfig:
+def source_of(place: Path | str | None, **changes) -> SourceConfig:
     options = {
         "data_format": "parquet",
         "remote": None if place is None else str(place),
@@ -76,15 +72,19 @@ def source_of(place: Path | None, **changes) -> SourceConfig:
 
 
 def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **settings):
-    from sdbench.tasks.encode import online
+    from sdbench.tasks.encode.online import OnlineLoader
 
-    return online.build(
+    options = {
+        "model_name": "tiny",
+        "online_preprocessing": True,
+        "online_encoder_batch_size": ENCODER_BATCH_SIZE,
+        "encoder_resources": {"CPU": 1.0},
+        "encoder_dtype": "fp32",
+    }
+    return OnlineLoader(
         source,
-        OnlineSettings(
-            online_preprocessing=True, online_encoder_batch_size=ENCODER_BATCH_SIZE, **settings
-        ),
-        architecture=tiny(),
-        encoder_dtype="fp32",
+        BenchmarkConfig(**{**options, **settings}),
+        architecture=TINY,
         weights_seed=3,
         ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
         num_batches=num_batches,
@@ -96,25 +96,17 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
     loader = data.build(source)
     encoded = []
     for batch in (batch for _ in range(num_epochs) for batch in loader):
-        parts = [
-            (
-                encoder.encode_images(images, indices=range(len(images))),
-                encoder.encode_captions(input_ids),
-            )
-            for images, input_ids in zip(
-                batch["image"].split(ENCODER_BATCH_SIZE),
-                batch["input_ids"].split(ENCODER_BATCH_SIZE),
-                strict=True,
-            )
-        ]
-        moments, texts = (
-            torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)
+        images, input_ids = (
+            batch[name].split(ENCODER_BATCH_SIZE) for name in ("image", "input_ids")
         )
+        moments = [encoder.encode_images(part, indices=range(len(part))) for part in images]
+        mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
+        texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
         encoded.append(
             {
-                "latent_mean": moments[:, :4],
-                "latent_logvar": moments[:, 4:],
-                "text_embedding": texts,
+                "latent_mean": mean,
+                "latent_logvar": logvar,
+                "text_embedding": torch.from_numpy(texts),
             }
         )
     return encoded
@@ -134,20 +126,31 @@ def read(loader, *, num_epochs: int) -> list[dict]:
     return batches
 
 
-def test_two_epochs_and_a_resume_within_the_first(place, encoder):
-    source = source_of(place, crop="random", horizontal_flip_probability=0.5)
-    expected = encode_here(encoder, source, num_epochs=2)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_two_epochs_and_a_resume_within_the_first(
+    is_streamed, place, tmp_path, encoder, stream_here
+):
+    changes = {"crop": "random", "horizontal_flip_probability": 0.5}
+    source = source_of(place, **changes)
+    if is_streamed:
+        datasets.write_tars(tmp_path / "tars")
+        sizes = tmp_path / "sizes.json"
+        sizes.write_text(json.dumps(datasets.TAR_SIZES))
+        place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
+        changes |= {"remote_files": "stream", "tar_sizes": str(sizes)}
+        source = source_of(place, data_format="webdataset", **changes)
+    as_workers = dataclasses.replace(source, num_workers=2)
+    expected = encode_here(encoder, as_workers, num_epochs=2)
     loader = open_loader(source, num_decoders=2)
     batches, states = [], []
     for _ in range(2):
         for batch in loader:
             batches.append(batch)
             states.append(loader.state_dict())
-    loader.close()
     assert same(batches, expected)
     assert loader.num_images_delivered == 2 * NUM_BATCHES * BATCH_SIZE
     # What a stream gives behind the number of batches it was planned with, and behind a resume.
-    resumed = open_loader(source, num_batches=5)
+    resumed = open_loader(source, num_batches=5, num_decoders=2)
     resumed.load_state_dict(states[3])
     assert same(read(resumed, num_epochs=2), expected[4:])
     assert resumed.state_dict() == states[-1]
@@ -162,7 +165,7 @@ def test_two_epochs_and_a_resume_within_the_first(place, encoder):
         ("mds", {"shuffle": False}),
     ],
 )
-def test_every_format(tmp_path, encoder, data_format, changes):
+def test_every_format(tmp_path, encoder, data_format, changes, stream_here):
     place = None
     if data_format != "synthetic":
         place = tmp_path / "data"
@@ -171,56 +174,11 @@ def test_every_format(tmp_path, encoder, data_format, changes):
     assert same(read(open_loader(source), num_epochs=1), encode_here(encoder, source, num_epochs=1))
 
 
-def test_an_encoder_that_is_killed_changes_nothing(place, encoder):
-    source = source_of(place)
-    loader = open_loader(source)
-    batches = []
-    for batch in loader:
-        batches.append(batch)
-        if len(batches) == 2:
-            (pid,) = find_workers(ENCODER)
-            os.kill(pid, signal.SIGKILL)
-    loader.close()
-    assert find_workers(ENCODER) != [pid]
-    assert same(batches, encode_here(encoder, source, num_epochs=1))
-    assert loader.stats.num_failed_blocks == 0
-
-
-def test_the_stages_wait_for_the_trainer():
-    source = source_of(None, data_format="synthetic", num_images=1000 * BATCH_SIZE)
-    loader = open_loader(source, num_batches=1000)
-    batches = iter(loader)
-    next(batches)
-
-    def num_encoded() -> int:
-        stage = loader.describe_stream().partition(f"MapBatches({ENCODER})")[2]
-        return int(re.search(r"Total output num rows: (\d+) rows", stage)[1])
-
-    found = [num_encoded()]
-    while len(found) < 2 or found[-1] != found[-2]:
-        time.sleep(5)
-        found.append(num_encoded())
-    loader.close()
-    # What waits is bounded by memory; Ray Data lets every stage have a few batches more.
-    assert found[-1] < 50
-
-
-def test_an_encoder_that_is_stuck_ends_the_run(place):
-    loader = open_loader(source_of(place, data_timeout_s=120.0), num_batches=100)
-    batches = iter(loader)
-    next(batches)
-    loader._config = dataclasses.replace(loader._config, data_timeout_s=3.0)
-    (pid,) = find_workers(ENCODER)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(RunError, match="gave no batch for 3 s"):
-            list(batches)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_bad_samples_are_counted_and_replaced_as_in_the_training_process(
-    tmp_path, monkeypatch, encoder
+    tmp_path,
+    monkeypatch,
+    encoder,
+    stream_here,
 ):
     def make(index: int) -> bytes:
         return b"no picture" if index in (7, 20) else datasets.make_ramp_png(index)
@@ -235,7 +193,7 @@ def test_bad_samples_are_counted_and_replaced_as_in_the_training_process(
         read(open_loader(dataclasses.replace(source, on_bad_sample="error")), num_epochs=1)
 
 
-def test_a_damaged_file_is_an_error_unless_allowed(place, encoder):
+def test_a_damaged_file_is_an_error_unless_allowed(place, encoder, stream_here):
     source = source_of(place, shuffle=False)
     expected = encode_here(encoder, source, num_epochs=1)
     _, file = sorted(place.iterdir())  # samples 30 to 48, in batches 3 to 5
@@ -251,6 +209,81 @@ def test_a_damaged_file_is_an_error_unless_allowed(place, encoder):
     assert loader.num_images_delivered == NUM_BATCHES * BATCH_SIZE
 
 
+def find_encoders() -> list[int]:
+    """Process ids of the encoders below this process."""
+    found = []
+    for worker in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            if f"({ENCODER})" in "".join(worker.cmdline()):
+                found.append(worker.pid)
+    return found
+
+
+@pytest.mark.ray
+def test_decoders_stream_each_file_once_and_a_killed_encoder_changes_nothing(
+    cluster,
+    s3,
+    place,
+    encoder,
+):
+    num_stored = sum(path.stat().st_size for path in place.iterdir())
+    s3.upload(place, place.parent.name)
+    # As from a web server: the cluster's processes have no credentials.
+    for path in place.iterdir():
+        key = f"{place.parent.name}/{path.name}"
+        s3.client().put_object_acl(Bucket=BUCKET, Key=key, ACL="public-read")
+    url = f"{s3.url}/{BUCKET}/{place.parent.name}/{{0..1}}.parquet"
+    source = source_of(url, remote_files="stream")
+    expected = encode_here(encoder, dataclasses.replace(source, num_workers=2), num_epochs=2)
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    copies = set(cache.rglob("*"))
+    loader = open_loader(source, num_decoders=2)
+    s3.behave()
+    batches = []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == 2:
+                (pid,) = find_encoders()
+                os.kill(pid, signal.SIGKILL)
+    # Of both decoders, each of which is a stage to Ray Data.
+    assert read_stages(loader.describe_stream())["DecodeStage"].num_rows == 2 * NUM_BATCHES
+    loader.close()
+    assert find_encoders() != [pid]
+    assert same(batches, expected)
+    assert loader.stats.num_failed_blocks == 0
+    # In each of two epochs once, and once more where a cut between the lanes goes through a file.
+    assert 0 < s3.num_bytes < 3 * num_stored
+    assert set(cache.rglob("*")) == copies
+
+
+@pytest.mark.ray
+def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(cluster):
+    source = source_of(None, data_format="synthetic", num_images=1000 * BATCH_SIZE)
+    loader = open_loader(source, num_batches=1000)
+    batches = iter(loader)
+    next(batches)
+
+    def num_encoded() -> int:
+        return read_stages(loader.describe_stream())[ENCODER].num_rows
+
+    found = [num_encoded()]
+    while len(found) < 2 or found[-1] != found[-2]:
+        time.sleep(5)
+        found.append(num_encoded())
+    # What waits is bounded by memory; Ray Data lets every stage have a few batches more.
+    assert found[-1] < 50
+    loader._end._timeout_s = 3.0
+    (pid,) = find_encoders()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RunError, match="gave no batch for 3 s"):
+            list(batches)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -259,6 +292,7 @@ def test_a_damaged_file_is_an_error_unless_allowed(place, encoder):
         ({"encoder_accelerator_type": "A10G"}, "accelerator_type:A10G"),
     ],
 )
-def test_a_cluster_that_is_too_small_is_told(place, settings, told):
+def test_a_cluster_that_is_too_small_is_told(cluster, settings, told):
+    source = source_of(None, data_format="synthetic", num_images=BATCH_SIZE)
     with pytest.raises(RunError, match=told):
-        read(open_loader(source_of(place), **settings), num_epochs=1)
+        read(open_loader(source, **settings), num_epochs=1)

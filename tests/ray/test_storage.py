@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import types
 
-import pytest
-
 from sdbench.state.checkpoint import ALONE
 from sdbench.state.ray_storage import RayStorage
 from tests.state.states import make_checkpoints, names, save
-
-pytestmark = pytest.mark.ray
 
 
 def test_a_checkpoint_stays_until_a_slow_store_has_it(tmp_path, monkeypatch):

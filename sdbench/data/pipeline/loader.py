@@ -313,10 +313,18 @@ def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> Checked
     """
     # The number of samples at a URL is not always known before.
     check_enough_samples(config, num_samples=batches.num_samples)
+    return CheckedLoader(
+        Keys(batches.num_samples),
+        batches=batches,
+        order=make_order(batches, config=config),
+        config=config,
+    )
+
+
+def make_order(batches: BatchReader, *, config: SourceConfig) -> EpochOrder:
+    """Make the order of samples that can be read by number, in any order or file by file."""
     if batches.num_blocks_of_files is None or not config.shuffle:
-        order = EpochOrder(batches.blocks, config=config)
-    else:
-        order = StreamedOrder(
-            batches.blocks, num_blocks_of_files=batches.num_blocks_of_files, config=config
-        )
-    return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)
+        return EpochOrder(batches.blocks, config=config)
+    return StreamedOrder(
+        batches.blocks, num_blocks_of_files=batches.num_blocks_of_files, config=config
+    )

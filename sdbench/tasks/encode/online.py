@@ -18,21 +18,28 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.data.formats.checks import check_enough_samples
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport, GoodBatch, fill_up
-from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.data.pipeline.order import EpochOrder, Keys
+from sdbench.data.pipeline.loader import CheckedLoader, make_order
+from sdbench.data.pipeline.order import Keys
 from sdbench.data.samples import SampleType
 from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
-from sdbench.settings.online import OnlineSettings
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.feed import FeedSettings
 from sdbench.tasks.encode.encoder import Encoder, find_finite
-from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared, batch_bytes
+from sdbench.tasks.encode.ray_stages import (
+    DecodeStage,
+    Prepared,
+    batch_bytes,
+    num_lanes_of_rank,
+    open_same,
+)
 from sdbench.tasks.encode.ray_stream import (
     Failure,
     Pool,
-    Row,
     Stage,
     StreamEnd,
     encoder_pool,
@@ -41,6 +48,7 @@ from sdbench.tasks.encode.ray_stream import (
 )
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.data import Dataset
 
 
@@ -110,33 +118,66 @@ class OnlineLoader(CheckedLoader):
 
     def __init__(
         self,
+        source: SourceConfig,
+        settings: BenchmarkConfig | FeedSettings,
         *,
-        batches: BatchReader,
-        config: SourceConfig,
+        architecture: Architecture,
+        weights_seed: int,
         ranks: Ranks,
-        make_stream: Callable[[int], Dataset],
-        max_failed_blocks: int,
+        num_batches: int,
     ) -> None:
-        """Set up; the stream begins with the first iteration, when the position is known.
+        """Open the source; Ray is connected.
+
+        The stream begins with the first iteration, when the position is known.
 
         Args:
-            batches: Reader of the images, for their number, blocks and names.
-            config: The source, of this rank.
+            source: The images, of this rank.
+            settings: The actors, with the type of the encoders' weights.
+            architecture: With the encoders.
+            weights_seed: Of random weights.
             ranks: This rank; all ranks have such a loader and iterate in step.
-            make_stream: Makes the rows of all ranks in turn from a global batch on; called on the
-                first rank.
-            max_failed_blocks: Number of batches that may fail.
+            num_batches: Global batches of the run, and so of a stream.
+
+        Raises:
+            ConfigError: As `data.check`.
         """
-        order = EpochOrder(batches.blocks, config=config)
-        super().__init__(Keys(batches.num_samples), batches=batches, order=order, config=config)
+        # Samples are read elsewhere, and the encoders take uint8 pixels.
+        source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
+        batches = data.open_batches(source)
+        check_enough_samples(source, num_samples=batches.num_samples)
+        self._ordered = source
+        if source.is_streamed:
+            # Decoders have the places of loader workers in the order.
+            num_lanes = num_lanes_of_rank(
+                num_actors=settings.num_decoders, num_ranks=source.world_size
+            )
+            self._ordered = dataclasses.replace(source, num_workers=num_lanes)
+        super().__init__(
+            Keys(batches.num_samples),
+            batches=batches,
+            order=make_order(batches, config=self._ordered),
+            config=source,
+        )
         self.sample_type = SampleType.MOMENTS
-        self._epoch_order = order
+        self._settings = settings
+        self._make_encoder = functools.partial(
+            Encoder,
+            architecture,
+            sample_type=SampleType.MOMENTS,
+            encoder_dtype=settings.encoder_dtype,
+            seed=weights_seed,
+        )
         self._ranks = ranks
-        self._make_stream = make_stream
-        self._max_failed_blocks = max_failed_blocks
+        self._num_rows = num_batches * ranks.world_size
+        self._position: dict[str, Any] | None = None
         self._end: StreamEnd | None = None
         self._next_batch = self._first_batch = 0
         self._last: Batch | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, as `CheckedLoader` does."""
+        super().load_state_dict(state)
+        self._position = state
 
     def close(self) -> None:
         """End the stream; its actors end when all ranks have called this."""
@@ -150,7 +191,7 @@ class OnlineLoader(CheckedLoader):
 
     def _begin(self) -> Iterator[Batch | RunError]:
         first = self._num_in_epoch // self.batch_size
-        epoch_start = self._epoch_order.epoch * len(self)
+        epoch_start = self._order.epoch * len(self)
         for number in range(first, len(self)):
             yield self._receive(epoch_start + number)
 
@@ -158,12 +199,12 @@ class OnlineLoader(CheckedLoader):
         """This rank's part of a global batch, counted from the first epoch's first."""
         if self._next_batch != global_batch:
             self.close()
-        row = None if self._end is None else self._take()
+        row = None if self._end is None else self._end.take()
         if row is None:
             # At the beginning, and if a run takes more batches than planned.
             self.close()
-            self._open(global_batch)
-            row = self._take()
+            self._end = self._open(global_batch)
+            row = self._end.take()
         expected = (global_batch - self._first_batch) * self._ranks.world_size + self._ranks.rank
         if row is None or row.number != expected:
             raise RunError(
@@ -184,16 +225,17 @@ class OnlineLoader(CheckedLoader):
         """The batch before in place of a failed one."""
         self.stats.num_failed_blocks += 1
         sentence = f"A batch could not be prepared: {failure.reason}"
-        if self.stats.num_failed_blocks > self._max_failed_blocks:
+        if self.stats.num_failed_blocks > self._settings.max_failed_blocks:
             raise RunError(
-                f"{sentence} (--max_failed_blocks allows {self._max_failed_blocks} of them a rank)"
+                f"{sentence} (--max_failed_blocks allows {self._settings.max_failed_blocks} of "
+                "them a rank)"
             )
         if self._last is None:
             raise RunError(f"{sentence} It is the first one: no batch before can stand in for it.")
         print(f"{sentence} The one before is trained on again.", file=sys.stderr)
         return Batch(self._last.tensors, BatchReport(num_images=self.batch_size))
 
-    def _open(self, first_batch: int) -> None:
+    def _open(self, first_batch: int) -> StreamEnd:
         """Begin a stream with a global batch, on all ranks together."""
         ends: Any = None
         if self._ranks.rank == 0:
@@ -205,89 +247,52 @@ class OnlineLoader(CheckedLoader):
         ends = broadcast(ends, self._ranks)
         if isinstance(ends, RunError):
             raise ends
-        self._end = StreamEnd(ends[self._ranks.rank])
         self._next_batch = self._first_batch = first_batch
+        return StreamEnd(ends[self._ranks.rank], timeout_s=self._config.data_timeout_s)
 
-    def _take(self) -> Row | None:
-        assert self._end is not None
-        try:
-            return self._end.take(timeout_s=self._config.data_timeout_s)
-        except TimeoutError:
-            raise RunError(self._describe_silence()) from None
+    def _make_stream(self, first_batch: int) -> Dataset:
+        """Rows of all ranks in turn, from a global batch on."""
+        source, settings = self._config, self._settings
+        if source.is_streamed:
+            import ray
 
-
-def build(
-    source: SourceConfig,
-    settings: OnlineSettings,
-    *,
-    architecture: Architecture,
-    encoder_dtype: str,
-    weights_seed: int,
-    ranks: Ranks,
-    num_batches: int,
-) -> OnlineLoader:
-    """Build the loader of a rank; Ray is connected.
-
-    Args:
-        source: The images, of this rank.
-        settings: The actors.
-        architecture: With the encoders.
-        encoder_dtype: Type of their weights and arithmetic.
-        weights_seed: Of random weights.
-        ranks: This rank.
-        num_batches: Global batches of the run, and so of a stream.
-
-    Raises:
-        ConfigError: As `data.check`.
-    """
-    # Samples are read elsewhere, and the encoders take uint8 pixels.
-    source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
-    batches = data.open_batches(source)
-    make_encoder = functools.partial(
-        Encoder,
-        architecture,
-        sample_type=SampleType.MOMENTS,
-        encoder_dtype=encoder_dtype,
-        seed=weights_seed,
-    )
-
-    def make(first_batch: int) -> Dataset:
-        any_rank = dataclasses.replace(source, rank=0)
-        pools = (
-            Pool(
-                stage=OrderStage,
-                arguments={
-                    "blocks": list(batches.blocks),
-                    "config": any_rank,
-                    "first_batch": first_batch,
-                },
-            ),
-            Pool(
-                stage=DecodeStage,
-                arguments={"config": any_rank, "num_samples": batches.num_samples},
-                num_actors=settings.num_decoders,
-                resources={"CPU": 1.0},
-            ),
-            encoder_pool(
-                EncodeStage,
-                settings,
-                make_encoder=make_encoder,
-                batch_size=settings.online_encoder_batch_size,
-                is_error=source.on_bad_sample == "error",
-            ),
+            # As it is open here: no decoder asks for the sizes of all files again.
+            opened = ray.put(self._reader)
+            open_batches = functools.partial(_get_opened, opened=opened)
+        else:
+            open_batches = functools.partial(
+                open_same, config=self._ordered, num_samples=self._reader.num_samples
+            )
+        decode = functools.partial(
+            DecodeStage,
+            open_batches=open_batches,
+            config=self._ordered,
+            first_batch=first_batch,
+            position=self._position,
+        )
+        decoding = Pool(
+            decode,
+            num_actors=settings.num_decoders,
+            takes_turns=source.is_streamed,
+            resources={"CPU": 1.0},
+        )
+        encoding = encoder_pool(
+            EncodeStage,
+            settings,
+            make_encoder=self._make_encoder,
+            batch_size=settings.online_encoder_batch_size,
+            is_error=source.on_bad_sample == "error",
         )
         num_actors = settings.num_decoders + settings.num_encoders
         return make_stream(
-            pools,
-            num_rows=num_batches * ranks.world_size,
+            (decoding, encoding),
+            num_rows=self._num_rows,
             row_bytes=batch_bytes(source, source.device_batch_size),
             num_ahead=source.prefetch_factor * num_actors,
         )
 
-    return OnlineLoader(
-        batches=batches,
-        config=source,
-        ranks=ranks,
-        make_stream=make,
-        max_failed_blocks=settings.max_failed_blocks,
-    )
+
+def _get_opened(rank: int, *, opened: ObjectRef) -> BatchReader:
+    import ray
+
+    return ray.get(opened)

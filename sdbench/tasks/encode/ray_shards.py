@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Generator, Mapping, Sequence
 
@@ -41,54 +43,41 @@ class EncodePiecesStage(Stage):
         return encoded
 
 
+@dataclasses.dataclass(frozen=True)
 class EncodingOnRay:
-    """Encodes in actors of Ray Data, while this process writes."""
+    """Encodes in actors of Ray Data, while this process writes; Ray is connected.
 
-    def __init__(
-        self, job: EncodeJob, *, settings: ActorSettings, num_samples: int, num_ahead: int
-    ) -> None:
-        """Prepare; Ray is connected, and nothing is read yet.
+    Attributes:
+        job: What is to be encoded.
+        settings: The actors.
+        num_samples: Of the source, as counted here.
+        num_ahead: Approximate number of batches to keep ready.
+    """
 
-        Args:
-            job: What is to be encoded.
-            settings: The actors.
-            num_samples: Of the source, as counted here.
-            num_ahead: Approximate number of batches to keep ready.
-        """
-        self._job = job
-        self._settings = settings
-        self._num_samples = num_samples
-        self._num_ahead = num_ahead
+    job: EncodeJob
+    settings: ActorSettings
+    num_samples: int
+    num_ahead: int
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
         """Encode as `shards.Encoding` says."""
-        job, settings = self._job, self._settings
+        job, settings = self.job, self.settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
-        reading = Pool(
-            stage=ReadStage,
-            arguments={"configs": job.configs, "pieces": pieces, "num_samples": self._num_samples},
-            num_actors=settings.num_decoders,
-            resources={"CPU": 1.0},
+        read = functools.partial(
+            ReadStage, configs=job.configs, pieces=pieces, num_samples=self.num_samples
         )
+        reading = Pool(read, num_actors=settings.num_decoders, resources={"CPU": 1.0})
         stream = make_stream(
             (reading, encoder_pool(EncodePiecesStage, settings, job=job)),
             num_rows=len(pieces),
             row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
-            num_ahead=self._num_ahead,
+            num_ahead=self.num_ahead,
         )
-        timeout_s = job.configs[0].data_timeout_s
-        end = StreamEnd(stream.iterator())
+        end = StreamEnd(stream.iterator(), timeout_s=job.configs[0].data_timeout_s)
         try:
             for number in range(len(pieces)):
                 started_s = time.perf_counter()
-                try:
-                    row = end.take(timeout_s=timeout_s)
-                except TimeoutError:
-                    raise RunError(
-                        f"Ray Data gave no batch for {timeout_s:g} s: a decoder or an encoder is "
-                        "stuck, or has no place in the cluster. --data_timeout_s sets how long to "
-                        "wait."
-                    ) from None
+                row = end.take()
                 assert row is not None and row.number == number, row
                 if isinstance(row.content, Failure):
                     raise RunError(row.content.reason)

@@ -8,26 +8,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import BatchReader, GoodBatch
-from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.pipeline.loader import make_order
+from sdbench.data.pipeline.order import EpochOrder, Key, StreamedOrder
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 from sdbench.tasks.encode.ray_stream import Stage
-
-
-class RankKeys(NamedTuple):
-    """The samples of a rank's batch."""
-
-    rank: int
-    keys: list[Key]
 
 
 class Prepared(NamedTuple):
@@ -62,56 +56,84 @@ class ReadStage(Stage):
         return batch
 
 
-class OrderStage(Stage):
-    """Knows the order of the samples: row number to `RankKeys`. One actor: orders may be large."""
-
-    def __init__(self, blocks: list[int], config: SourceConfig, first_batch: int) -> None:
-        """Set up.
-
-        Args:
-            blocks: Of the data, as `Samples` has them.
-            config: The source, of any rank.
-            first_batch: Global batch of the first rows, counted from the first epoch's first.
-        """
-        # As for one rank with the whole global batch, in which the ranks' parts are side by side.
-        whole = {"rank": 0, "world_size": 1, "device_batch_size": config.global_batch_size}
-        self._order = EpochOrder(blocks, config=dataclasses.replace(config, **whole))
-        self._batches = functools.lru_cache(maxsize=1)(self._order.batches)
-        self._config = config
-        self._first_batch = first_batch
-
-    def work(self, content: int) -> RankKeys:
-        """Find the keys of a row; ranks take turns."""
-        num_ranks, size = self._config.world_size, self._config.device_batch_size
-        batch, rank = divmod(self._first_batch * num_ranks + content, num_ranks)
-        epoch, number = divmod(batch, self._order.num_samples // self._config.global_batch_size)
-        indices = self._batches(epoch)[number, rank * size : (rank + 1) * size]
-        return RankKeys(rank, [Key(epoch, index) for index in indices.tolist()])
-
-
 class DecodeStage(Stage):
-    """Reads, decodes and tokenizes: `RankKeys` to `Prepared` images with token ids."""
+    """Reads, decodes and tokenizes: row number to `Prepared` images with token ids.
 
-    def __init__(self, config: SourceConfig, num_samples: int) -> None:
+    Row b * world_size + r is the batch b of rank r.
+    """
+
+    def __init__(
+        self,
+        open_batches: Callable[[int], BatchReader],
+        config: SourceConfig,
+        first_batch: int,
+        position: dict[str, Any] | None,
+    ) -> None:
         """Open the source.
 
         Args:
-            config: The source, of any rank.
-            num_samples: Of the source, as the ranks have counted them.
+            open_batches: Opens it for a rank.
+            config: The source, of any rank; of streamed files with `num_workers` of
+                `num_lanes_of_rank`.
+            first_batch: Global batch of the first rows, counted from the first epoch's first.
+            position: Where the run was resumed, as the state of the loader has it; or None.
         """
+        self._reader_of_rank = functools.cache(open_batches)
+        self._num_batches = self._reader_of_rank(0).num_samples // config.global_batch_size
         self._config = config
-        self._reader_of_rank = functools.cache(self._open)
-        _check_same_data(self._reader_of_rank(0).num_samples, num_samples)
+        self._first_batch = first_batch
+        self._position = position
+        self._streamed: dict[int, StreamedOrder] = {}
+        self._batches = functools.lru_cache(maxsize=1)(self._order_batches)
 
-    def _open(self, rank: int) -> BatchReader:
-        return data.open_batches(dataclasses.replace(self._config, rank=rank))
-
-    def work(self, content: RankKeys) -> Prepared:
+    def work(self, content: int) -> Prepared:
         """Read a batch."""
+        batch, rank = divmod(content, self._config.world_size)
+        epoch, number = divmod(self._first_batch + batch, self._num_batches)
         # Synthetic samples differ by rank, and stored ones do not.
         is_synthetic = self._config.data_format == "synthetic"
-        reader = self._reader_of_rank(content.rank if is_synthetic else 0)
-        return Prepared(reader.read_good(content.keys), len(content.keys))
+        reader = self._reader_of_rank(rank if is_synthetic else 0)
+        if self._config.is_streamed and self._config.shuffle:
+            indices = self._find_streamed(reader, rank=rank, epoch=epoch, number=number)
+        else:
+            size = self._config.device_batch_size
+            indices = self._batches(epoch)[number, rank * size : (rank + 1) * size].tolist()
+        keys = [Key(epoch, index) for index in indices]
+        return Prepared(reader.read_good(keys), len(keys))
+
+    def _order_batches(self, epoch: int) -> np.ndarray:
+        """The samples of all batches of an epoch, with the parts of the ranks side by side."""
+        whole = {"rank": 0, "world_size": 1, "device_batch_size": self._config.global_batch_size}
+        config = dataclasses.replace(self._config, **whole)
+        return EpochOrder(self._reader_of_rank(0).blocks, config=config).batches(epoch)
+
+    def _find_streamed(
+        self, reader: BatchReader, *, rank: int, epoch: int, number: int
+    ) -> list[int]:
+        """The samples of a batch; the reader learns how many lanes this actor reads in turn."""
+        if rank not in self._streamed:
+            order = make_order(reader, config=dataclasses.replace(self._config, rank=rank))
+            if self._position is not None:
+                order.resume(self._position)
+            self._streamed[rank] = order
+        num_lanes = sum(order.num_lanes.get(epoch, 1) for order in self._streamed.values())
+        reader.num_lanes = {epoch: num_lanes}
+        return self._streamed[rank].batch({"epoch": epoch}, num_epochs=0, number=number)
+
+
+def open_same(rank: int, *, config: SourceConfig, num_samples: int) -> BatchReader:
+    """Open a source on this node, where it has to have as many samples as for the ranks."""
+    batches = data.open_batches(dataclasses.replace(config, rank=rank))
+    _check_same_data(batches.num_samples, num_samples)
+    return batches
+
+
+def num_lanes_of_rank(*, num_actors: int, num_ranks: int) -> int:
+    """Lanes of each rank, so that all batches of a lane have the same turn among the actors.
+
+    The batch b of a rank comes from its lane b % number of lanes.
+    """
+    return num_actors // math.gcd(num_actors, num_ranks)
 
 
 def _check_same_data(num_here: int, num_there: int) -> None:

@@ -7,12 +7,15 @@ actor is faster. A `Failure` takes the place of a batch that cannot be made.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import pickle
-import queue
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,14 +30,14 @@ if TYPE_CHECKING:
 
 # Columns of a row: its number, and the output of the stage before.
 NUMBER, CONTENT = "id", "content"
-# Row numbers that one task makes; it is repeated as a whole if its node is lost.
+# Rows that one task begins; it is repeated as a whole if its process is lost.
 NUMBERS_PER_TASK = 64
 # Batches in flight per actor: the one it works on, and the next one.
 NUM_IN_FLIGHT = 2
 # Ray Data reserves half of its memory limit, in equal parts for each stage.
 SHARED_FRACTION = 0.5
-# How often a thread checks whether it is still needed, and how long its end may take.
-PERIOD_S, PATIENCE_S = 0.2, 5.0
+# How long the end of a stream may take.
+PATIENCE_S = 5.0
 
 
 class Failure(NamedTuple):
@@ -82,21 +85,22 @@ def unpack(rows: Mapping[str, np.ndarray]) -> Row:
     return Row(number, pickle.loads(pickled))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Pool:
     """The actors of a stage.
 
     Attributes:
-        stage: Their class.
-        arguments: Of its constructor.
+        make_stage: Makes their `Stage`: its class, with its arguments.
         num_actors: Number of actors.
+        takes_turns: Whether each n-th row is for the same one of n actors, and comes there in
+            order; of the first stage alone. Otherwise any actor that is free takes a row.
         resources: That each actor takes of its node, by Ray's names.
         accelerator_type: Kind of GPU of their nodes; None: any.
     """
 
-    stage: type[Stage]
-    arguments: Mapping[str, Any]
+    make_stage: functools.partial[Stage]
     num_actors: int = 1
+    takes_turns: bool = False
     resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
     accelerator_type: str | None = None
 
@@ -117,8 +121,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     Raises:
         RunError: The cluster is too small for the actors.
     """
-    import ray
-    from ray.data import ActorPoolStrategy, DataContext
+    from ray.data import DataContext
 
     _check_room(pools)
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # no line for each stream that ends
@@ -131,108 +134,147 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     options.resource_limits = options.resource_limits.copy(
         object_store_memory=num_ahead * row_bytes / SHARED_FRACTION
     )
+    first, *others = pools
     with DataContext.current(context):
-        # Takes no CPU: a full cluster would have none left.
-        rows = ray.data.read_datasource(_make_numbers(num_rows), num_cpus=0)
-        for pool in pools:
-            others = {k: v for k, v in pool.resources.items() if k not in ("CPU", "GPU")}
-            rows = rows.map_batches(
-                pool.stage,
-                fn_constructor_kwargs=dict(pool.arguments),
-                batch_size=1,
-                batch_format="numpy",
-                compute=ActorPoolStrategy(
-                    size=pool.num_actors, max_tasks_in_flight_per_actor=NUM_IN_FLIGHT
-                ),
-                num_cpus=pool.resources.get("CPU", 0),
-                num_gpus=pool.resources.get("GPU", 0),
-                resources=others or None,
-                accelerator_type=pool.accelerator_type,
-            )
+        if first.takes_turns:
+            # One actor each, whose outputs Ray Data takes in turn.
+            one = dataclasses.replace(first, num_actors=1)
+            parts = [
+                _begin(one, range(turn, num_rows, first.num_actors), suffix=str(turn))
+                for turn in range(min(first.num_actors, num_rows))
+            ]
+            rows = parts[0].union(*parts[1:]) if len(parts) > 1 else parts[0]
+        else:
+            rows = _begin(first, range(num_rows))
+        for pool in others:
+            rows = _append(rows, pool)
     return rows
 
 
-def _make_numbers(num_rows: int) -> Any:
-    """A data source of Ray Data with the numbers of the rows."""
+def _begin(pool: Pool, numbers: range, *, suffix: str = "") -> Dataset:
+    """The first stage of the rows with these numbers."""
+    import ray
+
+    # Numbers take no CPU: a full cluster would have none left. With the resources of a single actor
+    # they are made in its process, and not in another one beside it.
+    num_cpus = pool.resources.get("CPU", 0) if pool.num_actors == 1 else 0
+    rows = ray.data.read_datasource(_make_numbers(numbers), num_cpus=num_cpus)
+    return _append(rows, pool, suffix=suffix)
+
+
+class _InActor:
+    """Makes a stage in its actor.
+
+    Processes of Ray Data that only pass the class on do without what the stage imports, e.g. torch.
+    """
+
+    def __init__(self, pickled: bytes) -> None:
+        self._stage = pickle.loads(pickled)()
+
+    def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self._stage(rows)
+
+
+def _append(rows: Dataset, pool: Pool, *, suffix: str = "") -> Dataset:
+    """Rows behind another stage."""
+    import ray
+    from ray.data import ActorPoolStrategy
+
+    options: dict[str, Any] = {"num_cpus": pool.resources.get("CPU", 0)}
+    if "GPU" in pool.resources:
+        options["num_gpus"] = pool.resources["GPU"]
+    if named := {k: v for k, v in pool.resources.items() if k not in ("CPU", "GPU")}:
+        options["resources"] = named
+    if pool.accelerator_type is not None:
+        options["accelerator_type"] = pool.accelerator_type
+    return rows.map_batches(
+        # Ray Data's statistics have its name, and only the first stage of a name.
+        type(pool.make_stage.func.__name__ + suffix, (_InActor,), {}),
+        fn_constructor_args=(ray.cloudpickle.dumps(pool.make_stage),),
+        batch_size=None,  # a block, which is one row
+        batch_format="numpy",
+        compute=ActorPoolStrategy(
+            size=pool.num_actors, max_tasks_in_flight_per_actor=NUM_IN_FLIGHT
+        ),
+        **options,
+    )
+
+
+def _make_numbers(numbers: range) -> Any:
+    """A data source of Ray Data with the numbers of rows."""
     import pyarrow
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
     class Numbers(Datasource):
         def estimate_inmemory_data_size(self) -> int:
-            return 8 * num_rows
+            return 8 * len(numbers)
 
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
             return [
-                make_task(range(first, min(first + NUMBERS_PER_TASK, num_rows)))
-                for first in range(0, num_rows, NUMBERS_PER_TASK)
+                make_task(numbers[first : first + NUMBERS_PER_TASK])
+                for first in range(0, len(numbers), NUMBERS_PER_TASK)
             ]
 
-    def make_task(numbers: range) -> ReadTask:
-        size = {"num_rows": len(numbers), "size_bytes": 8 * len(numbers)}
+    def make_task(part: range) -> ReadTask:
         return ReadTask(
-            lambda: (pyarrow.table({NUMBER: [number]}) for number in numbers),
-            BlockMetadata(**size, input_files=None, exec_stats=None),
+            lambda: (pyarrow.table({NUMBER: [number]}) for number in part),
+            BlockMetadata(
+                num_rows=len(part), size_bytes=8 * len(part), input_files=None, exec_stats=None
+            ),
         )
 
     return Numbers()
 
 
 class StreamEnd:
-    """An end of a stream, read in a thread one row ahead."""
+    """An end of a stream, read one row ahead."""
 
-    def __init__(self, rows: DataIterator) -> None:
-        """Begin to read rows of `make_stream`."""
+    def __init__(self, rows: DataIterator, *, timeout_s: float) -> None:
+        """Begin to read rows of `make_stream`; `timeout_s` is how long each may take."""
         self._rows = rows
-        # Rows, then None or an error at the end.
-        self._taken: queue.Queue[Row | RunError | None] = queue.Queue(maxsize=1)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self._timeout_s = timeout_s
+        self._blocks = iter(rows.iter_batches(batch_size=None, batch_format="numpy"))
+        self._coming = self._begin()
 
-    def take(self, *, timeout_s: float) -> Row | None:
+    def _begin(self) -> Future[Row | None]:
+        # In a thread that the exit of the process does not wait for, unlike those of a pool.
+        coming: Future[Row | None] = Future()
+        threading.Thread(target=self._read, args=(coming,), daemon=True).start()
+        return coming
+
+    def _read(self, coming: Future[Row | None]) -> None:
+        try:
+            block = next(self._blocks, None)
+            coming.set_result(None if block is None else unpack(block))
+        except Exception as error:  # Ray raises many kinds
+            coming.set_exception(RunError(f"Ray Data failed: {_describe_error(error)}"))
+
+    def take(self) -> Row | None:
         """The next row; None after the last one.
 
         Raises:
-            TimeoutError: No row came in time.
-            RunError: Ray Data has failed.
+            RunError: Ray Data has failed, or no row came in time.
         """
         try:
-            row = self._taken.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError from None
-        if isinstance(row, RunError):
-            raise row
+            row = self._coming.result(self._timeout_s)
+        except futures.TimeoutError:
+            raise RunError(
+                f"Ray Data gave no batch for {self._timeout_s:g} s: a decoder or an encoder is "
+                "stuck, or has no place in the cluster. --data_timeout_s sets how long to wait."
+            ) from None
+        self._coming = self._begin()
         return row
 
     def close(self) -> None:
         """Stop reading. Ray Data ends the actors when the ends of all ranks are closed."""
-        self._is_closed.set()
-        self._thread.join(PATIENCE_S)
+        with contextlib.suppress(RunError, futures.TimeoutError):
+            self._coming.result(PATIENCE_S)
+            self._blocks.close()
 
     def describe(self) -> str:
         """Ray Data's own statistics of all stages."""
         return self._rows.stats()
-
-    def _read(self) -> None:
-        last: RunError | None = None
-        try:
-            for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
-                if not self._put(unpack(block)):
-                    return
-        except Exception as error:  # Ray raises many kinds
-            last = RunError(f"Ray Data failed: {_describe_error(error)}")
-        self._put(last)
-
-    def _put(self, row: Row | RunError | None) -> bool:
-        """Hand a row over; return False if this end is closed."""
-        while not self._is_closed.is_set():
-            try:
-                self._taken.put(row, timeout=PERIOD_S)
-                return True
-            except queue.Full:
-                continue
-        return False
 
 
 def _check_room(pools: Sequence[Pool]) -> None:
@@ -260,8 +302,7 @@ def encoder_pool(stage: type[Stage], settings: ActorSettings, **arguments: Any) 
     resources = encoder_resources(settings)
     kind = settings.encoder_accelerator_type
     return Pool(
-        stage=stage,
-        arguments=arguments | {"resources": resources},
+        functools.partial(stage, resources=resources, **arguments),
         num_actors=settings.num_encoders,
         resources=resources,
         accelerator_type=None if kind == ANY else kind,
