@@ -61,7 +61,7 @@ class EncodingOnRay:
         self._num_ahead = num_ahead
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """Encode as `shards.Encoding` says."""
+        """Encode the batches of shards, in order; errors as of `shards.encode_here`."""
         job, settings = self._job, self._settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
         reading = Pool(
