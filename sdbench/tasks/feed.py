@@ -60,7 +60,11 @@ class Feed(Task):
 
             self._source = ray_feed.make_source(self._settings, machine=machine, ranks=ranks)
         else:
-            self._source = _make_source(self._settings, machine)
+            self._source = SourceConfig.from_settings(
+                self._settings,
+                device_batch_size=self._settings.batch_size,
+                pin_memory=machine.device_type == "cuda",
+            )
         self._num_samples = data.check(self._source)
 
     def make_folder(self) -> Path:
@@ -92,13 +96,11 @@ class Feed(Task):
             from sdbench.tasks import ray_feed
 
             measured = ray_feed.measure(self._settings, self._source, ranks=self._ranks, run=run)
-            is_first = self._ranks.rank == 0
-            data_facts = describe_data_or_warn(self._settings) if is_first else None
-            return {"summary": measured, "data": data_facts}
-        return {
-            "summary": _measure(self._settings, self._source, self._machine),
-            "data": describe_data_or_warn(self._settings),
-        }
+        else:
+            measured = _measure(self._settings, self._source, self._machine)
+        is_first = self._ranks.rank == 0
+        facts = describe_data_or_warn(self._settings) if is_first else None
+        return {"summary": measured, "data": facts}
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
@@ -142,14 +144,6 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",
         )
     return settings
-
-
-def _make_source(settings: FeedSettings, machine: Machine) -> SourceConfig:
-    return SourceConfig.from_settings(
-        settings,
-        device_batch_size=settings.batch_size,
-        pin_memory=machine.device_type == "cuda",
-    )
 
 
 def _describe(settings: FeedSettings, source: SourceConfig, *, num_samples: int | None) -> str:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-import benchmark
 import generate
 import train
 from sdbench.cli import main as sdbench
@@ -173,9 +172,3 @@ def test_lora_without_its_weights_begins_no_other_run(folder, tmp_path, capsys):
     argv = ("--init_from", str(folder), "--results_dir", str(tmp_path), "--max_duration", "1ba")
     assert train.main([*TINY, *RECIPE, *argv]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--init_from"
-
-
-def test_a_measurement_refuses_layers_of_no_lora(tmp_path, capsys):
-    argv = ("--lora_layers", "to_q", "--results_dir", str(tmp_path))
-    assert benchmark.main([*TINY, *argv]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == "--lora_layers or --lora_rank"

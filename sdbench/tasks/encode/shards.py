@@ -33,12 +33,6 @@ def encode_here(
 ) -> Generator[EncodedBatch]:
     """Encode the batches of shards in this process, while its workers read and decode.
 
-    Args:
-        job: What is to be encoded.
-        numbers: Of the shards.
-        reader: Reads the images.
-        device: Of the encoders.
-
     Raises:
         RunError: A sample is bad and may not be left out, a file is damaged, or no batch came for
             too long.
@@ -105,14 +99,7 @@ def write_shards(
     output: Output,
     ranks: Ranks,
 ) -> list[Step]:
-    """Write encoded shards, and return the times and counts of each batch.
-
-    Args:
-        job: What is encoded.
-        numbers: Of the shards of this rank.
-        encoded: Their batches in order.
-        output: Where they go.
-        ranks: The place of this process; the first rank shows the progress.
+    """Write the shards of this rank, and return the times and counts of each batch.
 
     Raises:
         RunError: A sample is bad and may not be left out, too many are, a file is damaged, or the

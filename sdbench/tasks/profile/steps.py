@@ -62,7 +62,13 @@ class PhaseMarks(PhaseClock):
 
 
 class ProfiledSteps:
-    """An observer of the steps that counts and profiles those after the measured window."""
+    """An observer of the steps that counts and profiles those after the measured window.
+
+    Attributes:
+        num_steps: Steps of the whole run.
+        counter: Has counted the work of a step.
+        events: Of the profiled steps; None before the first.
+    """
 
     def __init__(
         self,
@@ -82,20 +88,14 @@ class ProfiledSteps:
             device_type: ``cuda`` or ``cpu``.
             trace_file: Gets torch's trace of the last step, if there is one.
         """
+        self.num_steps = num_plain_steps + NUM_COUNTED_STEPS + 2 * num_profiled_steps
         self.counter = WorkCounter(phase=lambda: phases.current, device_type=device_type)
         self.events: StepEvents | None = None
         self._phases = phases
         self._first = num_plain_steps
-        self._first_settling = num_plain_steps + NUM_COUNTED_STEPS
-        self._end = self._first_settling + 2 * num_profiled_steps
         self._device_type = device_type
         self._trace_file = trace_file
         self._step = contextlib.ExitStack()
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return self._end
 
     def loop_begins(self) -> None:
         """The first step is always a plain one."""
@@ -110,8 +110,8 @@ class ProfiledSteps:
             # Compiled code runs as the operators that it was made from: only those can be seen.
             self._step.enter_context(torch.compiler.set_stance("force_eager"))
             self._step.enter_context(self.counter)
-        elif self._first < following < self._end and (following - self._first_settling) % 2 == 1:
-            self._step.enter_context(self._profile(is_last=following + 1 == self._end))
+        elif self._first < following < self.num_steps and (following - self._first) % 2 == 0:
+            self._step.enter_context(self._profile(is_last=following + 1 == self.num_steps))
 
     def __enter__(self) -> ProfiledSteps:
         return self

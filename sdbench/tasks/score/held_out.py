@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,15 +23,11 @@ from sdbench.tasks.score.scores import PictureBatch, Scores, read_pictures
 def check_scores(config: Any, source: SourceConfig) -> None:
     """Check networks and held-out pictures before any weights are built.
 
-    Args:
-        config: Of the run.
-        source: The held-out pictures, checked already.
-
     Raises:
         ConfigError: A network cannot be used, or there are fewer than two pictures.
     """
     open_networks(config, image_size=config.image_size, device="cpu")
-    num_samples = data.check(dataclasses.replace(source, device_batch_size=1))
+    num_samples = data.check(source)
     if num_samples is not None and num_samples < 2:
         raise ConfigError(
             "scores need two held-out pictures",
@@ -59,16 +54,16 @@ def score_model(
     """Generate a picture for the caption of each held-out picture, and score them.
 
     Args:
-        model: The same on every rank, or sharded.
+        model: The same on every rank, or sharded; every rank has to call.
         samples: The held-out pictures.
         networks: As `Scores` takes them.
         num_images: Most held-out pictures to take, from the first on.
         read_avif: Value of ``--read_avif``.
         skips_bad: Leave out held-out pictures that are bad.
-        seed: Of the first picture, as in `draw_samples`.
-        tokenize: Turns captions into the token ids of the model.
-        settings: How to draw.
-        ranks: The place of this process; every rank has to call.
+        seed: Of the first picture.
+        tokenize: As of `draw_samples`.
+        settings: As of `draw_samples`.
+        ranks: The place of this process.
         check: Called before each batch that all ranks have, and each step of a drawing; may raise.
 
     Returns:

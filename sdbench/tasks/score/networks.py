@@ -23,31 +23,23 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
 from sdbench.settings.likeness import missing_files
 
-FID_FLAG, CLIP_FLAG, DINO_FLAG = "--fid_network", "--clip_network", "--dino_network"
-FID_NETWORK = (
-    "a TorchScript file that turns uint8 pictures (N, 3, H, W) into features (N, D), e.g. NVIDIA's "
-    "inception-2015-12-05.pt"
-)
-CLIP_NETWORK = (
-    "a folder of transformers' CLIPModel: config.json, model.safetensors, preprocessor_config.json "
-    "and tokenizer.json, or vocab.json with merges.txt"
-)
-DINO_NETWORK = (
-    "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors and "
-    "preprocessor_config.json"
-)
 # Types of transformers' models whose first token represents the whole picture.
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 class Network:
-    """A network in local files that looks at pictures."""
+    """A network in local files that looks at pictures; subclasses load it.
+
+    Attributes:
+        flag: The flag that names the file or folder.
+        allowed: What it may be.
+    """
 
     flag: ClassVar[str]
     allowed: ClassVar[str]
 
     def __init__(self, place: Path, *, weights: Path, device: torch.device | str) -> None:
-        """Take a file or folder, and the file in it that has the weights; subclasses load it."""
+        """Take a file or folder, and the file in it that has the weights."""
         self._place, self._weights, self._device = place, weights, device
 
     def try_out(self, image_size: int) -> Any:
@@ -86,7 +78,11 @@ class FidNetwork(Network):
     converted. It resizes pictures itself, and gives its 2048 features on request.
     """
 
-    flag, allowed = FID_FLAG, FID_NETWORK
+    flag = "--fid_network"
+    allowed = (
+        "a TorchScript file that turns uint8 pictures (N, 3, H, W) into features (N, D), e.g. "
+        "NVIDIA's inception-2015-12-05.pt"
+    )
 
     def __init__(self, file: Path, *, device: torch.device | str) -> None:
         """Load the network.
@@ -105,13 +101,12 @@ class FidNetwork(Network):
         wants_flag = any(argument.name == "return_features" for argument in arguments)
         self._options = {"return_features": True} if wants_flag else {}
 
-    def try_out(self, image_size: int) -> Tensor:
+    def try_out(self, image_size: int) -> Any:
         """Check that the network gives features, too."""
         features = super().try_out(image_size)
-        if not isinstance(features, Tensor) or not features.is_floating_point():
-            raise self._refusal("the network gives no floating-point tensor")
-        if features.ndim != 2 or len(features) != 2:
-            raise self._refusal(f"the network gives {list(features.shape)} for two pictures")
+        shape = list(getattr(features, "shape", ()))
+        if len(shape) != 2 or shape[0] != 2 or not features.is_floating_point():
+            raise self._refusal(f"the network gives {shape or features!r} for two pictures")
         return features
 
     def features(self, pictures: Tensor) -> np.ndarray:
@@ -165,7 +160,11 @@ class ImageNetwork(Network):
 class ClipNetwork(ImageNetwork):
     """Compares pictures with captions and with each other, by a CLIP model."""
 
-    flag, allowed = CLIP_FLAG, CLIP_NETWORK
+    flag = "--clip_network"
+    allowed = (
+        "a folder of transformers' CLIPModel: config.json, model.safetensors, "
+        "preprocessor_config.json and tokenizer.json, or vocab.json with merges.txt"
+    )
     reads_text = True
 
     def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
@@ -181,11 +180,9 @@ class ClipNetwork(ImageNetwork):
 
     @torch.no_grad()
     def similarities(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """Cosines (B,) between the embeddings of pictures and captions, in fp64.
+        """Cosines (B,) between the embeddings of uint8 pictures (B, 3, H, W) and captions, in fp64.
 
-        Args:
-            pictures: uint8 (B, 3, H, W).
-            captions: One per picture; the first 77 tokens of each count.
+        The first 77 tokens of each caption count.
         """
         tokens = torch.from_numpy(self._tokenize(captions))
         with _whole_fp32():
@@ -207,7 +204,11 @@ class ClipNetwork(ImageNetwork):
 class DinoNetwork(ImageNetwork):
     """Compares pictures with each other, by a DINO model."""
 
-    flag, allowed = DINO_FLAG, DINO_NETWORK
+    flag = "--dino_network"
+    allowed = (
+        "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors "
+        "and preprocessor_config.json"
+    )
 
     def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
@@ -260,20 +261,20 @@ def open_networks(
     Raises:
         ConfigError: No network is given, or one cannot be used.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = {kind: getattr(config, f"{kind}_network") for kind in kinds}
-    if not any(places.values()):
+    networks = {
+        kind: KINDS[kind](Path(place), device=device)
+        for kind, place in places.items()
+        if place is not None
+    }
+    if not networks:
         raise ConfigError(
             "pictures are scored by networks in local files",
             value=None,
             allowed=f"one or both: {'; '.join(KINDS[kind].allowed for kind in kinds)}",
             flag=" or ".join(KINDS[kind].flag for kind in kinds),
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    networks = {
-        kind: KINDS[kind](Path(place), device=device)
-        for kind, place in places.items()
-        if place is not None
-    }
     for network in networks.values():
         network.try_out(image_size)
     return networks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +34,7 @@ class Pictures(NamedTuple):
 
 
 def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Pictures:
-    """Open the pictures of a data set.
-
-    Args:
-        place: Folder, file or URL.
-        flag: For errors.
-        caption: Takes the place of the stored captions.
+    """Open the pictures of a data set; `caption` takes the place of the stored captions.
 
     Raises:
         ConfigError: There is no such data set.
@@ -81,41 +76,29 @@ def read_pictures(
     read_avif: bool = False,
     skips_bad: bool = False,
 ) -> Iterator[PictureBatch]:
-    """Read pictures with captions, cropped to centred squares as in training.
-
-    Args:
-        read: Returns the sample of a number.
-        numbers: Of the samples.
-        image_size: Side of the pictures in pixels.
-        batch_size: Samples of a batch.
-        read_avif: Value of ``--read_avif``.
-        skips_bad: Leave out samples that cannot be used.
+    """Read the pictures of some numbers, cropped to centred squares as in training.
 
     Raises:
-        RunError: A sample cannot be used, and may not be left out.
+        RunError: A sample cannot be used, unless `skips_bad` leaves it out.
     """
     for first in range(0, len(numbers), batch_size):
         good = []
         for number in numbers[first : first + batch_size]:
             try:
-                decoded = _decode(read(number), image_size=image_size, read_avif=read_avif)
-                good.append((number, *decoded))
+                sample = read(number)
+                check_whole(sample)
+                assert sample.image is not None
+                try:
+                    picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
+                except (OSError, ValueError) as error:
+                    raise undecodable(sample.name, error) from error
+                good.append((number, picture, sample.caption))
             except BadSampleError as error:
                 if not skips_bad:
                     raise RunError(str(error)) from error
         if good:
             known, pictures, captions = zip(*good, strict=True)
             yield PictureBatch(known, torch.from_numpy(np.stack(pictures)), captions)
-
-
-def _decode(sample: ImageSample, *, image_size: int, read_avif: bool) -> tuple[np.ndarray, str]:
-    check_whole(sample)
-    assert sample.image is not None and sample.caption is not None
-    try:
-        picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
-    except (OSError, ValueError) as error:
-        raise undecodable(sample.name, error) from error
-    return picture, sample.caption
 
 
 class Scores:
@@ -148,13 +131,10 @@ class Scores:
             self._similarities |= zip(batch.numbers, found, strict=True)
 
     def compute(self, ranks: Ranks) -> dict[str, Any]:
-        """The scores of the pictures of all ranks.
-
-        Args:
-            ranks: The place of this process; every rank has to call. Each picture is on one rank.
+        """The scores of the pictures of all ranks, on every rank; each has to call.
 
         Returns:
-            On every rank ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
+            ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
 
         Raises:
             RunError: There are fewer than two pictures, or a score is not finite.
@@ -211,20 +191,18 @@ def tell(facts: dict[str, Any]) -> str:
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
     """`fid`, `num_reference`, `num_features`, and `fid_note`: a caveat, or None."""
-    _check_enough(len(reference))
-    _check_enough(len(features))
-    num_features = len(features[0])
-    fid = frechet_distance(np.stack(reference), np.stack(features))
-    _check_finite([fid], "FID")
     fewest = min(len(reference), len(features))
+    _check_enough(fewest)
+    num_features = len(features[0])
     note = None
     if fewest <= num_features:
         note = (
             f"{fewest} pictures do not determine the covariance of {num_features} features: this "
             "FID is biased, and comparable only at the same number of pictures"
         )
+    fid = frechet_distance(np.stack(reference), np.stack(features))
     return {
-        "fid": fid,
+        "fid": _finite(fid, "FID"),
         "num_reference": len(reference),
         "num_features": num_features,
         "fid_note": note,
@@ -239,9 +217,8 @@ def _clip_facts(similarities: list[float]) -> dict[str, float]:
     """
     _check_enough(len(similarities))
     scores = 100 * np.maximum(similarities, 0.0)
-    _check_finite(scores, "the CLIP score")
     return {
-        "clip_score": float(scores.mean()),
+        "clip_score": _finite(float(scores.mean()), "the CLIP score"),
         "clip_score_error": float(scores.std(ddof=1) / math.sqrt(len(scores))),
     }
 
@@ -251,6 +228,7 @@ def _check_enough(num_pictures: int) -> None:
         raise RunError(f"Scores need two pictures and there are {num_pictures}.")
 
 
-def _check_finite(values: Iterable[float], what: str) -> None:
-    if not np.isfinite(values).all():
+def _finite(value: float, what: str) -> float:
+    if not math.isfinite(value):
         raise RunError(f"{what} is not finite: the network gives no finite numbers.")
+    return value
