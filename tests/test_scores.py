@@ -24,9 +24,7 @@ from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
-from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
@@ -47,6 +45,7 @@ from tests.score_networks import (
     write_fid_network,
     write_pictures,
 )
+from tests.train.tiny_model import build_tiny
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONG = "a caption of far more tokens than CLIP reads " * 20
@@ -194,15 +193,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
 
 
 def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
-    architecture, _ = resolve_architecture("tiny")
-    model = build_stable_diffusion(
-        architecture,
-        seed=3,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    model = build_tiny(3)
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
     (folder / "03.png").write_bytes(b"no picture")
     networks = {"fid": FidNetwork(fid, device="cpu"), "clip": ClipNetwork(clip, device="cpu")}

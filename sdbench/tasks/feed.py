@@ -52,7 +52,7 @@ class Feed(Task):
         return self.request.config.dist_timeout
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Choose what was left open, and look at the source."""
+        """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
         self._settings = _resolve(self.request, machine, ranks)
         if self._settings.engine == RAY:

@@ -33,10 +33,10 @@ from sdbench.settings.kinds import (
     list_of,
     one_of,
 )
-from sdbench.settings.likeness import PROMPT_SEPARATOR
 from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.similarity import PROMPT_SEPARATOR
 from sdbench.settings.training import ModelSettings
 from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
 
@@ -156,7 +156,7 @@ class Generate(Task):
     _pictures: list[Picture]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Read the prompts, and look at the model."""
+        """Read the prompts, and check the model."""
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
         prompts = read_prompts(flags)

@@ -20,7 +20,7 @@ import generate
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
-from sdbench.settings.likeness import NETWORK_FILES
+from sdbench.settings.similarity import NETWORK_FILES
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip

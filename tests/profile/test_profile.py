@@ -287,7 +287,9 @@ def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, flag
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    assert main(["profile", *TINY, "--folder", str(tmp_path)]) == 2
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    assert main(["profile", *TINY, "--folder", str(folder)]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--folder"
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in folder.iterdir()] == ["mine"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import train
-from sdbench.record.store import load_record
 from tests.data.datasets import write_folder
 from tests.score_networks import write_fid_network
 from tests.train.written import read_events, read_steps
@@ -85,37 +82,6 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
         {"step": row.pop("step"), "loss/train/total": row.pop("loss"), **row} for row in rows
     ]
     assert summary["first_step"] == 2
-
-
-@pytest.mark.slow
-def test_what_a_kill_has_cost_is_told():
-    run(1)
-    with (RUN / "steps.csv").open("a") as file:  # as a process leaves it that was killed
-        file.write("2,0.5,0.001,4.0,0.1\n3,0.4,0.001,4.0,0.1\n4,0.3")
-    *events, _ = (RUN / "history.jsonl").read_text().splitlines(keepends=True)
-    (RUN / "history.jsonl").write_text("".join(events))  # without its end
-    for name in ("steps.csv", "history.jsonl"):
-        hour_ago_s = time.time() - 3600
-        os.utime(RUN / name, (hour_ago_s, hour_ago_s))
-    rows = run(2)
-    assert [row["step"] for row in rows] == [1, 2]
-    first, second = read_events(RUN, "begin")
-    assert (first["step"], first["num_lost_steps"], first["down_s"]) == (0, 0, 0.0)
-    # Two steps of two images at four images/s.
-    assert (second["step"], second["num_lost_steps"], second["lost_s"]) == (1, 2, 1.0)
-    assert 3600 < second["down_s"] < 3660
-    summary = load_record(RUN)["summary"]
-    assert (summary["num_restarts"], summary["num_lost_steps"], summary["lost_s"]) == (1, 2, 1.0)
-    assert summary["down_s"] == second["down_s"]
-    kept_s = sum(2 / row["images_per_second"] for row in rows)
-    assert summary["total_train_s"] == pytest.approx(kept_s + 1.0)
-
-    # Going on behind the planned end costs nothing, however much later.
-    os.utime(RUN / "history.jsonl", (hour_ago_s, hour_ago_s))
-    os.utime(RUN / "steps.csv", (hour_ago_s, hour_ago_s))
-    run(3)
-    *_, third = read_events(RUN, "begin")
-    assert (third["step"], third["num_lost_steps"], third["down_s"]) == (2, 0, 0.0)
 
 
 def test_tensorboard_hides_the_steps_that_are_trained_again():

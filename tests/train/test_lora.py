@@ -13,12 +13,11 @@ from PIL import Image
 import generate
 import train
 from sdbench.cli import main as sdbench
-from sdbench.models.architecture import resolve_architecture
 from sdbench.models.lora import is_lora
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
+from tests.train.tiny_model import build_tiny
 from tests.train.written import weights_of
 
 TINY = ("--model_name", "tiny", "--use_synth_data")
@@ -68,14 +67,7 @@ def merged(folder):
 @pytest.fixture(scope="module")
 def drawn():
     """The weights beside which it was trained."""
-    model = build_stable_diffusion(
-        resolve_architecture("tiny")[0],
-        seed=SEED,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    model = build_tiny(SEED)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 

@@ -97,8 +97,8 @@ class Step(BatchReport):
     """Times and counts of one batch, from the request for it to the request for the next one.
 
     Attributes:
-        seconds: Times by phase: those of `STEP_PHASES` add up to the step, and those of `PHASES`
-            are spent in the process that loads.
+        seconds: Times by phase: `STEP_PHASES` add up to the step, and `PHASES` are spent in the
+            process that loads.
     """
 
     seconds: dict[str, float] = field(

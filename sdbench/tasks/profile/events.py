@@ -2,7 +2,7 @@
 
 Events are nested: autograd calls operators, and operators call others. Going down from the top, the
 first event that was counted (work.py) has the time of all that are below it. On a GPU the time is
-that of the kernels which an event launched.
+the time of the kernels that an event launched.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class StepEvents:
         }
 
     def _split(self, event: Any, phase_of: PhaseFinder) -> tuple[Found, Found]:
-        """The counted operators in an event and below it, and those that were not counted."""
+        """The counted operators in an event and below it, and the others."""
         phase = phase_of(event)
         shapes = _shapes(event.input_shapes)
         operator = self._find(phase, event.name, shapes)

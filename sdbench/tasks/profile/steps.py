@@ -62,7 +62,7 @@ class PhaseMarks(PhaseClock):
 
 
 class ProfiledSteps:
-    """An observer of the steps that counts and profiles those after the measured window.
+    """An observer that counts and profiles the steps after the measured window.
 
     Attributes:
         num_steps: Steps of the whole run.
@@ -103,11 +103,11 @@ class ProfiledSteps:
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """End the counting or profiling of this step, and begin that of the next one."""
+        """End the counting or profiling of this step, and begin it for the next one."""
         self._step.close()
         following = index + 1
         if following == self._first:
-            # Compiled code runs as the operators that it was made from: only those can be seen.
+            # Compiled code runs as the operators that it was made from: only they can be seen.
             self._step.enter_context(torch.compiler.set_stance("force_eager"))
             self._step.enter_context(self.counter)
         elif self._first < following < self.num_steps and (following - self._first) % 2 == 0:

@@ -80,7 +80,7 @@ NOT_HERE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileSettings(BenchmarkConfig):
-    """Settings of profile: its own, and those of the run that it profiles."""
+    """Settings of profile: its own, and the settings of the run that it profiles."""
 
     top: int = setting(POSITIVE, 20, "rows of the tables of operators; the files have all")
     folder: str | None = setting(

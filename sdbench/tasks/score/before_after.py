@@ -14,9 +14,9 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture
 from sdbench.settings.kinds import POSITIVE, TEXT
-from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
+from sdbench.settings.similarity import SimilaritySettings
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,7 +50,7 @@ Listed = list[tuple[Path, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeforeAfterFlags(LikenessSettings):
+class BeforeAfterFlags(SimilaritySettings):
     """Flags of the command."""
 
     folder: str = setting(
@@ -62,9 +62,7 @@ class BeforeAfterFlags(LikenessSettings):
     subject: str = setting(
         TEXT, REQUIRED, "the subject's own pictures: a data set as training takes it"
     )
-    batch_size: int = setting(
-        POSITIVE, 32, "pictures that a network looks at together", spelling="device_batch_size"
-    )
+    batch_size: int = setting(POSITIVE, 32, "pictures of a batch", spelling="device_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +107,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     image_size = side_of(before[0][0])
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
     prompts = {"--prompt": flags.prompt, "--class_prompt": flags.class_prompt}
-    drawn, drawn_class = (
+    generated, generated_class = (
         [Pictures.of(_of_prompt(listed, prompt, flag=flag)) for listed in (before, after)]
         if prompt is not None
         else []
@@ -136,8 +134,8 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     scores = {
         name: compare(
             embed(subject, network),
-            drawn=[embed(one, network) for one in drawn],
-            drawn_class=[embed(one, network) for one in drawn_class],
+            generated=[embed(one, network) for one in generated],
+            generated_class=[embed(one, network) for one in generated_class],
         )
         for name, network in networks.items()
     }
@@ -146,8 +144,8 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
         "num_subject_pictures": subject.number,
-        "num_drawn_pictures": drawn[0].number,
-        "num_drawn_class_pictures": drawn_class[0].number if drawn_class else None,
+        "num_drawn_pictures": generated[0].number,
+        "num_drawn_class_pictures": generated_class[0].number if generated_class else None,
         "image_size_px": image_size,
         "unit": UNIT,
         "networks": {name: network.describe() for name, network in networks.items()},
@@ -156,7 +154,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
 
 
 def compare(
-    subject: np.ndarray, *, drawn: Sequence[np.ndarray], drawn_class: Sequence[np.ndarray]
+    subject: np.ndarray, *, generated: Sequence[np.ndarray], generated_class: Sequence[np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """The similarity of pictures before and after a training, from embeddings (N, D) of length 1.
 
@@ -165,18 +163,18 @@ def compare(
 
     Args:
         subject: Of the subject's own pictures.
-        drawn: Of the pictures for its prompt, before and after.
-        drawn_class: Of the pictures for the prompt of its class, before and after by the same seeds
-            in the same order; empty: not compared.
+        generated: Of the pictures for its prompt, before and after.
+        generated_class: Of the pictures for the prompt of its class, before and after by the same
+            seeds in the same order; empty: not compared.
 
     Returns:
         `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each
         with `before`, `after` and their numbers of pairs. Figures without a pair are None.
     """
-    means = {"subject": [_across(one, subject) for one in drawn]}
-    if drawn_class:
-        means["class"] = [_of_other_seeds(one, drawn_class[0]) for one in drawn_class]
-        means["class_to_subject"] = [_across(one, subject) for one in drawn_class]
+    means = {"subject": [_across(one, subject) for one in generated]}
+    if generated_class:
+        means["class"] = [_of_other_seeds(one, generated_class[0]) for one in generated_class]
+        means["class_to_subject"] = [_across(one, subject) for one in generated_class]
     return {
         name: {
             "before": before,

@@ -95,10 +95,10 @@ def score_model(
         model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
     ):
         pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
-        drawn = PictureBatch(
+        generated = PictureBatch(
             numbers, pixels.permute(0, 3, 1, 2), [prompts[number] for number in numbers]
         )
-        scores.add_drawn(drawn)
+        scores.add_generated(generated)
     how = {
         "num_bad_samples": num_images - len(prompts),
         "image_size": settings.image_size,

@@ -21,14 +21,14 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImagePro
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
-from sdbench.settings.likeness import missing_files
+from sdbench.settings.similarity import missing_files
 
 # Types of transformers' models whose first token represents the whole picture.
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 class Network:
-    """A network in local files that looks at pictures; subclasses load it.
+    """A network for pictures in local files; subclasses load it.
 
     Attributes:
         flag: The flag that names the file or folder.
@@ -43,14 +43,14 @@ class Network:
         self._place, self._weights, self._device = place, weights, device
 
     def try_out(self, image_size: int) -> Any:
-        """Look at two blank pictures of a size; return what the network gives.
+        """Run the network on two blank pictures of a size, and return its output.
 
         Raises:
             ConfigError: The network does not take them.
         """
         blank = torch.zeros((2, 3, image_size, image_size), dtype=torch.uint8)
         try:
-            return self._look(blank)
+            return self._forward(blank)
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             what = f"the network fails on pictures of {image_size} px ({reason})"
@@ -64,7 +64,7 @@ class Network:
                 digest.update(piece)
         return {"name": self._place.resolve().name, "sha256": digest.hexdigest()}
 
-    def _look(self, pictures: Tensor) -> Any:
+    def _forward(self, pictures: Tensor) -> Any:
         raise NotImplementedError
 
     def _refusal(self, what: str) -> ConfigError:
@@ -106,15 +106,15 @@ class FidNetwork(Network):
         features = super().try_out(image_size)
         shape = list(getattr(features, "shape", ()))
         if len(shape) != 2 or shape[0] != 2 or not features.is_floating_point():
-            raise self._refusal(f"the network gives {shape or features!r} for two pictures")
+            raise self._refusal(f"the network returns {shape or features!r} for two pictures")
         return features
 
     def features(self, pictures: Tensor) -> np.ndarray:
         """Features (B, D) in fp64 of uint8 pictures (B, 3, H, W)."""
-        return self._look(pictures).double().cpu().numpy()
+        return self._forward(pictures).double().cpu().numpy()
 
     @torch.no_grad()
-    def _look(self, pictures: Tensor) -> Any:
+    def _forward(self, pictures: Tensor) -> Any:
         with _whole_fp32():
             return self._network(pictures.to(self._device), **self._options)
 
@@ -153,7 +153,7 @@ class ImageNetwork(Network):
         """Load model and processor; return the model and the names of missing weights."""
         raise NotImplementedError
 
-    def _look(self, pictures: Tensor) -> np.ndarray:
+    def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.embeddings(pictures)
 
 
@@ -175,7 +175,7 @@ class ClipNetwork(ImageNetwork):
         self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
         return model, report["missing_keys"]
 
-    def _look(self, pictures: Tensor) -> np.ndarray:
+    def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.similarities(pictures, ["a caption"] * len(pictures))
 
     @torch.no_grad()
@@ -247,7 +247,7 @@ def open_networks(
     kinds: Sequence[str] = ("fid", "clip"),
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Load the networks that settings name, and let them look at blank pictures.
+    """Load the networks that settings name, and try them on blank pictures.
 
     Args:
         config: Settings with ``<kind>_network`` for each kind.

@@ -29,7 +29,7 @@ class Pictures(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Path, str]]) -> Pictures:
-        """The pictures of `drawn.list_pictures`."""
+        """The pictures of `list_pictures`."""
         return cls(reader_of(rows), len(rows))
 
 
@@ -121,7 +121,7 @@ class Scores:
             features = self._fid.features(batch.pictures)
             self._reference |= zip(batch.numbers, features, strict=True)
 
-    def add_drawn(self, batch: PictureBatch) -> None:
+    def add_generated(self, batch: PictureBatch) -> None:
         """Add pictures that are scored, with their captions."""
         if self._fid is not None:
             features = self._fid.features(batch.pictures)
@@ -178,15 +178,15 @@ def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
     return float((means[0] - means[1]).square().sum() + traces - 2 * root_trace)
 
 
-def tell(facts: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """Scores in words."""
-    told = [f"{facts['num_pictures']} pictures"]
+    parts = [f"{facts['num_pictures']} pictures"]
     if "fid" in facts:
-        told.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
+        parts.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
     if "clip_score" in facts:
-        told.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
+        parts.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
     notes = [f" ({facts['fid_note']})"] if facts.get("fid_note") else []
-    return "".join([", ".join(told), *notes])
+    return "".join([", ".join(parts), *notes])
 
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:

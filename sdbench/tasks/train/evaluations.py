@@ -61,7 +61,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
-            allowed="a place other than that of the training data",
+            allowed="another place than the training data",
             flag="--validation_remote",
         )
     data_format = data.resolve_format(

@@ -180,10 +180,10 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         learned[config.learned_token] = weights.pop(name)
         append_row(model.text_encoder, learned[config.learned_token])
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
-    drawn = [part for part in architecture.random_parts if part not in trained_or_kept]
-    check_drawing(trained.facts, drawn, folder=trained.folder, flag="RUN")
-    if drawn:
-        print(f"With random weights: {', '.join(drawn)}.")
+    random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
+    check_drawing(trained.facts, random_parts, folder=trained.folder, flag="RUN")
+    if random_parts:
+        print(f"With random weights: {', '.join(random_parts)}.")
     if lora is not None:
         put_weights(model, weights)
         weights = {}
@@ -197,7 +197,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         tokenizer=make_tokenizer(architecture, new_token=config.learned_token).for_diffusers(),
         dtype=flags.dtype,
         sampler=flags.scheduler,
-        card=_make_card(trained, sampler=flags.scheduler, random_parts=drawn),
+        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts),
         learned=learned,
     )
     return folder

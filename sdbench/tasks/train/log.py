@@ -81,7 +81,7 @@ class TrainLog:
         )
 
     def totals(self, *, images_per_step: int) -> dict[str, Any]:
-        """Figures of the whole run: those of `cost_of_stops`, and the seconds trained."""
+        """Figures of the whole run: `cost_of_stops`, and the seconds trained."""
         costs = cost_of_stops(read_history(self._folder))
         kept_s = _add_up_time(self._read_steps(), images_per_step)
         return {"total_train_s": kept_s + costs["lost_s"], **costs}
@@ -125,7 +125,7 @@ class TrainLog:
             os.pwrite(self._mark, b"%012d\n" % step, 0)
 
     def close(self) -> None:
-        """Try once more to write pending lines, and warn of those that are lost."""
+        """Try once more to write pending lines, and warn of lines that are lost."""
         for file in (self._steps, self._history, self._bad_batches):
             file.close()
         if self._mark is not None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.hooks import TrainHooks
 
 
-# The summary of a run that goes on behind its end.
+# The summary of a process that has no step left to train.
 NOTHING_LEFT = {
     "images_per_second": None,
     "train_s": 0.0,
@@ -160,10 +160,10 @@ class Train(TrainingTask):
         if resumed is not None:
             job = dataclasses.replace(job, kept=take_kept(job.model, resumed))
         elif self._initial is not None:
-            kept, told = take_weights(job.model, self._initial)
+            kept, message = take_weights(job.model, self._initial)
             job = dataclasses.replace(job, kept=kept)
             if is_first:
-                print(told)
+                print(message)
         evaluations = make_evaluations(plan, job, held_out=self._held_out, folder=run.folder)
         job = dreambooth.encode_once(job, plan, keeps_encoders=bool(evaluations))
         clock.ends(startup.BUILD)
@@ -189,7 +189,7 @@ class Train(TrainingTask):
             with contextlib.closing(progress):
                 measurements = fit(job, config, watch, hooks)
         except BaseException as error:
-            with contextlib.suppress(RunError):  # what ended the run is the reason that is told
+            with contextlib.suppress(RunError):  # the reason is what ended the run
                 hooks.close()
             add_remark(error, hooks.describe_lost_steps())
             raise
@@ -250,8 +250,8 @@ class Train(TrainingTask):
         """Describe what differs from a checkpoint; raises a `ConfigError` if that is not legal."""
         facts, folder = checkpoint.facts, checkpoint.folder
         changes = compare_settings(facts["config"], self._settings(), folder=folder)
-        drawn, _ = find_random_parts(self.plan, given=_parts_in(checkpoint))
-        check_drawing(facts, drawn, folder=folder, flag="--run_name")
+        random_parts, _ = find_random_parts(self.plan, given=_parts_in(checkpoint))
+        check_drawing(facts, random_parts, folder=folder, flag="--run_name")
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
             changes += compare_inputs(facts, self._inputs, accepts=accepts, folder=folder)
