@@ -29,9 +29,8 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.score.command import main as score_main
-from sdbench.tasks.score.held_out import score_model
 from sdbench.tasks.score.networks import ClipNetwork, FidNetwork
-from sdbench.tasks.score.scores import frechet_distance
+from sdbench.tasks.score.scores import frechet_distance, score_model
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
 from tests.score_networks import (

@@ -81,7 +81,16 @@ class Feed(Task):
             from sdbench.tasks import ray_feed
 
             return ray_feed.describe(self._settings, self._source)
-        return _describe(self._settings, self._source, num_samples=self._num_samples)
+        settings = self._settings
+        place = settings.streams or settings.remote or settings.local
+        kind = "latents" if self._source.wants_latents else "images"
+        size = "" if self._num_samples is None else f" ({self._num_samples} samples)"
+        return (
+            f"Reading {settings.data_format} {kind}{f' from {place!r}' if place else ''}{size} at "
+            f"{settings.image_size} px: batch_size {settings.batch_size}, num_workers "
+            f"{settings.num_workers}, prefetch_factor {settings.prefetch_factor}; "
+            f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured batches"
+        )
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
         """Settings and machine."""
@@ -144,19 +153,6 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",
         )
     return settings
-
-
-def _describe(settings: FeedSettings, source: SourceConfig, *, num_samples: int | None) -> str:
-    """What is about to be measured."""
-    place = settings.streams or settings.remote or settings.local
-    kind = "latents" if source.wants_latents else "images"
-    size = "" if num_samples is None else f" ({num_samples} samples)"
-    return (
-        f"Reading {settings.data_format} {kind}{f' from {place!r}' if place else ''}{size} at "
-        f"{settings.image_size} px: batch_size {settings.batch_size}, num_workers "
-        f"{settings.num_workers}, prefetch_factor {settings.prefetch_factor}; "
-        f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured batches"
-    )
 
 
 def _measure(settings: FeedSettings, source: SourceConfig, machine: Machine) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,36 +51,6 @@ def test_each_period_is_a_line(capsys):
         assert float(learning_rate) == pytest.approx(period[-1]["learning_rate"], rel=1e-2)
         assert float(rate) == pytest.approx(period[0]["images_per_second"], rel=1e-2)
         assert float(wait) == pytest.approx(period[0]["data_wait_percent"], abs=0.1)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    Path("prompts.txt").write_text("a red circle")
-    begun, logged, summary = [], [], {}
-    fake = SimpleNamespace(
-        log=lambda values: logged.append(values),
-        define_metric=lambda name, step_metric: None,
-        summary=summary,
-        finish=lambda: None,
-    )
-
-    def init(**settings):
-        begun.append((settings["id"], settings["resume"]))
-        return fake
-
-    monkeypatch.setattr(wandb, "init", init)
-    run(2, "--wandb_project", "p", *SAMPLES)
-    rows = run(4, "--wandb_project", "p")
-    assert begun == [begun[0]] * 2 and begun[0][1] == "allow"
-    pictures = [values for values in logged if "samples" in values]
-    assert [values["step"] for values in pictures] == [2]
-    assert isinstance(pictures[0]["samples"], wandb.Image)
-    figures = [values for values in logged if "samples" not in values]
-    assert figures == [
-        {"step": row.pop("step"), "loss/train/total": row.pop("loss"), **row} for row in rows
-    ]
-    assert summary["first_step"] == 2
 
 
 def test_tensorboard_hides_the_steps_that_are_trained_again():

@@ -85,6 +85,25 @@ def held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
+def check_scores(config: Any, held_out: SourceConfig) -> None:
+    """Check networks and held-out pictures before any weights are built.
+
+    Raises:
+        ConfigError: A network cannot be used, or there are fewer than two pictures.
+    """
+    from sdbench.tasks.score.networks import open_networks
+
+    open_networks(config, image_size=config.image_size, device="cpu")
+    num_samples = data.check(held_out)
+    if num_samples is not None and num_samples < 2:
+        raise ConfigError(
+            "scores need two held-out pictures",
+            value=num_samples,
+            allowed="2 or more",
+            flag="--validation_remote",
+        )
+
+
 def describe_overlap(plan: Plan, held_out: SourceConfig) -> list[str]:
     """A sentence about held-out samples that are trained on as well, if there are any."""
     sources = [source for source in (plan.source, plan.class_source) if source is not None]
@@ -173,8 +192,8 @@ class _Evaluator:
 
     def score(self, samples: Samples, state: TrainState, check: Check) -> dict[str, Any]:
         """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
-        from sdbench.tasks.score.held_out import score_model
         from sdbench.tasks.score.networks import open_networks
+        from sdbench.tasks.score.scores import score_model
 
         # Loaded each time: in between, training has the memory.
         device = next(self._job.model.parameters()).device

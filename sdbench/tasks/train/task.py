@@ -264,14 +264,17 @@ class Train(TrainingTask):
         validates, scores = config.validate_every_batches, config.score_every_batches
         if not (validates or scores or config.sample_every_batches):
             return []
-        from sdbench.tasks.train.evaluations import describe_overlap, held_out_source, read_prompts
+        from sdbench.tasks.train.evaluations import (
+            check_scores,
+            describe_overlap,
+            held_out_source,
+            read_prompts,
+        )
 
         notes = []
         if validates or scores:
             self._held_out = held_out_source(self.plan)
         if scores:
-            from sdbench.tasks.score.held_out import check_scores
-
             check_scores(config, self._held_out)
         if validates:
             notes = describe_overlap(self.plan, self._held_out)
