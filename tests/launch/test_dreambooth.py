@@ -201,7 +201,7 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--", "--lora_rank", "4"), "what stands behind --"),
         (("--", "--task", "pretrain"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
-        (("--generate_flags=--tar",), "--generate_flags"),
+        (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--max_durations", "2ba"), "--max_duration"),
         (("--", "--lr", "much"), "--lr"),
