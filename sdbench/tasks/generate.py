@@ -193,7 +193,9 @@ class Generate(Task):
         try:
             (folder / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
             (folder / ".failed").unlink(missing_ok=True)
-            _write_table(folder, self._pictures)
+            table = io.StringIO()
+            csv.writer(table, lineterminator="\n").writerows([Picture._fields, *self._pictures])
+            replace_file(folder / TABLE_NAME, table.getvalue())
         except OSError as error:
             raise ConfigError(
                 f"the folder cannot be written ({error.strerror})",
@@ -381,14 +383,6 @@ def _build(
     for part in (model.unet, model.vae, model.text_encoder):
         torch.nn.Module.to(part, ENCODER_DTYPES[flags.dtype])
     return model
-
-
-def _write_table(folder: Path, pictures: Sequence[Picture]) -> None:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(Picture._fields)
-    writer.writerows(pictures)
-    replace_file(folder / TABLE_NAME, buffer.getvalue())
 
 
 def _save(picture: Image.Image, path: Path) -> None:

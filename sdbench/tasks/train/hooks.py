@@ -143,7 +143,9 @@ class TrainHooks:
         self._report_saves()
         is_bad = self._bad_losses.is_known
         if ends_period or is_bad:
-            self._show(self.write_steps())
+            figures = self.write_steps()
+            if self._log is not None and figures is not None:
+                self._progress.period_ends(figures)
         if not (due or saves or is_bad):
             return
         self._timer.pause()
@@ -214,10 +216,6 @@ class TrainHooks:
 
     def _learning_rate(self, step: int) -> float:
         return self._config.lr * self._job.schedule(step - 1)
-
-    def _show(self, figures: str | None) -> None:
-        if self._log is not None and figures is not None:
-            self._progress.period_ends(figures)
 
     def _evaluate(self, event: str, evaluate: Evaluation, state: TrainState) -> None:
         started_s = time.perf_counter()

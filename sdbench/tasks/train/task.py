@@ -98,7 +98,8 @@ class Train(TrainingTask):
             folder = Path(config.results_dir, config.run_name)
             folder.mkdir(parents=True, exist_ok=True)
         self.resources.enter_context(lock(folder))
-        if config.resume == "never" and _has_steps(folder):
+        names = ("checkpoints", "steps.csv")
+        if config.resume == "never" and any((folder / name).exists() for name in names):
             raise ConfigError(
                 "the folder holds a run already",
                 value=str(folder),
@@ -118,9 +119,9 @@ class Train(TrainingTask):
         from sdbench.tasks.train.hooks import TrainHooks
         from sdbench.tasks.train.weights import take_kept, take_weights
 
-        plan, clock = self.plan, run.clock
+        plan, clock, ranks = self.plan, run.clock, self.plan.ranks
         config: Any = plan.config
-        ranks = plan.ranks
+        is_first = ranks.rank == 0
         checkpoints = Checkpoints(
             run.folder, ranks=ranks, keep=config.keep, keep_every=config.keep_every_batches
         )
@@ -129,7 +130,7 @@ class Train(TrainingTask):
         first_step = 0 if resumed is None else resumed.step
         if resumed is not None:
             changes = self._compare_with(resumed)
-            if ranks.rank == 0:
+            if is_first:
                 print(f"Going on from step {resumed.step} ({resumed.folder}).")
                 print("".join(f"  {change}\n" for change in changes), end="")
         if first_step >= plan.num_steps:
@@ -146,7 +147,6 @@ class Train(TrainingTask):
         with garbage_collection_paused():
             fit = load_engine(config.engine)
         clock.ends(startup.IMPORTS)
-        is_first = ranks.rank == 0
         progress = StepProgress(
             images_per_step=config.batch_size,
             enabled=is_first,
@@ -361,10 +361,6 @@ def _parts_in(checkpoint: Checkpoint | None) -> set[str]:
     from sdbench.tasks.train.weights import parts_in
 
     return parts_in(checkpoint)
-
-
-def _has_steps(folder: Path) -> bool:
-    return (folder / "checkpoints").exists() or (folder / "steps.csv").exists()
 
 
 def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
