@@ -16,8 +16,8 @@ examples:
   python generate.py --model_name my-model --prompts "a cat" --folder cats --num_images_per_prompt 4
       four pictures, and grid.png with all of them
   torchrun --nproc_per_node 8 generate.py --model_name my-model --prompt_file captions.csv \\
-      --folder drawn --tar --scheduler dpm --num_steps 20 --device_batch_size 16
-      a picture for each caption of a table, on 8 GPUs, into one tar
+      --folder drawn --scheduler dpm --num_steps 20 --device_batch_size 16
+      a picture for each caption of a table, on 8 GPUs
 
 Each picture has a seed of its own, which prompts.csv tells: any number of ranks draws the same
 pictures, another batch size the same up to rounding.

@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "look at each node before an expensive job: versions, GPUs, network, memory, disks, data",
     ),
     "profile": (
-        "sdbench.tasks.profile.profile:main",
+        "sdbench.tasks.profile.task:main",
         "which operators a step spends its time in, and how far each is from its ceiling",
     ),
     "dreambooth": (

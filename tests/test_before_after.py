@@ -79,7 +79,7 @@ def mean_cosine(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(np.mean(cosines, dtype=np.float64))
 
 
-def test_the_likeness_is_that_of_every_pair(drawn, clip, dino, capsys) -> None:
+def test_the_similarity_is_that_of_every_pair(drawn, clip, dino, capsys) -> None:
     facts = compare(drawn, *PROMPTS, "--clip_network", clip, "--dino_network", dino)
     for name, embed in (("clip", embedding_by_clip(clip)), ("dino", embedding_by_dino(dino))):
         sets = {

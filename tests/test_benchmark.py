@@ -43,15 +43,8 @@ def losses(tmp_path, record, name="runs"):
 
 
 def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
-    argv = (
-        *TINY,
-        "--device_train_microbatch_size",
-        "2",
-        "--batch_size",
-        "4",
-        "--measure_batches",
-        "10",
-    )
+    argv = (*TINY, "--device_train_microbatch_size", "2", "--batch_size", "4")
+    argv += ("--measure_batches", "10")
     record, exit_code = run(tmp_path, *argv, "--warmup_batches", "2", *EXACT)
     output = capsys.readouterr().out
     assert exit_code == 0
@@ -128,15 +121,8 @@ def test_micro_batches_do_not_change_how_many_images_are_seen(tmp_path):
 @pytest.mark.parametrize(
     ("preset", "recipe"),
     [
-        (
-            "seed",
-            {
-                "precision": "fp32",  # Composer's default on a CPU
-                "encoder_dtype": "fp32",
-                "optimizer": "adamw",
-                "ema_impl": "composer",
-            },
-        ),
+        # Composer's default on a CPU is fp32.
+        ("seed", {"precision": "fp32", "optimizer": "adamw", "ema_impl": "composer"}),
         # Its number formats depend on the CPU.
         ("fast", {"optimizer": "adamw_fused", "ema_impl": "foreach"}),
     ],
@@ -186,12 +172,6 @@ def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, pictu
     assert printed_refusal(capsys.readouterr().err).flag == PLACE_FLAGS
 
 
-def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys):
-    assert run(tmp_path, *TINY, "--image_size", "100") == (None, 2)
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--image_size", 100)
-
-
 def test_tasks_of_srun_are_refused_unless_each_knows_its_rank(capsys, monkeypatch):
     argv = ["--model_name", "tiny", "--use_synth_data", "--print_config"]
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
@@ -236,19 +216,19 @@ def test_wandb_offline_gets_the_losses(tmp_path, monkeypatch):
 
 def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    logged, summary = {}, {}
-
-    def log(values, step):
-        logged[step] = values["loss/train/total"]
+    logged, summary, statuses = {}, {}, []
 
     def finish():
         (path,) = (tmp_path / "runs").glob("*/record.json")
         statuses.append(load_record(path)["status"])
 
-    statuses = []
-    fake = SimpleNamespace(log=log, summary=summary, finish=finish)
+    fake = SimpleNamespace(
+        log=lambda values, step: logged.update({step: values["loss/train/total"]}),
+        summary=summary,
+        finish=finish,
+    )
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
-    record, _ = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", "torch")
+    record, _ = run(tmp_path, *QUICK, "--wandb_name", "n")
     assert statuses == ["ok"]  # it may wait for its server: the record is written by then
     assert list(logged.items()) == list(enumerate(losses(tmp_path, record)))
     assert summary["loss_last"] == logged[2]
@@ -291,25 +271,19 @@ def test_steps_that_cannot_be_read_leave_the_end_as_it_is(tmp_path, monkeypatch,
     assert "warning: the steps could not be written" in capsys.readouterr().err
 
 
-def test_a_wandb_that_is_missing_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch", "--wandb_name", "n")
-    assert (record["status"], exit_code) == ("ok", 0)
-    assert "Weights & Biases is off for this run: import of wandb" in capsys.readouterr().err
-
-
-def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_wandb_that_is_missing_or_raises_costs_a_warning(
+    tmp_path, monkeypatch, capsys, is_missing
+):
     wandb = pytest.importorskip("wandb")
-
-    def init(**settings):
-        raise ConnectionError("no route to the tracker")
-
-    monkeypatch.setattr(wandb, "init", init)
+    if is_missing:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    else:
+        monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
     record, exit_code = run(tmp_path, *QUICK, "--wandb_name", "n")
     assert (record["status"], exit_code) == ("ok", 0)
-    assert (
-        "Weights & Biases is off for this run: no route to the tracker" in capsys.readouterr().err
-    )
+    told = "import of wandb" if is_missing else "division by zero"
+    assert f"Weights & Biases is off for this run: {told}" in capsys.readouterr().err
 
 
 def test_the_run_folder_is_ready_to_publish(tmp_path):
@@ -353,21 +327,10 @@ def test_a_failed_run_is_not_published(tmp_path, capsys):
 
 def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
     (picture_folder / "3.png").write_bytes(b"no picture")
-    argv = [
-        "--model_name",
-        "tiny",
-        "--remote",
-        str(picture_folder),
-        "--on_bad_sample",
-        "skip",
-        "--batch_size",
-        "2",
-        "--engine",
-        "torch",
-        "--no_measure_peak",
-    ]
-    steps = ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
-    record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.1")
+    argv = ("--model_name", "tiny", "--remote", str(picture_folder), "--on_bad_sample", "skip")
+    argv += ("--batch_size", "2", "--engine", "torch", "--no_measure_peak")
+    argv += ("--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0")
+    record, code = run(tmp_path, *argv, "--max_bad_fraction", "0.1")
     assert code == 0
     assert record["workload"]["num_images"] == 10
     assert record["workload"]["num_bad_samples"] == 1
@@ -375,10 +338,6 @@ def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
     assert re.search(r"bad samples +1, replaced by others", output.out)
     assert "Skipped a bad sample: " in output.err and "3.png: the image cannot" in output.err
 
-    record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.05")
+    record, code = run(tmp_path, *argv, "--max_bad_fraction", "0.05")
     assert code == 1
     assert "1 samples of this epoch are bad, more than 5.00% of 10" in record["reason"]
-
-    record, code = run(tmp_path, *argv, *steps, "--on_bad_sample", "error")
-    assert code == 1
-    assert "--on_bad_sample skip goes on without such samples" in record["reason"]

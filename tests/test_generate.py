@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,11 @@ from PIL import Image
 
 import generate
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings, draw
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
+from tests.train.tiny_model import build_tiny
 
 OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
 PROMPTS = "a red circle | a blue square|a green star"
@@ -57,14 +55,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
         {"uid": "00001", "caption": "a blue square", "seed": "41", "file": "00001.png"},
         {"uid": "00002", "caption": "a green star", "seed": "42", "file": "00002.png"},
     ]
-    model = build_stable_diffusion(
-        resolve_architecture("tiny")[0],
-        seed=40,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    model = build_tiny(40)
     expected = draw(
         model,
         ["a green star"],
@@ -101,32 +92,13 @@ def test_what_is_there_is_not_drawn_again(tmp_path):
     before = contents(folder)
     first = (folder / "pictures" / "00000.png").stat().st_mtime_ns
     (folder / "pictures" / "00002.png").unlink()
-    (folder / "pictures" / ".00002.png").write_bytes(b"cut off by a kill")
     (folder / ".failed").touch()
     record = run("--prompts", PROMPTS, "--folder", folder)
     assert record["summary"]["num_drawn"] == 1
     after = contents(folder)
     assert {name: after[name] for name in before} == before
     assert (folder / "pictures" / "00000.png").stat().st_mtime_ns == first
-    assert not (folder / "pictures" / ".00002.png").exists()
     assert run("--prompts", PROMPTS, "--folder", folder)["summary"]["num_drawn"] == 0
-
-
-def test_a_tar_holds_pictures_and_prompts(tmp_path):
-    run("--prompts", PROMPTS, "--folder", "loose")
-    run("--prompts", PROMPTS, "--folder", "packed", "--tar")
-    assert not Path("packed/pictures").exists() and Path("packed/grid.png").is_file()
-    with tarfile.open("packed/pictures.tar") as archive:
-        names = archive.getnames()
-        assert names == [f"0000{n}.{end}" for n in range(3) for end in ("png", "txt")]
-        for name, content in contents(Path("loose")).items():
-            assert archive.extractfile(name).read() == content
-        assert archive.extractfile("00001.txt").read() == b"a blue square"
-    whole = Path("packed/pictures.tar").read_bytes()
-    Path("packed/pictures").mkdir()  # left by a kill behind the tar
-    assert run("--prompts", PROMPTS, "--folder", "packed", "--tar")["summary"]["num_drawn"] == 0
-    assert Path("packed/pictures.tar").read_bytes() == whole
-    assert not Path("packed/pictures").exists()
 
 
 def test_two_ranks_draw_what_one_draws(tmp_path):
@@ -139,14 +111,15 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
     assert record["summary"]["num_drawn"] == 9
 
 
-@pytest.mark.parametrize(
-    "change", [("--seed", "41"), ("--num_steps", "3"), ("--prompts", "a cat"), ("--dtype", "bf16")]
-)
-def test_a_folder_of_another_job_is_left_alone(tmp_path, change):
+def test_a_folder_of_another_job_is_left_alone_until_it_has_no_pictures(tmp_path):
     run("--prompts", PROMPTS, "--folder", "out")
     before, table = contents(Path("out")), Path("out/prompts.csv").read_bytes()
-    assert generate.main([*OPTIONS, "--prompts", PROMPTS, "--folder", "out", *change]) == 2
-    assert contents(Path("out")) == before and Path("out/prompts.csv").read_bytes() == table
+    for change in (("--seed", "41"), ("--num_steps", "3"), ("--prompts", "a cat")):
+        assert generate.main([*OPTIONS, "--prompts", PROMPTS, "--folder", "out", *change]) == 2
+        assert contents(Path("out")) == before and Path("out/prompts.csv").read_bytes() == table
+    for path in Path("out/pictures").iterdir():
+        path.unlink()
+    assert run("--prompts", "a cat", "--folder", "out")["summary"]["num_drawn"] == 1
 
 
 @pytest.mark.parametrize(
@@ -201,13 +174,6 @@ def test_bad_prompts_are_refused(tmp_path, flags, content, value):
         Path(flags["prompt_file"]).write_text(content)
     with refused(PROMPT_FLAG, value=value):
         prompts_of(**flags)
-
-
-def test_a_folder_without_pictures_takes_any_job(tmp_path):
-    run("--prompts", PROMPTS, "--folder", "out")
-    for path in Path("out/pictures").iterdir():
-        path.unlink()
-    assert run("--prompts", "a cat", "--folder", "out")["summary"]["num_drawn"] == 1
 
 
 def test_help_loads_no_library_of_weight(repository):

@@ -19,7 +19,6 @@ from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.forked import exit_codes, forked_ranks
-from tests.marks import quick_and_slow
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
 
@@ -79,15 +78,14 @@ def losses(results: Path, *argv: str) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("out_format", quick_and_slow(["mds", "parquet"], quick=["mds"]))
 def test_training_on_latents_gives_the_losses_of_training_on_the_images(
-    run, tmp_path, picture_folder, out_format
+    run, tmp_path, picture_folder
 ):
     generator = np.random.default_rng(0)
     for path in picture_folder.glob("*.png"):
         pixels = generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    exit_code, _ = run("latents", "--out_format", out_format, "--samples_per_shard", "4")
+    exit_code, _ = run("latents", "--samples_per_shard", "4")
     assert exit_code == 0
     online = losses(tmp_path / "online", "--remote", str(picture_folder))
     precomputed = losses(
@@ -207,11 +205,13 @@ def test_a_resume_may_not_change_what_is_written(run, picture_folder, capsys):
     assert (exit_code, record) == (2, None)
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == ("--folder", 2)
-    exit_code, record = run(
-        "latents", *options, "--on_bad_sample", "skip", "--max_bad_fraction", "0.1"
-    )
+    skip = [*options, "--on_bad_sample", "skip", "--max_bad_fraction"]
+    exit_code, record = run("latents", *skip, "0.05")
+    assert exit_code == 1 and "1 of 10 samples are bad" in record["reason"]
+    exit_code, record = run("latents", *skip, "0.1")
     assert exit_code == 0
-    assert (record["summary"]["num_images"], record["summary"]["num_bad_samples"]) == (7, 1)
+    assert record["summary"]["num_images_written"] == 9
+    assert record["summary"]["num_bad_samples"] == 1
 
 
 # --- What is written -----------------------------------------------------------------------------
@@ -258,13 +258,12 @@ def test_dropped_captions_are_stored_as_they_are_encoded(run, tmp_path):
     assert len(set(table["text_embedding"].to_pylist())) == 1
 
 
-@pytest.mark.parametrize("num_workers", ["0", "2"])
-def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, capsys, num_workers):
+def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, capsys):
     run("whole")
     (picture_folder / "3.png").write_bytes(b"")
     broken = (picture_folder / "7.png").read_bytes()
     (picture_folder / "7.png").write_bytes(broken[: len(broken) // 2])
-    skip = ["--on_bad_sample", "skip", "--image_size", "64,128", "--num_workers", num_workers]
+    skip = ["--on_bad_sample", "skip", "--image_size", "64,128", "--num_workers", "2"]
     exit_code, record = run("latents", *skip, "--max_bad_fraction", "0.2")
     assert exit_code == 0
     output = capsys.readouterr().out
@@ -279,25 +278,15 @@ def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, cap
         np.testing.assert_allclose(one["moments"], other["moments"], atol=2e-3)
 
 
-@pytest.mark.parametrize("num_workers", ["0", "2"])
-def test_a_bad_sample_stops_the_run_and_is_named(run, tmp_path, picture_folder, num_workers):
+def test_a_bad_sample_stops_the_run_and_is_named(run, tmp_path, picture_folder):
     (picture_folder / "3.png").write_bytes(b"no image")
-    exit_code, record = run("latents", "--num_workers", num_workers)
+    exit_code, record = run("latents", "--num_workers", "2")
     assert exit_code == 1
     validate(record)
     assert record["status"] == "failed"
     assert "3.png" in record["reason"] and "--on_bad_sample skip" in record["reason"]
     assert "Traceback" not in record["reason"]
     assert not (tmp_path / "latents").exists()
-
-
-def test_too_many_bad_samples_stop_the_run(run, picture_folder):
-    for index in (3, 7):
-        (picture_folder / f"{index}.png").write_bytes(b"no image")
-    options = ["--on_bad_sample", "skip", "--max_bad_fraction", "0.1", "--samples_per_shard", "2"]
-    exit_code, record = run("latents", *options)
-    assert exit_code == 1
-    assert "2 of 10 samples are bad" in record["reason"]
 
 
 def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
@@ -315,12 +304,6 @@ def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
     exit_code, record = run("latents", "--on_bad_sample", "skip", "--max_bad_fraction", "0.1")
     assert (exit_code, record["summary"]["num_bad_samples"]) == (0, 1)
     assert record["summary"]["num_images_written"] == NUM_PICTURES - 1
-
-
-def test_synthetic_images_measure_the_speed(tmp_path):
-    argv = [*TINY, "--use_synth_data", "--max_samples", "5", "--folder", str(tmp_path / "latents")]
-    assert precompute.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
-    assert len(read(tmp_path / "latents")) == 5
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,13 @@ from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
-from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.score.command import main as score_main
-from sdbench.tasks.score.held_out import score_model
 from sdbench.tasks.score.networks import ClipNetwork, FidNetwork
-from sdbench.tasks.score.scores import frechet_distance
+from sdbench.tasks.score.scores import frechet_distance, score_model
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
 from tests.score_networks import (
@@ -47,6 +44,7 @@ from tests.score_networks import (
     write_fid_network,
     write_pictures,
 )
+from tests.train.tiny_model import build_tiny
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONG = "a caption of far more tokens than CLIP reads " * 20
@@ -104,7 +102,7 @@ def test_fid_is_that_of_the_formula(tmp_path, network) -> None:
     }
 
 
-@pytest.mark.parametrize("num_pictures", [5, 6, 7])
+@pytest.mark.parametrize("num_pictures", [6, 7])
 def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     tmp_path, capsys, fid, num_pictures
 ) -> None:
@@ -115,19 +113,13 @@ def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     has_note = num_pictures <= 6  # a covariance of six features takes seven pictures
     assert (facts["fid_note"] is not None) == has_note
     assert ("comparable only" in capsys.readouterr().out) == has_note
+    many = write_pictures(tmp_path / "many", make_pictures(3, 9), captions_of(9))
+    for one, other in ((folder, many), (many, folder)):
+        facts = score(one, "--reference", other, "--fid_network", fid)
+        assert (facts["fid_note"] is not None) == has_note
 
 
-def test_few_pictures_against_many_are_told(tmp_path, fid) -> None:
-    few, many = (
-        write_pictures(tmp_path / str(num), make_pictures(3, num), captions_of(num))
-        for num in (5, 9)
-    )
-    for pictures, reference in ((few, many), (many, few)):
-        facts = score(pictures, "--reference", reference, "--fid_network", fid)
-        assert facts["fid_note"].startswith("5 pictures")
-
-
-@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 50), (8, 9), (2, 2)])
+@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 9), (2, 2)])
 def test_the_distance_is_that_of_torchmetrics(num_one, num_other) -> None:
     generator = np.random.default_rng(5)
     mix = generator.normal(size=(16, 16))
@@ -200,15 +192,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
 
 
 def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
-    architecture, _ = resolve_architecture("tiny")
-    model = build_stable_diffusion(
-        architecture,
-        seed=3,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    model = build_tiny(3)
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
     (folder / "03.png").write_bytes(b"no picture")
     networks = {"fid": FidNetwork(fid, device="cpu"), "clip": ClipNetwork(clip, device="cpu")}
@@ -273,24 +257,21 @@ def test_a_network_that_is_none_is_refused(tmp_path, content, what) -> None:
     assert what in error.what
 
 
-@pytest.mark.parametrize(
-    "damage", ["folder", "config.json", "model.safetensors", "merges.txt", "cut", "weight", "short"]
-)
+@pytest.mark.parametrize("damage", ["folder", "merges.txt", "cut", "weight", "short"])
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     copy = tmp_path / "copy"
     if damage != "folder":
         shutil.copytree(clip, copy)
-    if damage in ("config.json", "model.safetensors", "merges.txt"):
+        weights = copy / "model.safetensors"
+        tensors = load_file(weights)
+    if damage == "merges.txt":
         (copy / damage).unlink()
-    weights = copy / "model.safetensors"
     if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
     if damage == "weight":
-        tensors = load_file(weights)
         del tensors["visual_projection.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
     if damage == "short":
-        tensors = load_file(weights)
         name = "text_model.embeddings.position_embedding.weight"
         tensors[name] = tensors[name][:16].clone()
         save_file(tensors, weights, metadata={"format": "pt"})

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from sdbench.run.wandb_log import PERIOD_S, WandbLog
 
@@ -33,6 +34,20 @@ def test_the_parts_of_a_run_have_one_id(tmp_path, begun):
     first, again, other = (run.settings["id"] for run in begun)
     assert first == again != other
     assert {run.settings["resume"] for run in begun} == {"allow"}
+
+
+def test_figures_and_pictures_of_a_part_have_their_step(tmp_path, begun):
+    wandb = pytest.importorskip("wandb")
+    log = WandbLog(name="run", project=None, rank=0)
+    log.start(config={}, folder=tmp_path, has_parts=True)
+    logged = []
+    begun[0].log = logged.append
+    Image.new("RGB", (8, 8)).save(tmp_path / "grid.png")
+    log.log({"loss/train/total": 0.5}, step=3)
+    log.log_picture("samples", tmp_path / "grid.png", step=4)
+    figures, picture = logged
+    assert figures == {"step": 3, "loss/train/total": 0.5}
+    assert picture["step"] == 4 and isinstance(picture["samples"], wandb.Image)
 
 
 def test_losses_are_read_when_that_is_due_and_where_the_phase_changes(tmp_path, begun, monkeypatch):

@@ -33,12 +33,12 @@ from sdbench.launch.child import (
 from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
-from sdbench.settings.likeness import PROMPT_SEPARATOR, LikenessSettings, missing_files
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -52,7 +52,7 @@ SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.
 SAMPLE_SEED = 1_000_000
 # Flags of generate.py for other pictures than the later steps expect.
-UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
+UNFIT_FLAGS = ("--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
 # its ranks 30 s for that.
 SAVING_GRACE_S = 120.0
@@ -73,7 +73,7 @@ failed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DreamboothFlags(LikenessSettings):
+class DreamboothFlags(SimilaritySettings):
     """Flags of the command."""
 
     subject: str = setting(
@@ -182,7 +182,7 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         exported = folder / LORA
         trained = {**untrained, "lora": exported / LORA_NAME}
         export = {"folder": exported, "lora_format": "diffusers"}
-    judged = {name: getattr(flags, name) for name in ("subject", *declarations(LikenessSettings))}
+    judged = {name: getattr(flags, name) for name in ("subject", *declarations(SimilaritySettings))}
     steps = [
         Step("pictures before", _draw({**untrained, **samples}, flags, folder / BEFORE)),
         Step("training", _train(flags, rest, folder=folder)),

@@ -206,7 +206,7 @@ class UpdateSpeedups:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostSpeedups:
-    """What a CPU is told."""
+    """Settings of a CPU."""
 
     GROUP = SPEED
 

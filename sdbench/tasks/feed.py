@@ -52,7 +52,7 @@ class Feed(Task):
         return self.request.config.dist_timeout
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Choose what was left open, and look at the source."""
+        """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
         self._settings = _resolve(self.request, machine, ranks)
         if self._settings.engine == RAY:
@@ -60,7 +60,11 @@ class Feed(Task):
 
             self._source = ray_feed.make_source(self._settings, machine=machine, ranks=ranks)
         else:
-            self._source = _make_source(self._settings, machine)
+            self._source = SourceConfig.from_settings(
+                self._settings,
+                device_batch_size=self._settings.batch_size,
+                pin_memory=machine.device_type == "cuda",
+            )
         self._num_samples = data.check(self._source)
 
     def make_folder(self) -> Path:
@@ -77,7 +81,16 @@ class Feed(Task):
             from sdbench.tasks import ray_feed
 
             return ray_feed.describe(self._settings, self._source)
-        return _describe(self._settings, self._source, num_samples=self._num_samples)
+        settings = self._settings
+        place = settings.streams or settings.remote or settings.local
+        kind = "latents" if self._source.wants_latents else "images"
+        size = "" if self._num_samples is None else f" ({self._num_samples} samples)"
+        return (
+            f"Reading {settings.data_format} {kind}{f' from {place!r}' if place else ''}{size} at "
+            f"{settings.image_size} px: batch_size {settings.batch_size}, num_workers "
+            f"{settings.num_workers}, prefetch_factor {settings.prefetch_factor}; "
+            f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured batches"
+        )
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
         """Settings and machine."""
@@ -92,13 +105,11 @@ class Feed(Task):
             from sdbench.tasks import ray_feed
 
             measured = ray_feed.measure(self._settings, self._source, ranks=self._ranks, run=run)
-            is_first = self._ranks.rank == 0
-            data_facts = describe_data_or_warn(self._settings) if is_first else None
-            return {"summary": measured, "data": data_facts}
-        return {
-            "summary": _measure(self._settings, self._source, self._machine),
-            "data": describe_data_or_warn(self._settings),
-        }
+        else:
+            measured = _measure(self._settings, self._source, self._machine)
+        is_first = self._ranks.rank == 0
+        facts = describe_data_or_warn(self._settings) if is_first else None
+        return {"summary": measured, "data": facts}
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
@@ -142,27 +153,6 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",
         )
     return settings
-
-
-def _make_source(settings: FeedSettings, machine: Machine) -> SourceConfig:
-    return SourceConfig.from_settings(
-        settings,
-        device_batch_size=settings.batch_size,
-        pin_memory=machine.device_type == "cuda",
-    )
-
-
-def _describe(settings: FeedSettings, source: SourceConfig, *, num_samples: int | None) -> str:
-    """What is about to be measured."""
-    place = settings.streams or settings.remote or settings.local
-    kind = "latents" if source.wants_latents else "images"
-    size = "" if num_samples is None else f" ({num_samples} samples)"
-    return (
-        f"Reading {settings.data_format} {kind}{f' from {place!r}' if place else ''}{size} at "
-        f"{settings.image_size} px: batch_size {settings.batch_size}, num_workers "
-        f"{settings.num_workers}, prefetch_factor {settings.prefetch_factor}; "
-        f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured batches"
-    )
 
 
 def _measure(settings: FeedSettings, source: SourceConfig, machine: Machine) -> dict[str, Any]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import functools
 import io
 import json
-import shutil
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import replace_file
+from sdbench.base.files import new_file, replace_file
 from sdbench.base.progress import Progress
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
@@ -30,20 +28,22 @@ from sdbench.settings.kinds import (
     NOT_NEGATIVE,
     NOT_NEGATIVE_NUMBER,
     POSITIVE,
-    SWITCH,
     TEXT,
     RowOf,
     list_of,
     one_of,
 )
-from sdbench.settings.likeness import PROMPT_SEPARATOR
 from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.similarity import PROMPT_SEPARATOR
 from sdbench.settings.training import ModelSettings
 from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
 
-TAR_NAME, TABLE_NAME, GRID_NAME = "pictures.tar", "prompts.csv", "grid.png"
+if TYPE_CHECKING:
+    from PIL import Image
+
+TABLE_NAME, GRID_NAME = "prompts.csv", "grid.png"
 PROMPT_FLAG = "--prompts or --prompt_file"
 # A rank that has finished its share waits for the others.
 RANK_TIMEOUT_S = 24 * 3600.0
@@ -72,11 +72,6 @@ class GenerateFlags:
         "text file with a prompt on each line, or a CSV with the columns uid and caption",
     )
     folder: str = setting(TEXT, REQUIRED, "folder of the pictures; may hold some of them already")
-    tar: bool = setting(
-        SWITCH,
-        False,
-        "keep pictures and prompts in one tar, as WebDataset has it (<uid>.png, <uid>.txt)",
-    )
     num_images_per_prompt: int = setting(POSITIVE, 1, "pictures of each prompt")
     image_size: int | None = setting(
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
@@ -161,7 +156,7 @@ class Generate(Task):
     _pictures: list[Picture]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Read the prompts, and look at the model."""
+        """Read the prompts, and check the model."""
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
         prompts = read_prompts(flags)
@@ -196,13 +191,11 @@ class Generate(Task):
         folder = Path(self._flags.folder)
         self._check_earlier_job(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if (folder / TAR_NAME).is_file():  # a kill may have left what is in it
-                shutil.rmtree(folder / PICTURES_NAME, ignore_errors=True)
-            else:
-                (folder / PICTURES_NAME).mkdir(exist_ok=True)
+            (folder / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
             (folder / ".failed").unlink(missing_ok=True)
-            _write_table(folder, self._pictures)
+            table = io.StringIO()
+            csv.writer(table, lineterminator="\n").writerows([Picture._fields, *self._pictures])
+            replace_file(folder / TABLE_NAME, table.getvalue())
         except OSError as error:
             raise ConfigError(
                 f"the folder cannot be written ({error.strerror})",
@@ -214,18 +207,14 @@ class Generate(Task):
 
     def _check_earlier_job(self, folder: Path) -> None:
         """Refuse a folder with pictures of something else."""
-        pictures = [folder / TAR_NAME, *(folder / PICTURES_NAME).glob("*.png")]
-        if not any(path.is_file() for path in pictures):
+        if not any((folder / PICTURES_NAME).glob("*.png")):
             return
         record = folder / self.record_name
         try:
             earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
-        # As JSON stores it.
-        job = json.loads(json.dumps(self._job()))
-        earlier = {"lora": [], **earlier}  # a folder may be older than the flag
-        unlike = sorted(name for name, value in job.items() if earlier.get(name) != value)
+        unlike = sorted(name for name, value in self._job.items() if earlier.get(name) != value)
         if unlike:
             raise ConfigError(
                 f"the folder has pictures of another job: {', '.join(unlike)} differ",
@@ -235,23 +224,18 @@ class Generate(Task):
             )
 
     @functools.cached_property
-    def _weights(self) -> dict[str, str]:
+    def _job(self) -> dict[str, Any]:
+        """What decides the pictures, as JSON stores it."""
+        flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
         parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
-        return self._architecture.identify_weights(parts)
-
-    def _job(self) -> dict[str, Any]:
-        """What decides the pictures."""
-        flags = self._flags
         names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
-        rows = json.dumps(self._pictures)
-        weights = self._architecture.weights_folder
         return {
-            "model_name": str(weights or self._architecture.name),
-            "model_revision": self._architecture.revision,
-            "weights": self._weights,
+            "model_name": str(architecture.weights_folder or architecture.name),
+            "model_revision": architecture.revision,
+            "weights": architecture.identify_weights(parts),
             "lora": [[zlib.crc32(Path(path).read_bytes()), share] for path, share in flags.lora],
-            "prompts_crc32": zlib.crc32(rows.encode()),
+            "prompts_crc32": zlib.crc32(json.dumps(self._pictures).encode()),
             **{name: getattr(flags, name) for name in (*names, "seed", "batch_size", "dtype")},
         }
 
@@ -277,7 +261,7 @@ class Generate(Task):
         """Flags, job and machine."""
         return {
             "config": dataclasses.asdict(self._flags),
-            "job": self._job(),
+            "job": self._job,
             "machine": hardware.as_dict(self._machine),
         }
 
@@ -290,8 +274,7 @@ class Generate(Task):
         distributed.gather(None, self._ranks)  # all have drawn their share
         if self._ranks.rank != 0:
             return {}
-        if not (run.folder / TAR_NAME).is_file():
-            self._put_together(run.folder)
+        self._make_grid(run.folder)
         num_drawn = sum(map(len, batches))
         return {
             "summary": {
@@ -306,8 +289,6 @@ class Generate(Task):
 
         Batches, and so pictures, do not depend on the number of ranks and of runs.
         """
-        if (folder / TAR_NAME).is_file():
-            return []
         there = {path.name for path in (folder / PICTURES_NAME).iterdir()}
         size = self._flags.batch_size
         batches = [
@@ -331,72 +312,45 @@ class Generate(Task):
             num_steps=flags.num_steps,
             guidance_scale=flags.guidance_scale,
         )
-        total, num_done = sum(map(len, batches)), 0
-        is_first = self._ranks.rank == 0
+        # All ranks advance at about the same pace.
+        num_ranks, is_first = self._ranks.world_size, self._ranks.rank == 0
+        total = num_ranks * sum(map(len, mine))
         with Progress(total, unit="picture", enabled=is_first) as progress:
             for batch in mine:
-                pictures = draw(
-                    model,
-                    [picture.caption for picture in batch],
-                    [picture.seed for picture in batch],
-                    tokenize=tokenize,
-                    settings=settings,
-                )
-                for picture, image in zip(batch, pictures, strict=True):
-                    with _in_one_piece(folder / PICTURES_NAME / picture.file) as path:
-                        image.save(path, format="png")
-                # The other ranks advance at the same pace.
-                count = min(len(batch) * self._ranks.world_size, total - num_done)
-                num_done += count
-                progress.advance(count)
+                _, captions, seeds, files = zip(*batch, strict=True)
+                pictures = draw(model, captions, seeds, tokenize=tokenize, settings=settings)
+                for file, picture in zip(files, pictures, strict=True):
+                    _save(picture, folder / PICTURES_NAME / file)
+                progress.advance(num_ranks * len(batch))
 
-    def _put_together(self, folder: Path) -> None:
-        """Make the grid and, if asked for, the tar."""
+    def _make_grid(self, folder: Path) -> None:
         from PIL import Image
 
         from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
-        place = folder / PICTURES_NAME
-        missing = [
-            picture.file for picture in self._pictures if not (place / picture.file).is_file()
-        ]
+        paths = [folder / PICTURES_NAME / picture.file for picture in self._pictures]
+        missing = [path for path in paths if not path.is_file()]
         if missing:
             raise RunError(
-                f"{len(missing)} pictures are not there, {missing[0]} the first of them: do all "
+                f"{len(missing)} pictures are not there, the first of them {missing[0]}: do all "
                 "nodes share the folder?"
             )
-        shown = self._pictures[:MAX_PICTURES_OF_GRID]
+        shown = slice(MAX_PICTURES_OF_GRID)
         num_each = self._flags.num_images_per_prompt
         grid = make_grid(
-            [Image.open(place / picture.file) for picture in shown],
+            [Image.open(path) for path in paths[shown]],
             num_columns=num_each if num_each > 1 else None,
-            captions=[picture.caption for picture in shown],
+            captions=[picture.caption for picture in self._pictures[shown]],
         )
-        with _in_one_piece(folder / GRID_NAME) as path:
-            grid.save(path, format="png")
-        if self._flags.tar:
-            import webdataset
-
-            # A constant time, so that the same pictures make the same file.
-            with (
-                _in_one_piece(folder / TAR_NAME) as path,
-                webdataset.TarWriter(str(path), encoder=False, mtime=0) as tar,
-            ):
-                for picture in self._pictures:
-                    content = (place / picture.file).read_bytes()
-                    caption = picture.caption.encode()
-                    key = Path(picture.file).stem
-                    tar.write({"__key__": key, "png": content, "txt": caption})
-            shutil.rmtree(place)
+        _save(grid, folder / GRID_NAME)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """Where the pictures are."""
         summary = content["summary"]
-        place = TAR_NAME if (folder / TAR_NAME).is_file() else f"{PICTURES_NAME}/"
         return (
-            f"{summary['num_pictures']} pictures in {folder / place}, {summary['num_drawn']} of "
-            f"them drawn now, in {content['duration_s']:.1f} s; all at a glance: "
-            f"{folder / GRID_NAME}"
+            f"{summary['num_pictures']} pictures in {folder / PICTURES_NAME}, "
+            f"{summary['num_drawn']} of them drawn now, in {content['duration_s']:.1f} s; all at a "
+            f"glance: {folder / GRID_NAME}"
         )
 
 
@@ -431,17 +385,6 @@ def _build(
     return model
 
 
-def _write_table(folder: Path, pictures: Sequence[Picture]) -> None:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(Picture._fields)
-    writer.writerows(pictures)
-    replace_file(folder / TABLE_NAME, buffer.getvalue())
-
-
-@contextlib.contextmanager
-def _in_one_piece(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which is renamed to `path` at the end."""
-    partial = path.with_name(f".{path.name}")
-    yield partial
-    partial.replace(path)
+def _save(picture: Image.Image, path: Path) -> None:
+    with new_file(path, is_private=False) as new:
+        picture.save(new, format="png")

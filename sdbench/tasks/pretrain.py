@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -46,6 +45,9 @@ def build(
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
     lora = Lora.of(config)
+    initial_token_id = None
+    if config.learned_token is not None:
+        (initial_token_id,) = make_tokenizer(plan.architecture).read_word(config.initial_token)
     model = build_stable_diffusion(
         plan.architecture,
         seed=weights_seed,
@@ -57,7 +59,7 @@ def build(
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
         lora=lora,
-        initial_token_id=_find_initial_token(plan),
+        initial_token_id=initial_token_id,
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
@@ -77,6 +79,11 @@ def build(
         flops_per_image += flops.vae_encode
     if encodes_images or trains_text:
         flops_per_image += flops.text_encode
+    # What encodes the whole batch of a rank; otherwise each micro-batch is encoded in its turn, and
+    # `dreambooth.encode_once` encodes a subject.
+    prepare = None
+    if encodes_images and config.encoder_batch_size != "microbatch":
+        prepare = functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
     rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
         model=model,
@@ -100,17 +107,9 @@ def build(
         num_trainable_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         ),
-        prepare=_make_encoding(model, config),
+        prepare=prepare,
         sharded_blocks=SHARDED_BLOCKS,
     )
-
-
-def _find_initial_token(plan: Plan) -> int | None:
-    """The token that --learned_token begins as; None without it."""
-    if plan.config.learned_token is None:
-        return None
-    (token,) = make_tokenizer(plan.architecture).read_word(plan.config.initial_token)
-    return token
 
 
 def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
@@ -133,15 +132,6 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,
     )
-
-
-def _make_encoding(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
-    """What encodes the whole batch of a rank; None if each micro-batch is encoded in its turn."""
-    # `dreambooth.encode_once` encodes a subject.
-    encodes_images = config.step_has_encoders and not config.has_subject
-    if config.encoder_batch_size == "microbatch" or not encodes_images:
-        return None
-    return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 
 
 def _loss(output: tuple[Tensor, Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import io
 import re
@@ -22,10 +23,6 @@ UID = re.compile(r"[A-Za-z0-9_-]+")
 def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
     """Read prompts from a text with one per line, or from a CSV with the columns uid and caption.
 
-    Args:
-        path: Of the file.
-        flag: For errors.
-
     Returns:
         Pairs of unique uid and prompt. In a text, the uid is the number of the prompt.
 
@@ -43,15 +40,10 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
 
 
 def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple[str, str]]:
-    """Pairs of number and prompt; empty lines do not count.
-
-    Args:
-        lines: The prompts.
-        value: Where they come from, for errors.
-        flag: For errors.
+    """Pairs of number and prompt, without empty lines.
 
     Raises:
-        ConfigError: There is no prompt.
+        ConfigError: There is no prompt in `value` of `flag`.
     """
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
@@ -79,12 +71,11 @@ def _read_table(text: str, *, path: str, flag: str) -> list[tuple[str, str]]:
     rows = [(row["uid"] or "", (row["caption"] or "").strip()) for row in reader]
     if not rows:
         raise _bad_prompts("the prompt file has no prompt", value=path, flag=flag)
-    seen: set[str] = set()
-    for uid, _ in rows:
-        if not UID.fullmatch(uid) or uid in seen:
-            what = "stands there twice" if uid in seen else "cannot be the name of a file"
-            raise _bad_prompts(f"a uid of {path} {what}", value=uid, flag=flag)
-        seen.add(uid)
+    counts = collections.Counter(uid for uid, _ in rows)
+    for uid, count in counts.items():
+        if count > 1 or not UID.fullmatch(uid):
+            what = f"a uid of {path} is there twice or cannot be the name of a file"
+            raise _bad_prompts(what, value=uid, flag=flag)
     return rows
 
 

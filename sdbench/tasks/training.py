@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.engines.job import TrainJob
 
-# What Ray Data tells of its stages.
+# What Ray Data reports of its stages.
 RAY_DATA_NAME = "ray_data.txt"
 
 
@@ -40,10 +40,10 @@ class TrainingTask(Task):
         return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
 
     def _end_loading(self, loader: CheckedLoader, folder: Path) -> None:
-        """Write down what Ray Data tells of its stages, and end the loading processes."""
-        told = loader.describe_stream() if self.plan.ranks.rank == 0 else None
-        if told is not None:
-            (folder / RAY_DATA_NAME).write_text(told, encoding="utf-8")
+        """Write what Ray Data reports of its stages, and end the loading processes."""
+        description = loader.describe_stream() if self.plan.ranks.rank == 0 else None
+        if description is not None:
+            (folder / RAY_DATA_NAME).write_text(description, encoding="utf-8")
         loader.close()
 
     def _describe_work(self, job: TrainJob, *, num_images: int) -> dict[str, Any]:

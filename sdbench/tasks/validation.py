@@ -54,11 +54,13 @@ def held_out_batches(
 ) -> Iterator[NumberedBatch]:
     """Read this rank's share of the held-out samples, in stored order.
 
+    All ranks get the same number of batches.
+
     Args:
         reader: Of `open_held_out`.
         num_samples: Samples to take, from the first on; None takes all.
         batch_size: Samples per batch.
-        ranks: The place of this process. All ranks get the same number of batches.
+        ranks: The place of this process.
         check: Called before each batch; may raise.
 
     Yields:
@@ -83,32 +85,26 @@ def held_out_batches(
         yield numbers, {name: tensor[positions] for name, tensor in good.tensors.items()}
 
 
-@torch.no_grad()
 def validation_loss(
-    model: StableDiffusion,
-    batches: Iterable[NumberedBatch],
-    *,
-    ranks: Ranks,
-    num_timesteps: int = NUM_TIMESTEPS,
+    model: StableDiffusion, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
     """Measure the error of a model's predictions.
 
-    The noise of a sample is seeded by its number. The latents of an image are the means of the VAE.
-    The global random state is left alone.
+    Each sample is predicted at the middles of `NUM_TIMESTEPS` equal parts of the schedule, with
+    noise that is seeded by its number. The latents of an image are the means of the VAE. The global
+    random state is left alone.
 
     Args:
         model: In training or not.
         batches: This rank's share of the samples; each number once on all ranks.
         ranks: The place of this process; every rank has to call.
-        num_timesteps: Time steps at which each sample is predicted: the middles of equal parts of
-            the schedule.
 
     Returns:
         On every rank ``loss``, the mean, ``by_timestep``, a mean for each, ``timesteps``, and
         ``num_samples``.
     """
     timesteps = [
-        int((part + 0.5) / num_timesteps * len(model.signal_scale)) for part in range(num_timesteps)
+        int((part + 0.5) / NUM_TIMESTEPS * len(model.signal_scale)) for part in range(NUM_TIMESTEPS)
     ]
     with model.unobserved():
         errors_of = functools.partial(_errors, model, timesteps=timesteps)
@@ -126,8 +122,6 @@ def reconstruction_loss(
 ) -> dict[str, Any]:
     """Measure how well a VAE reconstructs images from the means of their latents.
 
-    The arguments are those of `validation_loss`.
-
     Returns:
         On every rank ``loss``, the mean squared error of pixels in [-1, 1], and ``num_samples``.
     """
@@ -137,6 +131,7 @@ def reconstruction_loss(
     return {"loss": rows.mean().item(), "num_samples": len(rows)}
 
 
+@torch.no_grad()
 def _measure(
     model: nn.Module,
     batches: Iterable[NumberedBatch],
@@ -198,14 +193,13 @@ def averaged_weights(
 ) -> Iterator[None]:
     """Put the moving averages in the place of the model's weights within the block.
 
-    Weights and averages of one type are swapped, a tensor at a time, which takes no memory. No save
-    may read them meanwhile.
+    Every rank has to call. Weights and averages of one type are swapped, a tensor at a time, which
+    takes no memory. No save may read them meanwhile.
 
     Args:
-        job: Placed, or sharded; every rank has to call.
-        averages: Of the trained weights that this rank averages, by name and placed like them, as
-            in ``ForeachEma.state_dict()["averages"]``. The others come from the ranks that have
-            them (ZeRO-1).
+        job: Placed, or sharded.
+        averages: Those that this rank keeps, by the name of the weight and placed like it. The
+            others come from the ranks that have them (ZeRO-1).
         ranks: The place of this process.
     """
     forget_gathered(job)

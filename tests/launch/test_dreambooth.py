@@ -20,7 +20,7 @@ import generate
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
-from sdbench.settings.likeness import NETWORK_FILES
+from sdbench.settings.similarity import NETWORK_FILES
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip
@@ -201,7 +201,7 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--", "--lora_rank", "4"), "what stands behind --"),
         (("--", "--task", "pretrain"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
-        (("--generate_flags=--tar",), "--generate_flags"),
+        (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--max_durations", "2ba"), "--max_duration"),
         (("--", "--lr", "much"), "--lr"),

@@ -34,10 +34,6 @@ RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuf
 RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
 
 pytestmark = pytest.mark.usefixtures("launched")
-each_engine = pytest.mark.parametrize(
-    "engine",
-    ["torch", *(pytest.param(one, marks=pytest.mark.slow) for one in ENGINES if one != "torch")],
-)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +104,9 @@ def trained(step: int, name: str = "run") -> dict[str, object]:
     return bits | {"ema_num_steps": num_averaged(step, name)}
 
 
-@each_engine
-def test_it_stops_and_names_the_samples(model, engine):
+def test_it_stops_and_names_the_samples(model):
     write_samples(BAD_SAMPLE)
-    argv = ("--engine", engine, "--save_every_batches", 2, "--log_every_batches", 1)
+    argv = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches", 1)
     assert run(model, "stop", *argv) == 1
     assert saved_steps(RUN) == [2]
     assert list(losses()) == [1, 2, 3] and losses()[BAD_STEP] == "nan"
@@ -125,6 +120,10 @@ def test_it_stops_and_names_the_samples(model, engine):
     assert record["status"] == "invalid"
     told = ("nan", f"step {BAD_STEP}", "bad_batches.jsonl")
     assert all(word in record["reason"] for word in told)
+    drawn = write_page(RUN)
+    assert drawn.steps["loss"].isna().tolist() == [False, False, True]
+    assert drawn.steps["smooth_loss"].notna().all()
+    assert "loss not finite" in (RUN / "watch.html").read_text()
 
 
 @pytest.mark.slow
@@ -149,7 +148,7 @@ def test_it_stops_when_the_loss_is_shown(model):
 
 
 @pytest.mark.slow
-@each_engine
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     write_samples(0, BAD_SAMPLE)  # the first step, too: there is no optimizer state yet
     argv = ("--engine", engine, "--log_every_batches", 1)
@@ -161,25 +160,10 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     averaged = [num_averaged(step, "whole") for step in range(1, NUM_STEPS + 1)]
     assert averaged == [0, 1, 1, 2, 3, 4]
     assert [event["step"] for event in bad_events("whole")] == [1, BAD_STEP]
-    for num_steps in (1, BAD_STEP, NUM_STEPS):
+    for num_steps in (BAD_STEP, NUM_STEPS):
         assert run(model, "skip", *argv, num_steps=num_steps, name="parts") == 0
     assert losses("parts") == whole
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_leaves_bad_losses_out(model):
-    write_samples(BAD_SAMPLE)
-    assert run(model, "skip", "--log_every_batches", 1, num_steps=4) == 0
-    steps = Path("runs/run/steps.csv")
-    for loss in ("nan", "inf"):
-        steps.write_text(steps.read_text().replace("nan", loss))
-        drawn = write_page(Path("runs/run"))
-        assert drawn.steps["loss"].isna().tolist() == [False, False, True, False]
-        assert drawn.steps["smooth_loss"].notna().all()
-        page = Path("runs/run/watch.html")
-        assert "loss not finite" in page.read_text()
-        page.unlink()
 
 
 @pytest.mark.slow
@@ -192,11 +176,10 @@ def test_fp32_copies_of_bf16_weights_are_skipped_too(model):
     assert trained(3) == trained(2) != trained(4)
 
 
-@each_engine
-def test_it_goes_back_and_on_with_other_data(model, engine):
+def test_it_goes_back_and_on_with_other_data(model):
     write_samples(BAD_SAMPLE, BAD_SAMPLE + 4)
     # Known behind step 4, at which a checkpoint is due.
-    argv = ("--engine", engine, "--save_every_batches", 2, "--log_every_batches", 4, "--keep", 9)
+    argv = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches", 4, "--keep", 9)
     assert run(model, "back", *argv, name="whole") == 0
     (event,) = bad_events("whole")
     facts = {"step": BAD_STEP, "loss": "nan", "gradient_norm": "nan", "action": "back"}
@@ -219,28 +202,23 @@ def test_there_is_nothing_to_go_back_to(model):
 
 @pytest.mark.slow
 def test_a_run_that_does_not_recover_ends(model):
-    write_samples(*range(4, 49))
-    period = MAX_IN_A_ROW + 1
+    """The good step 1 does not count among those in a row, nor do bad ones before a good one."""
+    write_samples(0, *range(8, 49))
+    period = MAX_IN_A_ROW + 3
     assert run(model, "skip", "--save_every_batches", period, num_steps=period + 1) == 1
     actions = [line["action"] for line in bad_batches()]
-    assert actions == ["skip"] * MAX_IN_A_ROW + ["stop"]
-    assert saved_steps(RUN) == [period]
-
-
-@pytest.mark.slow
-def test_good_steps_between_bad_ones_count(model):
-    bad = [4 * step for step in range(12) if step % 6]  # ten of each epoch of 12 steps
-    write_samples(*bad)
-    assert run(model, "skip", num_steps=15) == 0
-    assert len(bad_events()) == 12
+    assert actions == ["skip"] * (MAX_IN_A_ROW + 1) + ["stop"]
+    assert saved_steps(RUN) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "sharding", "action"),
     [
-        *(("torch", "none", "skip"), ("torch", "zero1", "skip"), ("torch", "full", "back")),
-        *(("composer", "none", "skip"), ("composer", "full", "skip"), ("ray", "zero1", "skip")),
+        ("torch", "none", "skip"),
+        ("torch", "full", "back"),
+        ("composer", "full", "skip"),
+        ("ray", "zero1", "skip"),
     ],
 )
 def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, action):

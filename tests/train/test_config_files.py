@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -314,29 +312,17 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.slow
-def test_the_fine_tuning_example_of_open_diffusion(tmp_path, pipeline, repository):
-    """Its command line, with two ranks: the whole model from a folder, pictures of a table."""
-    write_tars(tmp_path / "tars")
-    (tmp_path / "captions.csv").write_text("uid,caption\na,a red circle\nb,a blue square\n")
-    command = "-m torch.distributed.run --nproc_per_node 2 --standalone -m train"
-    argv = [
-        *command.split(),
+def test_the_fine_tuning_example_of_open_diffusion(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = parse(
         f"config={FINETUNING}",
         *("wandb.api_key=0123456789abcdef", "experiment.num_examples_to_see=8"),
         *("experiment.eval_caption_file=captions.csv", "experiment.num_eval_images=1"),
-        *("system.batch_size=2", "system.workers=0", f"model.pretrained={pipeline}"),
-        *(f"dataset.params.path={tmp_path / 'tars'}", "dataset.params.resolution=64"),
-        *("--engine=torch", "--sample_steps=1"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": f"{repository}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run([sys.executable, *argv], env=environment, check=True, timeout=300)
-    run = tmp_path / "logs" / "diffusion" / "finetuning"
-    record = load_record(run)
-    assert record["config"]["batch_size"] == 4
-    assert (record["workload"]["weights"], record["workload"]["num_steps"]) == ("loaded", 2)
-    history = map(json.loads, (run / "history.jsonl").read_text().splitlines())
-    assert [event["num_pictures"] for event in history if event["event"] == "samples"] == [1]
+        *("system.batch_size=2", "model.pretrained=tiny", "dataset.params.path=tars"),
+    ).config
+    assert (config.batch_size, config.max_duration, config.model_name) == (4, "8sp", "tiny")
+    assert (config.results_dir, config.run_name) == ("logs/diffusion", "finetuning")
+    assert (config.sample_prompts, config.num_sample_images) == ("captions.csv", 1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from PIL import Image
-from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -106,34 +106,14 @@ def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> f
     return float(of_subject + prior_loss_weight * of_class)
 
 
-@pytest.mark.parametrize("microbatch", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model, microbatch):
+def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model):
+    microbatch = 3
     write_pictures(subject=2, **{"class": 2})
     argv = ("--model_name", model, "--batch_size", 4, "--no_shuffle", "--allow_uneven_batch")
     argv += ("--device_train_microbatch_size", microbatch, "--prior_loss_weight", 0.25)
     expected = loss_by_hand(model, microbatch=microbatch, prior_loss_weight=0.25)
     (loss,) = read_losses(run("one", 1, *argv))
     assert float(loss) == pytest.approx(expected, rel=SAME_FP32)
-
-
-def changed_parts(before: Path, after: Path) -> set[str]:
-    """The parts of a model of which a weight differs."""
-    return {
-        part
-        for part in ("unet", "vae", "text_encoder")
-        if any(
-            not torch.equal(weight, weights_of(after, part)[name])
-            for name, weight in weights_of(before, part).items()
-        )
-    }
-
-
-@pytest.mark.slow
-def test_unet_and_text_encoder_change_and_the_vae_stays(model):
-    write_pictures(subject=3, **{"class": 2})
-    folder = run("one", 2, "--model_name", model, "--batch_size", 4, "--train_text_encoder")
-    assert sdbench(["export", str(folder)]) == 0
-    assert changed_parts(model, folder / "model") == {"unet", "text_encoder"}
 
 
 def spy_on_job(monkeypatch, look):
@@ -151,7 +131,7 @@ def spy_on_job(monkeypatch, look):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains_text", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trains_text", [True, False])
 def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
     write_pictures(subject=3, **{"class": 2})
     states = []
@@ -170,7 +150,7 @@ def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
 
 
 @pytest.mark.slow
-def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypatch):
+def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model):
     write_pictures(subject=2, **{"class": 2})
     norms, num_tensors = [], []
 
@@ -180,47 +160,16 @@ def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypat
         num_tensors.append(len(gradients))
         norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
-    handle = register_optimizer_step_pre_hook(listen)
     argv = ("--model_name", model, "--batch_size", 4, "--train_text_encoder")
+    handle = register_optimizer_step_pre_hook(listen)
     try:
-        run("free", 2, *argv)
-        free, norms[:] = norms[-2:], []
         run("clipped", 2, *argv, "--clip_norm", 0.01)
     finally:
         handle.remove()
-    assert min(free) > 0.1
     assert norms[-2:] == pytest.approx([0.01, 0.01], rel=1e-3)
-    assert set(num_tensors) == {
-        len(weights_of(model, "unet")) + len(weights_of(model, "text_encoder"))
-    }
-
-
-@pytest.mark.slow
-def test_latents_are_made_once_and_kept(model, monkeypatch, capsys):
-    write_pictures(subject=3, **{"class": 4})
-    encoded = []
-    encode = AutoencoderKL.encode
-
-    def count(vae, images):
-        if images.device.type != "meta":  # FLOPs are counted there
-            encoded.append(len(images))
-        return encode(vae, images)
-
-    monkeypatch.setattr(AutoencoderKL, "encode", count)
-    argv = ("--model_name", model, "--batch_size", 4, "--resume", "auto")
-    run("one", 2, *argv)
-    assert sum(encoded) == 7
-    del encoded[:]
-    folder = run("one", 3, *argv)
-    assert encoded == []
-    Image.new("RGB", (64, 64), "white").save("subject/0.png")
-    capsys.readouterr()
-    run("one", 4, *argv, "--changed_inputs", "accept")
-    assert sum(encoded) == 7
-    assert "other pictures" in capsys.readouterr().out
-    (folder / "latents.safetensors").write_bytes(b"no tensors")
-    run("one", 5, *argv)
-    assert sum(encoded) == 14
+    assert num_tensors[-1] == len(weights_of(model, "unet")) + len(
+        weights_of(model, "text_encoder")
+    )
 
 
 @pytest.mark.slow
@@ -241,23 +190,32 @@ def test_encoders_leave_the_memory_unless_the_model_is_looked_at(model, monkeypa
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_encoding_and_go_on_as_one(model):
+def test_pictures_are_encoded_once_and_ranks_share_them(model, monkeypatch):
     write_pictures(subject=3, **{"class": 4})
+    encode, encoded = AutoencoderKL.encode, []
+
+    def count(vae, images):
+        if images.device.type != "meta":  # FLOPs are counted there
+            encoded.append(len(images))
+        return encode(vae, images)
+
+    def keep_tables(job):
+        (tables,) = job.prepare.args
+        place = [os.environ.get(name, "-") for name in ("WORLD_SIZE", "RANK")]
+        torch.save(tables, f"tables{''.join(place)}.pt")
+
+    monkeypatch.setattr(AutoencoderKL, "encode", count)
+    spy_on_job(monkeypatch, keep_tables)
     argv = ("--model_name", model, "--batch_size", 4, "--device_train_microbatch_size", 2)
     argv += ("--resume", "auto")
-
-    def train_in_two(num_steps):
-        train_in_turn("torch", Path(), lambda: run("two", num_steps, *argv) and 0)
-
-    alone = load_file(run("alone", 1, *argv) / "latents.safetensors")
-    train_in_two(2)
-    together = load_file(Path("runs", "two", "latents.safetensors"))
-    assert all(
-        torch.equal(alone[name], together[name]) for name in ("latent_mean", "latent_logvar")
-    )
-    first = read_losses(Path("runs", "two"))
-    train_in_two(3)
-    assert read_losses(Path("runs", "two"))[:2] == first
+    run("alone", 2, *argv)
+    assert sum(encoded) == 7
+    for num_steps in (2, 3):
+        train_in_turn("torch", Path(), lambda n=num_steps: run("two", n, *argv) and 0)
+    alone = torch.load("tables--.pt")
+    for rank in range(2):
+        together = torch.load(f"tables2{rank}.pt")
+        assert all(torch.equal(table, together[name]) for name, table in alone.items())
     assert len(read_losses(Path("runs", "two"))) == 3
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
-from sdbench.engines import ENGINES, load_engine
+from sdbench.engines import load_engine
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
@@ -50,23 +50,22 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
 
 
 pytestmark = pytest.mark.usefixtures("launched")
-# Every pair of an engine, a number of workers and a format is in one of them. All engines read data
-# in the same way, so that most are slow tests.
-PAIRS = (
-    *(("torch", 2, name) for name in ("synthetic", "mds", "streamed tars")),
-    *(("composer", 0, name) for name in ("synthetic", "mds", "streamed tars")),
-    *(("torch", 0, name) for name in ("webdataset", "parquet", "folder")),
-    *(("composer", 2, name) for name in ("webdataset", "parquet", "folder")),
+# All engines read data in the same way, and tests/data resumes every format.
+CASES = (
+    ("torch", 2, "mds"),
+    ("composer", 0, "synthetic"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("torch", 0, "streamed tars"),
+            ("torch", 2, "parquet"),
+            ("torch", 0, "subject"),
+            ("composer", 2, "folder"),
+            ("ray", 0, "webdataset"),
+            ("ray", 2, "synthetic"),
+        )
+    ),
 )
-QUICK = {("torch", 2, "mds"), ("composer", 0, "synthetic")}
-
-
-def combinations():
-    """Engine, workers and format of a run."""
-    rays = (("ray", 0, "synthetic"), ("ray", 2, "parquet"))
-    subjects = tuple((engine, 0, "subject") for engine in ENGINES)
-    for each in (*PAIRS, *rays, *subjects):
-        yield pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
 
 
 def write_subject(folder: Path) -> list[str]:
@@ -91,7 +90,7 @@ def stream_tars(folder: Path) -> list[str]:
     return ["--remote", place, "--remote_files", "stream", "--tar_sizes", str(sizes)]
 
 
-@pytest.mark.parametrize(("engine", "num_workers", "data_format"), combinations())
+@pytest.mark.parametrize(("engine", "num_workers", "data_format"), CASES)
 def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_format):
     # A crop or a flip of them changes the loss.
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
@@ -118,8 +117,8 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
 @pytest.mark.slow
 def test_engines_take_turns_in_one_run(tmp_path):
     argv = ("--use_synth_data", "--ema_impl", "foreach")
-    assert run(tmp_path, "whole", 6, *argv, "--engine", "torch") == 0
-    for num_steps, engine in ((2, "composer"), (4, "ray"), (5, "composer"), (6, "ray")):
+    assert run(tmp_path, "whole", 4, *argv, "--engine", "torch") == 0
+    for num_steps, engine in ((1, "composer"), (2, "ray"), (3, "torch"), (4, "composer")):
         turn = ("--engine", engine, "--resume", "auto")
         assert run(tmp_path, "turns", num_steps, *argv, *turn) == 0
     turns, whole = (losses(tmp_path, name) for name in ("turns", "whole"))
@@ -129,32 +128,20 @@ def test_engines_take_turns_in_one_run(tmp_path):
     assert [(step, rate) for step, _, rate in turns] == [(step, rate) for step, _, rate in whole]
 
 
-def sharded():
-    """Engine and sharding of a run of two ranks, and what else is set."""
-    for engine, sharding in (
-        *(("torch", "none"), ("torch", "zero1")),
-        *(("composer", "none"), ("composer", "full")),
-        *(("ray", "zero1"), ("ray", "full")),
-    ):
-        yield pytest.param(engine, sharding, ())
-    yield pytest.param("torch", "full", LORA, id="lora")
-    for sharding in ("grad_op", "zero1"):
-        yield pytest.param("torch", sharding, MASTERS, id=f"{sharding} of copies")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "sharding", "what"), sharded())
-def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what):
-    stop_and_go_on(tmp_path, engine, sharding, what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["hybrid_grad_op", "hybrid_zero1"])
-def test_two_nodes_stop_and_one_rank_goes_on(tmp_path, sharding):
-    stop_and_go_on(tmp_path, "torch", sharding, MASTERS, num_ranks=4, num_nodes=2)
-
-
-def stop_and_go_on(tmp_path, engine, sharding, what, **ranks_and_nodes):
+@pytest.mark.parametrize(
+    ("engine", "sharding", "what", "ranks_and_nodes"),
+    [
+        ("torch", "zero1", (), {}),
+        ("torch", "full", LORA, {}),
+        ("torch", "grad_op", MASTERS, {}),
+        ("composer", "full", (), {}),
+        ("ray", "full", (), {}),
+        ("torch", "hybrid_zero1", MASTERS, {"num_ranks": 4, "num_nodes": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what, ranks_and_nodes):
     """Ranks stop and go on with the losses of those that did not, and one rank goes on alone."""
     what = (*what, "--batch_size", "4")
     argv = ("--use_synth_data", *what, "--engine", engine, "--sharding", sharding)
@@ -197,24 +184,16 @@ def test_two_ranks_pass_over_a_checkpoint_with_a_damaged_file_of_one(tmp_path):
     assert str(damaged) in printed
     *_, restart = [one for one in read_history(tmp_path / "one") if one["event"] == "begin"]
     assert (restart["step"], restart["num_lost_steps"]) == (2, 2)
-    (reason,) = restart["passed_over"]
-    assert str(damaged) in reason
+    assert str(damaged) in restart["passed_over"][0]
     # Nothing of the damaged one was taken.
-    assert len(losses(tmp_path, "one")) == 5
-    assert losses(tmp_path, "one")[:4] == before
-
-    flip_byte(folder / "step_00000004" / "__0_0.distcp")
-    flip_byte(folder / "step_00000005" / "__0_0.distcp")
     steps = losses(tmp_path, "one")
-    assert in_two_ranks(tmp_path, *argv)[0] == [2, 2]
-    record = load_record(tmp_path / "one")
-    assert record["status"] == "failed" and str(folder) in record["reason"]
-    assert losses(tmp_path, "one") == steps
-    for path in folder.glob("*/__0_0.distcp"):
-        path.unlink()
+    assert len(steps) == 5 and steps[:4] == before
+
+    for step in (4, 5):
+        flip_byte(folder / f"step_{step:08d}" / "__0_0.distcp")
     codes, printed = in_two_ranks(tmp_path, *argv)
-    assert codes == [2, 2]
-    assert printed_refusal(printed).flag == "--run_name"
+    assert codes == [2, 2] and str(folder) in printed
+    assert losses(tmp_path, "one") == steps
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
@@ -227,12 +206,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     for flag, value in (
         ("--seed", 18),
         ("--lora_rank", 4),
-        ("--weights_seed", 1),
-        ("--random_weights", True),
         ("--prediction_type", "v_prediction"),
-        ("--zero_terminal_snr", True),
     ):
-        text = () if value is True else (str(value),)
-        assert train.main([*again, "--resume", "auto", flag, *text]) == 2
+        assert train.main([*again, "--resume", "auto", flag, str(value)]) == 2
         refusal = printed_refusal(capsys.readouterr().err)
         assert (refusal.flag, refusal.value) == (flag, value)

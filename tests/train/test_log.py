@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -104,13 +106,47 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     assert "not finite at step 1" in (RUN / "watch.html").read_text()
 
 
-@pytest.mark.parametrize("tail", [b'{"event": "sa', b"\xff\xfe\x00", b"[" * 100_000, b"17"])
-def test_a_run_goes_on_behind_a_damaged_last_line(tail):
+def test_a_run_goes_on_behind_damaged_last_lines():
     assert train.main([*TINY, "--resume", "auto", "--max_duration", "1ba"]) == 0
     for name in ("history.jsonl", "steps.csv"):
         with (RUN / name).open("ab") as file:
-            file.write(tail)
+            file.write(b"17\n" + b"[" * 100_000 + b'\n\xff\xfe\x00\n{"event": "sa')
     assert train.main([*TINY, "--resume", "auto", "--max_duration", "2ba"]) == 0
     assert [row["step"] for row in read_steps(RUN)] == ["1", "2"]
     kinds = [event["event"] for event in read_history(RUN)]
     assert kinds == ["begin", "save", "end"] * 2
+
+
+def test_what_a_kill_has_cost_is_known(tmp_path):
+    def age() -> None:
+        hour_ago_s = time.time() - 3600
+        for name in ("steps.csv", "history.jsonl"):
+            os.utime(tmp_path / name, (hour_ago_s, hour_ago_s))
+
+    def begin(num_steps: int) -> dict:
+        log = TrainLog(tmp_path)
+        log.begin(num_steps=num_steps, images_per_step=2, passed_over=())
+        log.add_steps([(num_steps + n, 0.5, 0.001, 4.0, 0.1) for n in (1, 2)])
+        log.mark_step(num_steps + 2)
+        log.close()
+        return read_events(tmp_path, "begin")[-1]
+
+    first = begin(0)
+    assert (first["step"], first["num_lost_steps"], first["down_s"]) == (0, 0, 0.0)
+    with (tmp_path / "steps.csv").open("a") as file:  # as a process leaves it that was killed
+        file.write("3,0.4,0.001,4.0,0.1\n4,0.3")
+    age()
+    # Two steps of two images at four images/s are lost.
+    second = begin(1)
+    assert (second["step"], second["num_lost_steps"], second["lost_s"]) == (1, 2, 1.0)
+    assert 3600 < second["down_s"] < 3660
+    log = TrainLog(tmp_path)
+    log.add_event("end", step=3)
+    log.close()
+    # Going on behind the planned end costs nothing, however much later.
+    age()
+    assert begin(3)["down_s"] == 0.0
+    totals = TrainLog(tmp_path).totals(images_per_step=2)
+    assert (totals["num_restarts"], totals["num_lost_steps"], totals["lost_s"]) == (2, 2, 1.0)
+    assert totals["down_s"] == second["down_s"]
+    assert totals["total_train_s"] == pytest.approx(5 * 0.5 + 1.0)

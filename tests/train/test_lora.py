@@ -10,16 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-import benchmark
 import generate
 import train
 from sdbench.cli import main as sdbench
-from sdbench.models.architecture import resolve_architecture
 from sdbench.models.lora import is_lora
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
+from tests.train.tiny_model import build_tiny
 from tests.train.written import weights_of
 
 TINY = ("--model_name", "tiny", "--use_synth_data")
@@ -69,14 +67,7 @@ def merged(folder):
 @pytest.fixture(scope="module")
 def drawn():
     """The weights beside which it was trained."""
-    model = build_stable_diffusion(
-        resolve_architecture("tiny")[0],
-        seed=SEED,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    model = build_tiny(SEED)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
@@ -173,9 +164,3 @@ def test_lora_without_its_weights_begins_no_other_run(folder, tmp_path, capsys):
     argv = ("--init_from", str(folder), "--results_dir", str(tmp_path), "--max_duration", "1ba")
     assert train.main([*TINY, *RECIPE, *argv]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--init_from"
-
-
-def test_a_measurement_refuses_layers_of_no_lora(tmp_path, capsys):
-    argv = ("--lora_layers", "to_q", "--results_dir", str(tmp_path))
-    assert benchmark.main([*TINY, *argv]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == "--lora_layers or --lora_rank"

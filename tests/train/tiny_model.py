@@ -1,4 +1,4 @@
-"""The tiny model in a folder, as diffusers has it."""
+"""The tiny model, in memory and in a folder."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from pathlib import Path
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.export import export
-from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 
 
-def write_tiny_model(folder: Path) -> CaptionTokenizer:
-    """Write it; returns its tokenizer."""
-    architecture, _ = resolve_architecture("tiny")
-    built = build_stable_diffusion(
-        architecture,
-        seed=9,
+def build_tiny(seed: int) -> StableDiffusion:
+    """The tiny model with random weights in fp32."""
+    return build_stable_diffusion(
+        resolve_architecture("tiny")[0],
+        seed=seed,
         precision="fp32",
         encoder_dtype="fp32",
         memory_format="contiguous",
         attention="sdpa",
     )
+
+
+def write_tiny_model(folder: Path) -> CaptionTokenizer:
+    """Write it as diffusers has it; returns its tokenizer."""
     tokenizer = CaptionTokenizer(pad_token_id=0)
-    export(built, folder, trained={}, tokenizer=tokenizer.for_diffusers(), card="")
+    export(build_tiny(9), folder, trained={}, tokenizer=tokenizer.for_diffusers(), card="")
     return tokenizer

@@ -97,8 +97,8 @@ class Step(BatchReport):
     """Times and counts of one batch, from the request for it to the request for the next one.
 
     Attributes:
-        seconds: Times by phase: those of `STEP_PHASES` add up to the step, and those of `PHASES`
-            are spent in the process that loads.
+        seconds: Times by phase: `STEP_PHASES` add up to the step, and `PHASES` are spent in the
+            process that loads.
     """
 
     seconds: dict[str, float] = field(
@@ -109,12 +109,6 @@ class Step(BatchReport):
     def step_time_s(self) -> float:
         """Seconds of the whole batch."""
         return sum(self.seconds[name] for name in STEP_PHASES)
-
-    def add_loading(self, report: BatchReport) -> None:
-        """Add the cost of loading the images at one resolution."""
-        self.bytes_read += report.bytes_read
-        for name, seconds in report.seconds.items():
-            self.seconds[name] += seconds
 
 
 class Encoder:
@@ -131,12 +125,7 @@ class Encoder:
     ) -> None:
         """Build both encoders, with the weights that a training run with the same seed has.
 
-        Args:
-            architecture: As of `EncodeJob`.
-            sample_type: As of `EncodeJob`.
-            encoder_dtype: As of `EncodeJob`.
-            seed: Of random weights, and of the samples drawn from the moments.
-            device: Device of the weights, e.g. ``cuda:0`` or ``cpu``.
+        `seed` is that of random weights, and of the samples drawn from the moments.
         """
         self._sample_type = sample_type
         self._device = device
@@ -155,11 +144,7 @@ class Encoder:
 
     @torch.inference_mode()
     def encode_images(self, images: Tensor, *, indices: Sequence[int]) -> np.ndarray:
-        """Encode images (B, 3, S, S).
-
-        Args:
-            images: On the CPU.
-            indices: Of the samples in the source, which seed the noise.
+        """Encode images (B, 3, S, S), whose indices in the source seed the noise.
 
         Returns:
             float16, (B, 8, S/8, S/8) moments of the VAE, or (B, 4, S/8, S/8) samples of them times
@@ -213,7 +198,9 @@ def encode_batch(
             input_ids = batch.parts[0].tensors["input_ids"]
             columns[name_column(text_part)] = encoder.encode_captions(input_ids)
         for part in batch.parts:
-            step.add_loading(part.report)
+            step.bytes_read += part.report.bytes_read
+            for name, seconds in part.report.seconds.items():
+                step.seconds[name] += seconds
     return EncodedBatch(batch._replace(parts=[]), columns, step)
 
 
@@ -222,16 +209,11 @@ def find_finite(
 ) -> tuple[list[int], list[str]]:
     """Find the samples whose values float16 can hold; half precision may overflow.
 
-    Args:
-        columns: Column to the values of all samples.
-        names: Of the samples, for messages.
-        is_error: Whether another sample is an error.
-
     Returns:
         The positions of these samples, and a sentence for each other one.
 
     Raises:
-        RunError: A value is not finite, and its sample may not be left out.
+        RunError: A value is not finite, and that `is_error`.
     """
     good, bad = [], []
     for position, name in enumerate(names):

@@ -1,15 +1,16 @@
-"""The task of `precompute`: encode a data set of images into one of latents.
+"""The command and task `precompute`: encode a data set of images into one of latents.
 
-The ranks share the missing shards; rank 0 joins them at the end. encoder.py has the work of one
+The ranks share the missing shards; rank 0 joins them at the end. shards.py has the work of one
 rank, which needs torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
-from sdbench.measure.summary import interval_for_record
+from sdbench.measure.summary import summarize_window
 from sdbench.models.architecture import resolve_architecture
+from sdbench.plan.draft import Draft
+from sdbench.plan.resolve import default_image_size
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
@@ -38,17 +41,14 @@ from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings
 from sdbench.settings.ray import RAY, RaySettings
-from sdbench.settings.request import Request, parse
-from sdbench.settings.rules import settle
+from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
-from sdbench.statistics.intervals import within_run_interval
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sdbench.tasks.encode.encoder import EncodeJob, Step
+    from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step
     from sdbench.tasks.encode.images import ImageReader
-    from sdbench.tasks.encode.shards import Encoding
 
 EPILOG = """\
 examples:
@@ -79,11 +79,36 @@ GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
 # A rank that has finished its share waits for the others, which may have one more shard.
 RANK_TIMEOUT_S = 24 * 3600.0
-# Who encodes.
 TORCH = "torch"
 # The first batches include allocations and the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
+# Figures of the measured window in a record's `summary`.
+WINDOW_FIGURES = (
+    "images_per_second",
+    "images_per_second_interval",
+    "images_per_second_per_device",
+    "num_measured_steps",
+    "window_s",
+    "megabytes_per_second",
+    "ms_per_image",
+    "step_ms_per_image",
+)
+# Settings that decide the content of a shard.
+FACTS_OF_JOB = (
+    "data_format",
+    "latents",
+    "encoder_dtype",
+    "seed",
+    "crop",
+    "horizontal_flip_probability",
+    "caption_drop_probability",
+    "read_avif",
+    "empty_captions",
+    "filters",
+    "class_prompts",
+    "samples_per_shard",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,184 +197,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(TASKS["precompute"], parse_precompute, argv)
 
 
-# --- The plan ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run with nothing left open.
-
-    Attributes:
-        job: What is to be encoded.
-        reader: Reads the images.
-        out: Folder of the result.
-        out_format: ``mds`` or ``parquet``.
-        config: The value of every flag.
-        note: A sentence about the model that the user must read, or None.
-        keep_memory: Whether freed main memory is kept for the next batch.
-    """
-
-    job: EncodeJob
-    reader: ImageReader
-    out: Path
-    out_format: str
-    config: dict[str, Any]
-    note: str | None
-    keep_memory: bool
-
-    @property
-    def num_ahead(self) -> int:
-        """Batches that are ready, about, when the first one is taken."""
-        config = self.config
-        num_loading = config["num_workers"]
-        if config["engine"] == RAY:
-            num_loading = config["num_decoders"] + config["num_encoders"]
-        return num_loading * config["prefetch_factor"]
-
-
-def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Plan:
-    """Choose the open settings, check them, and open the source."""
-    from sdbench.plan.resolve import default_image_size
-    from sdbench.tasks.encode.encoder import EncodeJob
-    from sdbench.tasks.encode.images import ImageReader
-
-    architecture, note = resolve_architecture(
-        flags.model_name, revision=flags.model_revision, random_weights=flags.random_weights
-    )
-    flags = _choose(flags, machine=machine, ranks=ranks)
-    on_gpu = _encodes_on_gpu(flags, machine)
-    sizes = sorted(set(flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]))
-    for size in sizes:
-        architecture.check_image_size(size)
-    # Every rank may read every sample, so the source is the same for all.
-    source = SourceConfig.from_settings(
-        flags,
-        image_size=sizes[0],
-        latents=ONLINE,
-        device_batch_size=1,
-        shuffle=False,
-        tokenizer_folder=architecture.tokenizer_folder,
-        pad_token_id=architecture.tokenizer["pad_token_id"],
-        text_embedding_dim=architecture.text_encoder["hidden_size"],
-        num_images=flags.max_samples if flags.data_format == "synthetic" else None,
-    )
-    configs = tuple(dataclasses.replace(source, image_size=size) for size in sizes)
-    reader = ImageReader(configs)
-    num_samples = min(reader.num_samples, flags.max_samples or reader.num_samples)
-    if flags.samples_per_shard is None:
-        # Whole batches, as a short one at the end of each shard would leave the device idle.
-        num_batches = -(-choose_samples_per_shard(num_samples) // flags.batch_size)
-        flags = dataclasses.replace(flags, samples_per_shard=num_batches * flags.batch_size)
-    job = EncodeJob(
-        configs=configs,
-        architecture=architecture,
-        sample_type=SAMPLE_TYPES[flags.latents],
-        encoder_dtype=flags.encoder_dtype,
-        batch_size=flags.batch_size,
-        num_samples=num_samples,
-        samples_per_shard=flags.samples_per_shard,
-    )
-    image_size = sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
-    return Plan(
-        job=job,
-        reader=reader,
-        out=Path(flags.out),
-        out_format=flags.out_format,
-        config=dataclasses.asdict(flags) | {"image_size": image_size},
-        note=note,
-        keep_memory=not on_gpu and can_keep_freed_memory(),
-    )
-
-
-def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> PrecomputeSettings:
-    """Choose the settings that depend on the machine or on the place of the data."""
-    on_gpu = _encodes_on_gpu(flags, machine)
-    data_format = data.resolve_format(flags)
-    if data_format == "synthetic" and not (flags.use_synth_data or flags.data_format != "auto"):
-        raise ConfigError(
-            "There is nothing to encode",
-            value=None,
-            allowed="a folder or URL of images, or --use_synth_data",
-            flag="--remote or --local",
-        )
-    if flags.encoder_dtype == "fp16" and not on_gpu:
-        raise ConfigError(
-            "A CPU cannot run the encoders in this type",
-            value="fp16",
-            allowed="fp32 | bf16",
-            flag="--encoder_dtype",
-        )
-    cores_per_rank = machine.num_cpu_cores // ranks.local_world_size
-    chosen = {
-        "encoder_dtype": machine.fast_dtype(
-            "cuda" if on_gpu else "cpu", on_ray=flags.engine == RAY
-        ),
-        "batch_size": GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE,
-        # Without a GPU the cores are for the encoders.
-        "num_workers": min(GPU_NUM_WORKERS, cores_per_rank)
-        if on_gpu and flags.engine == TORCH
-        else 0,
-    }
-    chosen = {name: value for name, value in chosen.items() if getattr(flags, name) is None}
-    return dataclasses.replace(flags, **chosen, data_format=data_format)
-
-
-def _encodes_on_gpu(flags: PrecomputeSettings, machine: Machine) -> bool:
-    if flags.engine == TORCH:
-        return machine.device_type == "cuda"
-    from sdbench.tasks.encode.ray_stream import encoder_resources
-
-    return "GPU" in encoder_resources(flags)
-
-
-def _check_engine(request: Request[PrecomputeSettings], *, ranks: Ranks) -> None:
-    """Connect to Ray if that is the engine."""
-    config = request.config
-    if config.engine == TORCH:
-        return
-    if ranks.world_size > 1:
-        raise ConfigError(
-            "one process takes what the actors of Ray Data give",
-            value=f"{ranks.world_size} ranks",
-            allowed="the command without a launcher",
-            flag="--engine",
-        )
-    ray_cluster.connect(config.ray_address)
-
-
-def _job_facts(plan: Plan) -> dict[str, Any]:
-    """The facts that decide the content of each shard, which a resume must share."""
-    config, architecture = plan.config, plan.job.architecture
-    names = (
-        "data_format",
-        "image_size",
-        "latents",
-        "encoder_dtype",
-        "seed",
-        "crop",
-        "horizontal_flip_probability",
-        "caption_drop_probability",
-        "read_avif",
-        "empty_captions",
-        "filters",
-        "class_prompts",
-        "samples_per_shard",
-    )
-    place = config["remote"] or config["local"]
-    return {
-        "command": "precompute",
-        "source": None if place is None else identify(place),
-        "model_name": str(architecture.weights_folder or architecture.name),
-        "model_revision": architecture.revision,
-        "num_samples": plan.job.num_samples,
-        "weights": architecture.identify_weights(("vae", "text_encoder")),
-        **{name: config[name] for name in names},
-    }
-
-
-# --- The run -------------------------------------------------------------------------------------
-
-
 class Precompute(Task):
     """Encodes a data set; its request is one of `PrecomputeSettings`."""
 
@@ -358,61 +205,188 @@ class Precompute(Task):
     timeout_s = RANK_TIMEOUT_S
     _machine: Machine
     _ranks: Ranks
-    _plan: Plan
+    _config: PrecomputeSettings
+    _note: str | None
+    _on_gpu: bool
+    _keeps_memory: bool
+    _job: EncodeJob
+    _reader: ImageReader
     _totals: Totals
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Make the plan."""
+        """Choose what was left open, and open the source."""
+        from sdbench.tasks.encode.encoder import EncodeJob
+        from sdbench.tasks.encode.images import ImageReader
+
         self._machine, self._ranks = machine, ranks
-        settle(self.request, machine=machine, ranks=ranks)
-        _check_engine(self.request, ranks=ranks)
-        self._plan = _resolve(self.request.config, machine=machine, ranks=ranks)
+        draft = Draft.begin(self.request, machine=machine, ranks=ranks)
+        self._on_gpu = _connect(draft)
+        self._keeps_memory = not self._on_gpu and can_keep_freed_memory()
+        _choose(draft, on_gpu=self._on_gpu)
+        config = draft.config
+        architecture, self._note = resolve_architecture(
+            config.model_name, revision=config.model_revision, random_weights=config.random_weights
+        )
+        default_size = default_image_size(architecture, on_gpu=self._on_gpu)
+        sizes = sorted(set(config.image_size or [default_size]))
+        for size in sizes:
+            architecture.check_image_size(size)
+        # Every rank may read every sample, so the source is the same for all.
+        source = SourceConfig.from_settings(
+            config,
+            image_size=sizes[0],
+            latents=ONLINE,
+            device_batch_size=1,
+            shuffle=False,
+            tokenizer_folder=architecture.tokenizer_folder,
+            pad_token_id=architecture.tokenizer["pad_token_id"],
+            text_embedding_dim=architecture.text_encoder["hidden_size"],
+            num_images=config.max_samples if config.data_format == "synthetic" else None,
+        )
+        configs = tuple(dataclasses.replace(source, image_size=size) for size in sizes)
+        self._reader = ImageReader(configs)
+        num_samples = min(self._reader.num_samples, config.max_samples or self._reader.num_samples)
+        # Whole batches, as a short one at the end of each shard would leave the device idle.
+        num_batches = -(-choose_samples_per_shard(num_samples) // config.batch_size)
+        num_each = num_batches * config.batch_size
+        draft.choose_if_open("samples_per_shard", num_each, "about 16 files")
+        self._config = dataclasses.replace(draft.config, image_size=tuple(sizes))
+        self._job = EncodeJob(
+            configs=configs,
+            architecture=architecture,
+            sample_type=SAMPLE_TYPES[config.latents],
+            encoder_dtype=config.encoder_dtype,
+            batch_size=config.batch_size,
+            num_samples=num_samples,
+            samples_per_shard=self._config.samples_per_shard,
+        )
+
+    @property
+    def _image_size(self) -> int | str:
+        """The sides of the images as a record has them: a number, or several as a text."""
+        sizes = self._config.image_size
+        return sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
+
+    @property
+    def _num_ahead(self) -> int:
+        """About how many batches are ready when the first one is taken."""
+        config = self._config
+        num_loading = config.num_workers
+        if config.engine == RAY:
+            num_loading = config.num_decoders + config.num_encoders
+        return num_loading * config.prefetch_factor
 
     def make_folder(self) -> Path:
         """A new one in --results_dir; begins or resumes the output, too."""
-        plan = self._plan
+        config, job = self._config, self._job
         output = open_output(
-            plan.out,
-            data_format=plan.out_format,
-            columns=plan.job.columns(),
-            num_chunks=plan.job.num_shards,
-            job=_job_facts(plan),
-            data=identify_data(plan.job.configs[:1]),
-            accepts_changes=plan.config["changed_inputs"] == "accept",
+            Path(config.out),
+            data_format=config.out_format,
+            columns=job.columns(),
+            num_chunks=job.num_shards,
+            job=self._identify_job(),
+            data=identify_data(job.configs[:1]),
+            accepts_changes=config.changed_inputs == "accept",
         )
         self.resources.enter_context(output.lock())
         self._output = output, output.missing_chunks()
-        config = plan.config
-        size = str(config["image_size"]).replace(",", "-")
-        name = f"precompute-{config['data_format']}-{size}px"
-        return RunFolder.create(config["results_dir"], machine=self._machine.slug, name=name)
+        size = str(self._image_size).replace(",", "-")
+        name = f"precompute-{config.data_format}-{size}px"
+        return RunFolder.create(config.results_dir, machine=self._machine.slug, name=name)
+
+    def _identify_job(self) -> dict[str, Any]:
+        """The facts that decide the content of each shard, which a resume must share."""
+        config, architecture = self._config, self._job.architecture
+        place = config.remote or config.local
+        return {
+            "command": "precompute",
+            "source": None if place is None else identify(place),
+            "model_name": str(architecture.weights_folder or architecture.name),
+            "model_revision": architecture.revision,
+            "num_samples": self._job.num_samples,
+            "weights": architecture.identify_weights(("vae", "text_encoder")),
+            **{name: getattr(config, name) for name in FACTS_OF_JOB},
+            "image_size": self._image_size,
+        }
 
     def for_person(self) -> str:
         """The source, the output and its missing shards."""
         assert self._output is not None
-        return _describe(self._plan, ranks=self._ranks, num_missing=len(self._output[1]))
+        job, config, num_missing = self._job, self._config, len(self._output[1])
+        place = config.remote or config.local
+        values = ", ".join(
+            f"{name} {getattr(config, name)}"
+            for name in ("batch_size", "encoder_dtype", "num_workers", "samples_per_shard")
+        )
+        lines = [
+            f"Encoding {job.num_samples} {config.data_format} images"
+            f"{f' of {place!r}' if place else ''} at {self._image_size} px by "
+            f"{job.architecture.name} to {config.out} ({config.out_format}, {config.latents}): "
+            f"{values}, ranks {self._ranks.world_size}"
+        ]
+        if job.architecture.weights_folder is None:
+            lines.append(
+                f"{job.architecture.name} has random weights: such latents are for measuring speed."
+            )
+        if self._note is not None:
+            lines.append(self._note)
+        if self._reader.num_dropped:
+            lines.append(f"{self._reader.num_dropped} samples are left out by --filters.")
+        if num_missing < job.num_shards:
+            num_there = job.num_shards - num_missing
+            lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
+        return "\n".join(lines)
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
-        """The plan as a record has it."""
-        return _describe_for_record(self._plan, machine=self._machine, ranks=self._ranks)
+        """Settings, job and machine."""
+        architecture, ranks = self._job.architecture, self._ranks
+        return {
+            "config": {
+                **dataclasses.asdict(self._config),
+                "image_size": self._image_size,
+                "cpu_allocator": "keep" if self._keeps_memory else "default",
+            },
+            "workload": {
+                "architecture": architecture.name,
+                "weights": "random" if architecture.weights_folder is None else "loaded",
+                "revision": architecture.revision,
+                "num_samples": self._job.num_samples,
+                "num_shards": self._job.num_shards,
+            },
+            "machine": hardware.as_dict(self._machine),
+            "ranks": {
+                "world_size": ranks.world_size,
+                "num_nodes": ranks.num_nodes,
+                "ranks_per_node": ranks.local_world_size,
+            },
+        }
 
     def work(self, run: Run) -> dict[str, Any]:
         """Encode the missing shards, and join all of them."""
-        plan = self._plan
+        from sdbench.tasks.encode.shards import write_shards
+
         output, numbers = distributed.broadcast(self._output, self._ranks)
+        mine = numbers[self._ranks.rank :: self._ranks.world_size]
         try:
-            steps = self._encode(output, numbers)
+            with contextlib.closing(self._encode(mine)) as encoded:
+                steps = write_shards(self._job, mine, encoded, output=output, ranks=self._ranks)
             everyone = distributed.gather((steps, _peak_memory_gib(self._machine)), self._ranks)
             if self._ranks.rank != 0:
                 return {}
-            totals = self._totals = _finish(plan, output)
+            totals = self._totals = output.finish()
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
+        if totals.num_written + totals.num_bad != self._job.num_samples:
+            raise RunError(
+                f"{self._job.num_samples} samples were to be encoded, {totals.num_written} were "
+                f"written and {totals.num_bad} left out",
+                status=INVALID,
+            )
         summary = summarize(
-            [steps for steps, _ in everyone], num_warmup_steps=plan.num_ahead + NUM_WARMUP_STEPS
+            [steps for steps, _ in everyone], num_warmup_steps=self._num_ahead + NUM_WARMUP_STEPS
         )
         return {
             "summary": summary
@@ -420,93 +394,95 @@ class Precompute(Task):
                 "peak_memory_gib": max(peak for _, peak in everyone),
                 "num_images_written": totals.num_written,
                 "num_bad_samples": totals.num_bad,
-                "num_dropped_samples": plan.reader.num_dropped,
+                "num_dropped_samples": self._reader.num_dropped,
             }
         }
 
-    def _encode(self, output: Output, numbers: list[int]) -> list[Step]:
-        """Do this rank's part of the missing shards."""
-        from sdbench.tasks.encode.shards import ShardWriter
-
-        plan, ranks = self._plan, self._ranks
-        writer = ShardWriter(plan.job, encoding=self._make_encoding(), output=output)
-        num_missing = sum(len(plan.job.indices(number)) for number in numbers)
-        writer.write(
-            numbers[ranks.rank :: ranks.world_size],
-            num_missing=num_missing if ranks.rank == 0 else None,
-        )
-        return writer.steps
-
-    def _make_encoding(self) -> Encoding:
-        plan = self._plan
-        if self.request.config.engine == RAY:
+    def _encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
+        """The encoded batches of shards, in order."""
+        if self._config.engine == RAY:
             from sdbench.tasks.encode.ray_shards import EncodingOnRay
 
-            return EncodingOnRay(
-                plan.job,
-                settings=self.request.config,
-                num_samples=plan.reader.num_samples,
-                num_ahead=plan.num_ahead,
+            encoding = EncodingOnRay(
+                self._job,
+                settings=self._config,
+                num_samples=self._reader.num_samples,
+                num_ahead=self._num_ahead,
             )
-        from sdbench.tasks.encode.shards import EncodingHere
+            return encoding.encode(numbers)
+        from sdbench.tasks.encode.shards import encode_here
 
-        if plan.keep_memory:
+        if self._keeps_memory:
             keep_freed_memory()
-        on_gpu = self._machine.device_type == "cuda"
-        encoder = plan.job.make_encoder(f"cuda:{self._ranks.local_rank}" if on_gpu else "cpu")
-        return EncodingHere(plan.job, reader=plan.reader, encoder=encoder)
+        device = f"cuda:{self._ranks.local_rank}" if self._on_gpu else "cpu"
+        return encode_here(self._job, numbers, reader=self._reader, device=device)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
-        return _describe_result(self._plan, content, self._totals)
+        from sdbench.report.terminal import format_rate
 
-
-def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
-    """The plan in words."""
-    job, config = plan.job, plan.config
-    place = config["remote"] or config["local"]
-    values = ", ".join(
-        f"{name} {config[name]}"
-        for name in ("batch_size", "encoder_dtype", "num_workers", "samples_per_shard")
-    )
-    lines = [
-        f"Encoding {job.num_samples} {config['data_format']} images"
-        f"{f' of {place!r}' if place else ''} at {config['image_size']} px by "
-        f"{job.architecture.name} to {plan.out} ({plan.out_format}, {config['latents']}): "
-        f"{values}, ranks {ranks.world_size}"
-    ]
-    if job.architecture.weights_folder is None:
-        lines.append(
-            f"{job.architecture.name} has random weights: such latents are for measuring speed."
+        summary, totals = content["summary"], self._totals
+        rate = "Too few batches to measure a rate after the first ones."
+        if summary["images_per_second"] is not None:
+            split_ms = summary["step_ms_per_image"].items()
+            split = ", ".join(f"{name} {ms:.3g}" for name, ms in split_ms)
+            rate = f"images/s: {format_rate(summary)}; ms per image: {split}"
+        return "\n".join(
+            [
+                f"Wrote {totals.num_written} samples to {self._config.out}, {totals.num_bad} bad "
+                f"ones left out; {summary['num_images']} of them now, in "
+                f"{content['duration_s']:.1f} s.",
+                rate,
+                *(f"left out: {sentence}" for sentence in totals.bad[:NUM_BAD_NAMED]),
+            ]
         )
-    if plan.note is not None:
-        lines.append(plan.note)
-    if plan.reader.num_dropped:
-        lines.append(f"{plan.reader.num_dropped} samples are left out by --filters.")
-    if num_missing < job.num_shards:
-        num_there = job.num_shards - num_missing
-        lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
-    return "\n".join(lines)
 
 
-def _describe_for_record(plan: Plan, *, machine: Machine, ranks: Ranks) -> dict[str, Any]:
-    architecture = plan.job.architecture
-    return {
-        "config": plan.config | {"cpu_allocator": "keep" if plan.keep_memory else "default"},
-        "workload": {
-            "architecture": architecture.name,
-            "weights": "random" if architecture.weights_folder is None else "loaded",
-            "revision": architecture.revision,
-            "num_samples": plan.job.num_samples,
-            "num_shards": plan.job.num_shards,
-        },
-        "machine": hardware.as_dict(machine),
-        "ranks": {
-            "world_size": ranks.world_size,
-            "num_nodes": ranks.num_nodes,
-            "ranks_per_node": ranks.local_world_size,
-        },
-    }
+def _connect(draft: Draft) -> bool:
+    """Connect to Ray if that is the engine; return whether a GPU encodes."""
+    config, num_ranks = draft.config, draft.ranks.world_size
+    if config.engine == TORCH:
+        return draft.on_gpu
+    from sdbench.tasks.encode.ray_stream import encoder_resources
+
+    if num_ranks > 1:
+        raise ConfigError(
+            "one process takes what the actors of Ray Data give",
+            value=f"{num_ranks} ranks",
+            allowed="the command without a launcher",
+            flag="--engine",
+        )
+    ray_cluster.connect(config.ray_address)
+    return "GPU" in encoder_resources(config)
+
+
+def _choose(draft: Draft, *, on_gpu: bool) -> None:
+    """Choose the settings that depend on the machine or on the place of the data."""
+    config = draft.config
+    data_format = data.resolve_format(config)
+    if data_format == "synthetic" and not (config.use_synth_data or config.data_format != "auto"):
+        raise ConfigError(
+            "There is nothing to encode",
+            value=None,
+            allowed="a folder or URL of images, or --use_synth_data",
+            flag="--remote or --local",
+        )
+    if config.encoder_dtype == "fp16" and not on_gpu:
+        raise ConfigError(
+            "A CPU cannot run the encoders in this type",
+            value="fp16",
+            allowed="fp32 | bf16",
+            flag="--encoder_dtype",
+        )
+    draft.choose("data_format", data_format, "the place of the data")
+    on_ray = config.engine == RAY
+    dtype = draft.machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=on_ray)
+    draft.choose_if_open("encoder_dtype", dtype, "the device")
+    draft.choose_if_open("batch_size", GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE, "the device")
+    # Without a GPU the cores are for the encoders.
+    cores_per_rank = draft.machine.num_cpu_cores // draft.ranks.local_world_size
+    num_workers = min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu and not on_ray else 0
+    draft.choose_if_open("num_workers", num_workers, "the cores")
 
 
 def _peak_memory_gib(machine: Machine) -> float:
@@ -515,19 +491,6 @@ def _peak_memory_gib(machine: Machine) -> float:
     import torch
 
     return torch.cuda.max_memory_allocated() / hardware.BYTES_PER_GIB
-
-
-def _finish(plan: Plan, output: Output) -> Totals:
-    """Join the shards, and check that no sample is missing."""
-    totals = output.finish()
-    num_expected = plan.job.num_samples
-    if totals.num_written + totals.num_bad != num_expected:
-        raise RunError(
-            f"{num_expected} samples were to be encoded, {totals.num_written} were written and "
-            f"{totals.num_bad} left out",
-            status=INVALID,
-        )
-    return totals
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
@@ -549,51 +512,21 @@ def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict
     measured = [step for window in windows for step in window]
     num_measured_images = sum(step.num_images for step in measured)
     if not num_measured_images:
-        unknown = (
-            "images_per_second",
-            "images_per_second_interval",
-            "images_per_second_per_device",
-            "window_s",
-            "megabytes_per_second",
-            "ms_per_image",
-            "step_ms_per_image",
-        )
-        return {**dict.fromkeys(unknown), "num_measured_steps": 0, "num_images": num_images}
+        none = dict.fromkeys(WINDOW_FIGURES)
+        return none | {"num_measured_steps": 0, "num_images": num_images}
     times_s = max(([step.step_time_s for step in window] for window in windows), key=sum)
     window_s = sum(times_s)
-    rate = num_measured_images / window_s
-    interval = within_run_interval(times_s, images_per_step=num_measured_images / num_measured)
+    window = summarize_window(
+        times_s, (), images_per_step=num_measured_images / num_measured, window_s=window_s
+    )
     ms_per_image = {
         name: 1000 * sum(step.seconds[name] for step in measured) / num_measured_images
         for name in measured[0].seconds
     }
-    return {
-        "images_per_second": rate,
-        "images_per_second_interval": interval_for_record(interval),
-        "images_per_second_per_device": rate / len(windows),
-        "num_measured_steps": num_measured,
-        "window_s": window_s,
+    figures = window | {
+        "images_per_second_per_device": window["images_per_second"] / len(windows),
         "megabytes_per_second": sum(step.bytes_read for step in measured) / 1e6 / window_s,
         "ms_per_image": {n: ms for n, ms in ms_per_image.items() if n not in STEP_PHASES},
         "step_ms_per_image": {name: ms_per_image[name] for name in STEP_PHASES},
-        "num_images": num_images,
     }
-
-
-def _describe_result(plan: Plan, content: dict[str, Any], totals: Totals) -> str:
-    from sdbench.report.terminal import format_rate
-
-    summary = content["summary"]
-    lines = [
-        f"Wrote {totals.num_written} samples to {plan.out}, {totals.num_bad} bad ones left out; "
-        f"{summary['num_images']} of them now, in {content['duration_s']:.1f} s."
-    ]
-    if summary["images_per_second"] is None:
-        lines.append("Too few batches to measure a rate after the first ones.")
-    else:
-        split = ", ".join(f"{name} {ms:.3g}" for name, ms in summary["step_ms_per_image"].items())
-        lines.append(f"images/s: {format_rate(summary)}; ms per image: {split}")
-    lines += [f"left out: {sentence}" for sentence in totals.bad[:NUM_BAD_NAMED]]
-    if totals.num_bad > NUM_BAD_NAMED:
-        lines.append(f"and {totals.num_bad - NUM_BAD_NAMED} more")
-    return "\n".join(lines)
+    return {name: figures[name] for name in WINDOW_FIGURES} | {"num_images": num_images}

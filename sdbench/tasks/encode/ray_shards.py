@@ -60,7 +60,7 @@ class EncodingOnRay:
     num_ahead: int
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """Encode as `shards.Encoding` says."""
+        """Encode the batches of shards, in order; errors as of `shards.encode_here`."""
         job, settings = self.job, self.settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
         read = functools.partial(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,39 +58,27 @@ def add_figures(rows: pd.DataFrame, profile: Profile) -> pd.DataFrame:
 
 
 def format_profile(profile: Profile, *, top: int) -> str:
-    """The tables for a terminal.
-
-    Args:
-        profile: The figures.
-        top: Rows of the tables of operators.
-    """
+    """The ceilings and the tables for a terminal; tables of operators have `top` rows."""
     operators, shapes = profile.by_operator[:top], profile.rows[:top]
     tables = {
-        "By phase": profile.by_phase,
-        f"The {len(operators)} operators of the longest time": operators,
-        f"The {len(shapes)} of the longest time, each by the shapes of its tensors": shapes,
-    }
-    sections = [
-        f"Ceilings measured here and now: {describe_ceilings(profile)}",
-        *(
-            f"{title}:\n{_to_text(add_figures(rows, profile).to_dict('records'))}"
-            for title, rows in tables.items()
+        "By phase": add_figures(profile.by_phase, profile),
+        f"The {len(operators)} operators of the longest time": add_figures(operators, profile),
+        f"The {len(shapes)} of the longest time, each by the shapes of its tensors": add_figures(
+            shapes, profile
         ),
-    ]
+    }
     if profile.kernels:
-        kernels = sorted(profile.kernels.items(), key=lambda item: -item[1].time_s)[:top]
-        rows = [
-            {
-                "kernel": name[:MAX_KERNEL_NAME],
-                "calls": timing.calls,
-                "time_ms": 1e3 * timing.time_s,
-                "step_percent": profile.share(timing.time_s),
-            }
-            for name, timing in kernels
-        ]
-        title = f"The {len(kernels)} kernels and copies of the longest time"
-        sections.append(f"{title}:\n{_to_text(rows)}")
-    return "\n\n".join([*sections, LEGEND])
+        kernels = pd.DataFrame(
+            [
+                (name[:MAX_KERNEL_NAME], calls, 1e3 * time_s, profile.share(time_s))
+                for name, (calls, time_s) in profile.kernels.items()
+            ],
+            columns=["kernel", "calls", "time_ms", "step_percent"],
+        ).nlargest(top, "time_ms")
+        tables[f"The {len(kernels)} kernels and copies of the longest time"] = kernels
+    sections = [f"{title}:\n{_to_text(rows)}" for title, rows in tables.items()]
+    ceilings = f"Ceilings measured here and now: {describe_ceilings(profile)}"
+    return "\n\n".join([ceilings, *sections, LEGEND])
 
 
 def describe_ceilings(profile: Profile) -> str:
@@ -125,12 +112,7 @@ def describe_floors(profile: Profile) -> str:
 
 
 def describe_coverage(profile: Profile, *, on_gpu: bool) -> list[str]:
-    """How much of the step the tables explain, and what they leave out, as sentences.
-
-    Args:
-        profile: The figures.
-        on_gpu: Whether times are those of a GPU's kernels.
-    """
+    """How much of the step the tables explain, and what they leave out, as sentences."""
     outside = "the GPU waits" if on_gpu else "Python, autograd and the loader run"
     ratio = profile.counted_flop / profile.model_flop
     lines = [
@@ -152,12 +134,7 @@ def describe_coverage(profile: Profile, *, on_gpu: bool) -> list[str]:
 
 
 def warnings_of(profile: Profile, *, is_compiled: bool) -> list[str]:
-    """What a reader must know not to be misled.
-
-    Args:
-        profile: The figures.
-        is_compiled: Whether sub-models went through torch.compile.
-    """
+    """What a reader must know not to be misled, as sentences."""
     lines = []
     unmatched_percent = profile.share(profile.unmatched.time_s.sum())
     if unmatched_percent >= MIN_PERCENT_TO_WARN:
@@ -227,10 +204,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _to_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of `add_figures` as a table for a terminal."""
-    named = [
-        {FIGURES.get(name, name): make_cell(value, num_digits=3) for name, value in row.items()}
-        for row in rows
-    ]
-    return to_terminal(make_table(named, left=("bound by",)))
+def _to_text(rows: pd.DataFrame) -> str:
+    """Rows with `FIGURES` as a table for a terminal."""
+    cells = rows.rename(columns=FIGURES).map(lambda value: make_cell(value, num_digits=3))
+    return to_terminal(make_table(cells.to_dict("records"), left=("bound by",)))

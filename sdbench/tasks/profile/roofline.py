@@ -17,7 +17,7 @@ from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 
 NO_OPERATOR = "no operator"
-# What an operator is told from others by, and what adds up over several of them.
+# What identifies an operator, and what adds up over several of them.
 KEYS = ("phase", "operator", "shapes")
 SUMS = ("calls", "time_s", "flop", "num_bytes", "arithmetic_s", "memory_s", "floor_s")
 # What AdamW must move of a weight: its gradient in bf16 and, in fp32, the weight and both moments
@@ -200,7 +200,7 @@ class Profile:
 
     @property
     def needed_floor_s(self) -> float:
-        """Seconds of those operations and, at the memory ceiling, of one pass of AdamW."""
+        """`ideal_floor_s` and the seconds of one pass of AdamW at the memory ceiling."""
         update_bytes = BYTES_PER_UPDATE * self.num_trained
         return self.ideal_floor_s + update_bytes / (self.ceilings.memory.rate * 1e9)
 

@@ -1,1 +1,1 @@
-"""FID and CLIP score: how good drawn pictures are, by networks in local files."""
+"""FID and CLIP score: quality of generated pictures, by networks in local files."""

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError
+import numpy as np
+
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture
 from sdbench.settings.kinds import POSITIVE, TEXT
-from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
+from sdbench.settings.similarity import SimilaritySettings
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from sdbench.tasks.score.scores import Pictures
+    from sdbench.tasks.score.networks import ImageNetwork
 
 RESULT_NAME = "dreambooth.json"
+UNIT = "mean cosine of image embeddings over pairs of pictures, from -1 to 1"
+# What the rows of the table say, by the names in the JSON file.
+MEANINGS = {
+    "subject": (
+        "subject's prompt: the subject's own pictures",
+        "it rises as the subject comes out",
+    ),
+    "class": ("class prompt: class pictures from before", "it falls as the class drifts"),
+    "class_to_subject": (
+        "class prompt: the subject's own pictures",
+        "it rises as the class turns into the subject",
+    ),
+}
 EPILOG = """\
 examples:
   python -m sdbench before-after runs/my-dog --subject my-dog --prompt "photo of a unqtkn dog" \\
@@ -35,7 +50,7 @@ Listed = list[tuple[Path, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeforeAfterFlags(LikenessSettings):
+class BeforeAfterFlags(SimilaritySettings):
     """Flags of the command."""
 
     folder: str = setting(
@@ -47,9 +62,7 @@ class BeforeAfterFlags(LikenessSettings):
     subject: str = setting(
         TEXT, REQUIRED, "the subject's own pictures: a data set as training takes it"
     )
-    batch_size: int = setting(
-        POSITIVE, 32, "pictures that a network looks at together", spelling="device_batch_size"
-    )
+    batch_size: int = setting(POSITIVE, 32, "pictures of a batch", spelling="device_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,49 +92,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     sheet.save(folder / SHEET_NAME)
     print(f"Before and after: {folder / SHEET_NAME}")
     if flags.clip_network is not None or flags.dino_network is not None:
-        from sdbench.report.tables import to_terminal
-        from sdbench.tasks.score.similarity import make_similarity_table
-
         facts = score(flags, before, after)
         write_json(folder / RESULT_NAME, facts)
-        print(f"\n{to_terminal(make_similarity_table(facts['scores']))}")
+        print(f"\n{_describe_scores(facts['scores'])}")
         print(f"\n{facts['num_subject_pictures']} pictures of the subject: {folder / RESULT_NAME}")
     return 0
 
 
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
-    """The content of dreambooth.json; pictures are compared at the size of the first one.
-
-    Args:
-        flags: Of the command.
-        before: Pictures with their captions.
-        after: Pictures with the same captions.
-
-    Raises:
-        ConfigError: As `main`.
-        RunError: As `main`.
-    """
+    """The content of dreambooth.json; pictures are compared at the size of the first one."""
     from sdbench.tasks.score.networks import open_networks
-    from sdbench.tasks.score.scores import open_pictures, side_of
-    from sdbench.tasks.score.similarity import UNIT, compare, embed
+    from sdbench.tasks.score.scores import Pictures, open_pictures, read_pictures, side_of
 
     image_size = side_of(before[0][0])
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
-    drawn = [_of_prompt(listed, flags.prompt, flag="--prompt") for listed in (before, after)]
-    drawn_class = None
-    if flags.class_prompt is not None:
-        drawn_class = [
-            _of_prompt(listed, flags.class_prompt, flag="--class_prompt")
-            for listed in (before, after)
-        ]
+    prompts = {"--prompt": flags.prompt, "--class_prompt": flags.class_prompt}
+    generated, generated_class = (
+        [Pictures.of(_of_prompt(listed, prompt, flag=flag)) for listed in (before, after)]
+        if prompt is not None
+        else []
+        for flag, prompt in prompts.items()
+    )
     # What the subject's own captions say does not matter here.
     subject = open_pictures(flags.subject, flag="--subject", caption=flags.prompt)
-    sizes = {"image_size": image_size, "batch_size": flags.batch_size}
+
+    def embed(pictures: Pictures, network: ImageNetwork) -> np.ndarray:
+        """Embeddings (N, D) of the centred squares of pictures."""
+        batches = read_pictures(
+            pictures.read,
+            range(pictures.number),
+            image_size=image_size,
+            batch_size=flags.batch_size,
+        )
+        embeddings = np.concatenate([network.embeddings(batch.pictures) for batch in batches])
+        if not np.isfinite(embeddings).all():
+            raise RunError(
+                "The similarity of pictures is not finite: the network gives no numbers."
+            )
+        return embeddings
+
     scores = {
         name: compare(
-            subject=embed(subject, network, **sizes),
-            drawn=[embed(one, network, **sizes) for one in drawn],
-            drawn_class=drawn_class and [embed(one, network, **sizes) for one in drawn_class],
+            embed(subject, network),
+            generated=[embed(one, network) for one in generated],
+            generated_class=[embed(one, network) for one in generated_class],
         )
         for name, network in networks.items()
     }
@@ -130,8 +144,8 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
         "num_subject_pictures": subject.number,
-        "num_drawn_pictures": drawn[0].number,
-        "num_drawn_class_pictures": drawn_class and drawn_class[0].number,
+        "num_drawn_pictures": generated[0].number,
+        "num_drawn_class_pictures": generated_class[0].number if generated_class else None,
         "image_size_px": image_size,
         "unit": UNIT,
         "networks": {name: network.describe() for name, network in networks.items()},
@@ -139,9 +153,75 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     }
 
 
-def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Pictures:
-    from sdbench.tasks.score.scores import Pictures
+def compare(
+    subject: np.ndarray, *, generated: Sequence[np.ndarray], generated_class: Sequence[np.ndarray]
+) -> dict[str, dict[str, Any]]:
+    """The similarity of pictures before and after a training, from embeddings (N, D) of length 1.
 
+    As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs.
+    Among class pictures, pairs of the same seed are left out, which are similar for that reason.
+
+    Args:
+        subject: Of the subject's own pictures.
+        generated: Of the pictures for its prompt, before and after.
+        generated_class: Of the pictures for the prompt of its class, before and after by the same
+            seeds in the same order; empty: not compared.
+
+    Returns:
+        `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each
+        with `before`, `after` and their numbers of pairs. Figures without a pair are None.
+    """
+    means = {"subject": [_across(one, subject) for one in generated]}
+    if generated_class:
+        means["class"] = [_of_other_seeds(one, generated_class[0]) for one in generated_class]
+        means["class_to_subject"] = [_across(one, subject) for one in generated_class]
+    return {
+        name: {
+            "before": before,
+            "after": after,
+            "num_pairs_before": num_before,
+            "num_pairs_after": num_after,
+        }
+        for name, ((before, num_before), (after, num_after)) in means.items()
+    }
+
+
+def _across(one: np.ndarray, other: np.ndarray) -> tuple[float | None, int]:
+    """The mean cosine of all pairs from two sets, and the number of pairs."""
+    return float(one.mean(0) @ other.mean(0)), len(one) * len(other)
+
+
+def _of_other_seeds(one: np.ndarray, other: np.ndarray) -> tuple[float | None, int]:
+    """As `_across` for two sets in the same order of seeds, without the pairs of one seed."""
+    num_pairs = len(one) * (len(one) - 1)
+    if not num_pairs:
+        return None, 0
+    all_pairs, of_same_seed = one.sum(0) @ other.sum(0), (one * other).sum()
+    return float((all_pairs - of_same_seed) / num_pairs), num_pairs
+
+
+def _describe_scores(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    """The scores of each network as a table for a terminal."""
+    from sdbench.report.tables import make_cell, make_table, to_terminal
+
+    rows = []
+    for network, facts in scores.items():
+        for name, values in facts.items():
+            compared, meaning = MEANINGS[name]
+            rows.append(
+                {
+                    "network": network,
+                    "how alike (1: the same)": compared,
+                    "before": make_cell(values["before"], num_digits=3),
+                    "after": make_cell(values["after"], num_digits=3),
+                    "pairs": make_cell(values["num_pairs_after"]),
+                    "what it says": meaning,
+                }
+            )
+    return to_terminal(make_table(rows))
+
+
+def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Listed:
     rows = [row for row in listed if row[1] == prompt.strip()]  # as generate.py strips it
     if not rows:
         captions = dict.fromkeys(caption for _, caption in listed)
@@ -151,7 +231,7 @@ def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Pictures:
             allowed=" | ".join(captions),
             flag=flag,
         )
-    return Pictures.of(rows)
+    return rows
 
 
 def _make_sheet(before: Listed, after: Listed) -> Image.Image:

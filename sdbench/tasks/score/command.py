@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
@@ -41,13 +40,11 @@ class ScoreFlags:
     )
     fid_network: str | None = shared(WatchSettings, "fid_network")
     clip_network: str | None = shared(WatchSettings, "clip_network")
-    batch_size: int = setting(
-        POSITIVE, 32, "pictures that are looked at together", spelling="device_batch_size"
-    )
+    batch_size: int = setting(POSITIVE, 32, "pictures of a batch", spelling="device_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score the pictures of a folder; return the exit code.
+    """Score the pictures of a folder, at the size of the first one; return the exit code.
 
     Raises:
         ConfigError: There are no pictures, or no networks.
@@ -56,21 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config
-    from sdbench.tasks.score.scores import tell
-
-    facts = score_folder(flags)
-    path = Path(flags.folder, RESULT_NAME)
-    write_json(path, facts)
-    print(f"{tell(facts)}: {path}")
-    return 0
-
-
-def score_folder(flags: ScoreFlags) -> dict[str, Any]:
-    """Score the pictures of a folder, at the size of the first one; errors as of `main`."""
     from sdbench.data.pictures import list_pictures
     from sdbench.ranks.distributed import Ranks
     from sdbench.tasks.score.networks import open_networks
-    from sdbench.tasks.score.scores import Pictures, Scores, open_pictures, read_pictures, side_of
+    from sdbench.tasks.score.scores import (
+        Pictures,
+        Scores,
+        describe,
+        open_pictures,
+        read_pictures,
+        side_of,
+    )
 
     rows = list_pictures(Path(flags.folder))
     if len(rows) < 2:
@@ -89,7 +82,7 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
         )
     image_size = side_of(rows[0][0])
     scores = Scores(open_networks(flags, image_size=image_size))
-    sources = [(Pictures.of(rows), scores.add_drawn)]
+    sources = [(Pictures.of(rows), scores.add_generated)]
     if flags.reference is not None:
         reference = open_pictures(flags.reference, flag="--reference")
         sources.append((reference, scores.add_reference))
@@ -101,4 +94,8 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
                 add(batch)
                 progress.advance(len(batch.numbers))
     alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    return scores.compute(alone) | {"image_size": image_size, "reference": flags.reference}
+    facts = scores.compute(alone) | {"image_size": image_size, "reference": flags.reference}
+    path = Path(flags.folder, RESULT_NAME)
+    write_json(path, facts)
+    print(f"{describe(facts)}: {path}")
+    return 0

@@ -21,44 +21,36 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImagePro
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
-from sdbench.settings.likeness import missing_files
+from sdbench.settings.similarity import missing_files
 
-FID_FLAG, CLIP_FLAG, DINO_FLAG = "--fid_network", "--clip_network", "--dino_network"
-FID_NETWORK = (
-    "a TorchScript file that turns uint8 pictures (N, 3, H, W) into features (N, D), e.g. NVIDIA's "
-    "inception-2015-12-05.pt"
-)
-CLIP_NETWORK = (
-    "a folder of transformers' CLIPModel: config.json, model.safetensors, preprocessor_config.json "
-    "and tokenizer.json, or vocab.json with merges.txt"
-)
-DINO_NETWORK = (
-    "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors and "
-    "preprocessor_config.json"
-)
 # Types of transformers' models whose first token represents the whole picture.
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 class Network:
-    """A network in local files that looks at pictures."""
+    """A network for pictures in local files; subclasses load it.
+
+    Attributes:
+        flag: The flag that names the file or folder.
+        allowed: What it may be.
+    """
 
     flag: ClassVar[str]
     allowed: ClassVar[str]
 
     def __init__(self, place: Path, *, weights: Path, device: torch.device | str) -> None:
-        """Take a file or folder, and the file in it that has the weights; subclasses load it."""
+        """Take a file or folder, and the file in it that has the weights."""
         self._place, self._weights, self._device = place, weights, device
 
     def try_out(self, image_size: int) -> Any:
-        """Look at two blank pictures of a size; return what the network gives.
+        """Run the network on two blank pictures of a size, and return its output.
 
         Raises:
             ConfigError: The network does not take them.
         """
         blank = torch.zeros((2, 3, image_size, image_size), dtype=torch.uint8)
         try:
-            return self._look(blank)
+            return self._forward(blank)
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             what = f"the network fails on pictures of {image_size} px ({reason})"
@@ -72,7 +64,7 @@ class Network:
                 digest.update(piece)
         return {"name": self._place.resolve().name, "sha256": digest.hexdigest()}
 
-    def _look(self, pictures: Tensor) -> Any:
+    def _forward(self, pictures: Tensor) -> Any:
         raise NotImplementedError
 
     def _refusal(self, what: str) -> ConfigError:
@@ -86,7 +78,11 @@ class FidNetwork(Network):
     converted. It resizes pictures itself, and gives its 2048 features on request.
     """
 
-    flag, allowed = FID_FLAG, FID_NETWORK
+    flag = "--fid_network"
+    allowed = (
+        "a TorchScript file that turns uint8 pictures (N, 3, H, W) into features (N, D), e.g. "
+        "NVIDIA's inception-2015-12-05.pt"
+    )
 
     def __init__(self, file: Path, *, device: torch.device | str) -> None:
         """Load the network.
@@ -105,21 +101,20 @@ class FidNetwork(Network):
         wants_flag = any(argument.name == "return_features" for argument in arguments)
         self._options = {"return_features": True} if wants_flag else {}
 
-    def try_out(self, image_size: int) -> Tensor:
+    def try_out(self, image_size: int) -> Any:
         """Check that the network gives features, too."""
         features = super().try_out(image_size)
-        if not isinstance(features, Tensor) or not features.is_floating_point():
-            raise self._refusal("the network gives no floating-point tensor")
-        if features.ndim != 2 or len(features) != 2:
-            raise self._refusal(f"the network gives {list(features.shape)} for two pictures")
+        shape = list(getattr(features, "shape", ()))
+        if len(shape) != 2 or shape[0] != 2 or not features.is_floating_point():
+            raise self._refusal(f"the network returns {shape or features!r} for two pictures")
         return features
 
     def features(self, pictures: Tensor) -> np.ndarray:
         """Features (B, D) in fp64 of uint8 pictures (B, 3, H, W)."""
-        return self._look(pictures).double().cpu().numpy()
+        return self._forward(pictures).double().cpu().numpy()
 
     @torch.no_grad()
-    def _look(self, pictures: Tensor) -> Any:
+    def _forward(self, pictures: Tensor) -> Any:
         with _whole_fp32():
             return self._network(pictures.to(self._device), **self._options)
 
@@ -158,14 +153,18 @@ class ImageNetwork(Network):
         """Load model and processor; return the model and the names of missing weights."""
         raise NotImplementedError
 
-    def _look(self, pictures: Tensor) -> np.ndarray:
+    def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.embeddings(pictures)
 
 
 class ClipNetwork(ImageNetwork):
     """Compares pictures with captions and with each other, by a CLIP model."""
 
-    flag, allowed = CLIP_FLAG, CLIP_NETWORK
+    flag = "--clip_network"
+    allowed = (
+        "a folder of transformers' CLIPModel: config.json, model.safetensors, "
+        "preprocessor_config.json and tokenizer.json, or vocab.json with merges.txt"
+    )
     reads_text = True
 
     def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
@@ -176,16 +175,14 @@ class ClipNetwork(ImageNetwork):
         self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
         return model, report["missing_keys"]
 
-    def _look(self, pictures: Tensor) -> np.ndarray:
+    def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.similarities(pictures, ["a caption"] * len(pictures))
 
     @torch.no_grad()
     def similarities(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """Cosines (B,) between the embeddings of pictures and captions, in fp64.
+        """Cosines (B,) between the embeddings of uint8 pictures (B, 3, H, W) and captions, in fp64.
 
-        Args:
-            pictures: uint8 (B, 3, H, W).
-            captions: One per picture; the first 77 tokens of each count.
+        The first 77 tokens of each caption count.
         """
         tokens = torch.from_numpy(self._tokenize(captions))
         with _whole_fp32():
@@ -207,7 +204,11 @@ class ClipNetwork(ImageNetwork):
 class DinoNetwork(ImageNetwork):
     """Compares pictures with each other, by a DINO model."""
 
-    flag, allowed = DINO_FLAG, DINO_NETWORK
+    flag = "--dino_network"
+    allowed = (
+        "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors "
+        "and preprocessor_config.json"
+    )
 
     def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
@@ -246,7 +247,7 @@ def open_networks(
     kinds: Sequence[str] = ("fid", "clip"),
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Load the networks that settings name, and let them look at blank pictures.
+    """Load the networks that settings name, and try them on blank pictures.
 
     Args:
         config: Settings with ``<kind>_network`` for each kind.
@@ -260,20 +261,20 @@ def open_networks(
     Raises:
         ConfigError: No network is given, or one cannot be used.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = {kind: getattr(config, f"{kind}_network") for kind in kinds}
-    if not any(places.values()):
+    networks = {
+        kind: KINDS[kind](Path(place), device=device)
+        for kind, place in places.items()
+        if place is not None
+    }
+    if not networks:
         raise ConfigError(
             "pictures are scored by networks in local files",
             value=None,
             allowed=f"one or both: {'; '.join(KINDS[kind].allowed for kind in kinds)}",
             flag=" or ".join(KINDS[kind].flag for kind in kinds),
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    networks = {
-        kind: KINDS[kind](Path(place), device=device)
-        for kind, place in places.items()
-        if place is not None
-    }
     for network in networks.values():
         network.try_out(image_size)
     return networks

@@ -1,11 +1,11 @@
-"""`Scores`: FID and CLIP score of pictures, batch by batch, on one rank or more."""
+"""FID and CLIP score of pictures, batch by batch, on one rank or more."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,13 @@ from sdbench.base.errors import RunError, blamed_on
 from sdbench.data.pictures import open_picture, reader_of
 from sdbench.data.pipeline.transforms import decode_image
 from sdbench.data.prepare.rows import describe_source
-from sdbench.data.samples import BadSampleError, ImageSample, check_whole, undecodable
+from sdbench.data.samples import BadSampleError, ImageSample, Samples, check_whole, undecodable
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+
+if TYPE_CHECKING:
+    from sdbench.models.drawing import DrawingSettings, Tokenize
+    from sdbench.models.stable_diffusion import StableDiffusion
 
 
 class Pictures(NamedTuple):
@@ -29,17 +33,12 @@ class Pictures(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Path, str]]) -> Pictures:
-        """The pictures of `drawn.list_pictures`."""
+        """The pictures of `list_pictures`."""
         return cls(reader_of(rows), len(rows))
 
 
 def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Pictures:
-    """Open the pictures of a data set.
-
-    Args:
-        place: Folder, file or URL.
-        flag: For errors.
-        caption: Takes the place of the stored captions.
+    """Open the pictures of a data set; `caption` takes the place of the stored captions.
 
     Raises:
         ConfigError: There is no such data set.
@@ -81,41 +80,29 @@ def read_pictures(
     read_avif: bool = False,
     skips_bad: bool = False,
 ) -> Iterator[PictureBatch]:
-    """Read pictures with captions, cropped to centred squares as in training.
-
-    Args:
-        read: Returns the sample of a number.
-        numbers: Of the samples.
-        image_size: Side of the pictures in pixels.
-        batch_size: Samples of a batch.
-        read_avif: Value of ``--read_avif``.
-        skips_bad: Leave out samples that cannot be used.
+    """Read the pictures of some numbers, cropped to centred squares as in training.
 
     Raises:
-        RunError: A sample cannot be used, and may not be left out.
+        RunError: A sample cannot be used, unless `skips_bad` leaves it out.
     """
     for first in range(0, len(numbers), batch_size):
         good = []
         for number in numbers[first : first + batch_size]:
             try:
-                decoded = _decode(read(number), image_size=image_size, read_avif=read_avif)
-                good.append((number, *decoded))
+                sample = read(number)
+                check_whole(sample)
+                assert sample.image is not None
+                try:
+                    picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
+                except (OSError, ValueError) as error:
+                    raise undecodable(sample.name, error) from error
+                good.append((number, picture, sample.caption))
             except BadSampleError as error:
                 if not skips_bad:
                     raise RunError(str(error)) from error
         if good:
             known, pictures, captions = zip(*good, strict=True)
             yield PictureBatch(known, torch.from_numpy(np.stack(pictures)), captions)
-
-
-def _decode(sample: ImageSample, *, image_size: int, read_avif: bool) -> tuple[np.ndarray, str]:
-    check_whole(sample)
-    assert sample.image is not None and sample.caption is not None
-    try:
-        picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
-    except (OSError, ValueError) as error:
-        raise undecodable(sample.name, error) from error
-    return picture, sample.caption
 
 
 class Scores:
@@ -138,7 +125,7 @@ class Scores:
             features = self._fid.features(batch.pictures)
             self._reference |= zip(batch.numbers, features, strict=True)
 
-    def add_drawn(self, batch: PictureBatch) -> None:
+    def add_generated(self, batch: PictureBatch) -> None:
         """Add pictures that are scored, with their captions."""
         if self._fid is not None:
             features = self._fid.features(batch.pictures)
@@ -148,13 +135,10 @@ class Scores:
             self._similarities |= zip(batch.numbers, found, strict=True)
 
     def compute(self, ranks: Ranks) -> dict[str, Any]:
-        """The scores of the pictures of all ranks.
-
-        Args:
-            ranks: The place of this process; every rank has to call. Each picture is on one rank.
+        """The scores of the pictures of all ranks, on every rank; each has to call.
 
         Returns:
-            On every rank ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
+            ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
 
         Raises:
             RunError: There are fewer than two pictures, or a score is not finite.
@@ -173,6 +157,80 @@ class Scores:
                 facts |= _clip_facts(similarities)
                 facts["clip_network"] = self._clip.describe()
         return distributed.broadcast(facts, ranks)
+
+
+def score_model(
+    model: StableDiffusion,
+    samples: Samples,
+    *,
+    networks: Mapping[str, Any],
+    num_images: int,
+    read_avif: bool = False,
+    skips_bad: bool,
+    seed: int,
+    tokenize: Tokenize,
+    settings: DrawingSettings,
+    ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Generate a picture for the caption of each held-out picture, and score them.
+
+    Args:
+        model: The same on every rank, or sharded; every rank has to call.
+        samples: The held-out pictures.
+        networks: As `Scores` takes them.
+        num_images: Most held-out pictures to take, from the first on.
+        read_avif: Value of ``--read_avif``.
+        skips_bad: Leave out held-out pictures that are bad.
+        seed: Of the first picture.
+        tokenize: As of `draw_samples`.
+        settings: As of `draw_samples`.
+        ranks: The place of this process.
+        check: Called before each batch that all ranks have, and each step of a drawing; may raise.
+
+    Returns:
+        The facts of `Scores.compute`, the same for any number of ranks, and of the drawing.
+
+    Raises:
+        RunError: A held-out picture is bad and may not be left out, or as `Scores.compute`.
+    """
+    from sdbench.models.drawing import draw_share
+
+    num_images = min(num_images, len(samples))
+    scores = Scores(networks)
+    captions: dict[int, str] = {}
+    num_common = num_images // ranks.world_size // settings.batch_size
+    for number, batch in enumerate(
+        read_pictures(
+            samples.read,
+            range(ranks.rank, num_images, ranks.world_size),
+            image_size=settings.image_size,
+            batch_size=settings.batch_size,
+            read_avif=read_avif,
+            skips_bad=skips_bad,
+        )
+    ):
+        if number < num_common:
+            check()
+        scores.add_reference(batch)
+        captions |= zip(batch.numbers, batch.captions, strict=True)
+    prompts = distributed.gather_numbered(captions, ranks)
+    for numbers, pictures in draw_share(
+        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
+    ):
+        pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+        generated = PictureBatch(
+            numbers, pixels.permute(0, 3, 1, 2), [prompts[number] for number in numbers]
+        )
+        scores.add_generated(generated)
+    how = {
+        "num_bad_samples": num_images - len(prompts),
+        "image_size": settings.image_size,
+        "sampler": settings.sampler,
+        "num_steps": settings.num_steps,
+        "guidance_scale": settings.guidance_scale,
+    }
+    return scores.compute(ranks) | how
 
 
 def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
@@ -198,33 +256,31 @@ def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
     return float((means[0] - means[1]).square().sum() + traces - 2 * root_trace)
 
 
-def tell(facts: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """Scores in words."""
-    told = [f"{facts['num_pictures']} pictures"]
+    parts = [f"{facts['num_pictures']} pictures"]
     if "fid" in facts:
-        told.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
+        parts.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
     if "clip_score" in facts:
-        told.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
+        parts.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
     notes = [f" ({facts['fid_note']})"] if facts.get("fid_note") else []
-    return "".join([", ".join(told), *notes])
+    return "".join([", ".join(parts), *notes])
 
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
     """`fid`, `num_reference`, `num_features`, and `fid_note`: a caveat, or None."""
-    _check_enough(len(reference))
-    _check_enough(len(features))
-    num_features = len(features[0])
-    fid = frechet_distance(np.stack(reference), np.stack(features))
-    _check_finite([fid], "FID")
     fewest = min(len(reference), len(features))
+    _check_enough(fewest)
+    num_features = len(features[0])
     note = None
     if fewest <= num_features:
         note = (
             f"{fewest} pictures do not determine the covariance of {num_features} features: this "
             "FID is biased, and comparable only at the same number of pictures"
         )
+    fid = frechet_distance(np.stack(reference), np.stack(features))
     return {
-        "fid": fid,
+        "fid": _finite(fid, "FID"),
         "num_reference": len(reference),
         "num_features": num_features,
         "fid_note": note,
@@ -239,9 +295,8 @@ def _clip_facts(similarities: list[float]) -> dict[str, float]:
     """
     _check_enough(len(similarities))
     scores = 100 * np.maximum(similarities, 0.0)
-    _check_finite(scores, "the CLIP score")
     return {
-        "clip_score": float(scores.mean()),
+        "clip_score": _finite(float(scores.mean()), "the CLIP score"),
         "clip_score_error": float(scores.std(ddof=1) / math.sqrt(len(scores))),
     }
 
@@ -251,6 +306,7 @@ def _check_enough(num_pictures: int) -> None:
         raise RunError(f"Scores need two pictures and there are {num_pictures}.")
 
 
-def _check_finite(values: Iterable[float], what: str) -> None:
-    if not np.isfinite(values).all():
+def _finite(value: float, what: str) -> float:
+    if not math.isfinite(value):
         raise RunError(f"{what} is not finite: the network gives no finite numbers.")
+    return value

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.measure.losses import Losses
@@ -26,30 +23,6 @@ STOP, SKIP, BACK = "stop", "skip", "back"
 MAX_IN_A_ROW = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """The first loss, gradient or state of a run that is not finite.
-
-    Attributes:
-        step: The step of the loss, or the one after which the state was saved.
-        loss: Loss of the step.
-        gradient_norm: Norm of its gradients; None if it is not known.
-        tensor: The part of the state that a save found; None if loss or gradients are the fault.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float | None
-    tensor: str | None
-
-    def __str__(self) -> str:
-        if self.tensor is not None:
-            return f"{self.tensor} is not finite behind step {self.step}"
-        if not math.isfinite(self.loss):
-            return f"the loss is {self.loss} at step {self.step}"
-        return f"the norm of the gradients is {self.gradient_norm} at step {self.step}"
-
-
 class BadLosses:
     """Handles the bad steps of a run, on all ranks alike.
 
@@ -60,37 +33,27 @@ class BadLosses:
 
     def __init__(
         self,
-        action: str,
+        config: Any,
         *,
         losses: Losses,
         loader: CheckedLoader,
         checkpoints: Checkpoints,
-        folder: Path,
         log: TrainLog | None,
         ranks: Ranks,
-        has_scaler: bool,
     ) -> None:
-        """Connect the pieces.
+        """Begin with the losses of this process, and the loader that knows the samples of a batch.
 
-        Args:
-            action: A value of --on_bad_loss.
-            losses: The losses of this process.
-            loader: The loader of this rank, which knows the samples of a batch.
-            checkpoints: The checkpoints of the run.
-            folder: The folder of the run.
-            log: The log of the run on the first rank; None on the others.
-            ranks: The rank of this process.
-            has_scaler: The losses are scaled, for fp16.
+        `log` is None but on the first rank.
         """
-        self._action = action
+        self._action = config.on_bad_loss
+        self._has_scaler = config.precision == "amp_fp16"
         self._losses = losses
+        self._norms = Losses()
         self._loader = loader
         self._checkpoints = checkpoints
-        self._path = folder / BAD_BATCHES_NAME
         self._log = log
         self._ranks = ranks
-        self._has_scaler = has_scaler
-        self._norms = Losses()
+        # The step of a save and the tensor that it found not to be finite.
         self._bad_save: tuple[int, str] | None = None
         self._num_in_a_row = 0
         self._came_back_to: int | None = None
@@ -116,7 +79,7 @@ class BadLosses:
 
             torch.distributed.all_reduce(total)
         if total.isfinite():
-            self.all_good()
+            self._num_in_a_row = 0
         else:
             state.skip_update()
 
@@ -130,10 +93,8 @@ class BadLosses:
         """Read losses and norms up to this step, which waits for the device."""
         self._losses.read()
         self._norms.read()
-
-    def all_good(self) -> None:
-        """Note that all steps up to this one are good."""
-        self._num_in_a_row = 0
+        if not self.is_known:
+            self._num_in_a_row = 0
 
     def save_was_bad(self, step: int, tensor: str) -> None:
         """Note that a save has found a tensor that is not finite after a step."""
@@ -153,81 +114,72 @@ class BadLosses:
         Raises:
             RunError: The run ends.
         """
-        fault = self._find_fault(state.num_steps)
-        self._losses.forgive()
-        self._norms.forgive()
-        self._bad_save = None
+        step, tensor, facts = self._find_fault(state.num_steps)
         self._num_in_a_row += 1
         checkpoint = self._checkpoints.newest() if self._action == BACK else None
-        reason = self._reason_to_stop(fault, checkpoint, is_last=is_last)
-        action = self._action if reason is None else STOP
-        # JSON has no number for what is not finite.
-        facts = {"step": fault.step, "loss": str(fault.loss), "action": action}
-        if fault.gradient_norm is not None:
-            facts["gradient_norm"] = str(fault.gradient_norm)
-        if fault.tensor is not None:
-            facts["tensor"] = fault.tensor
-        else:
-            num_back = state.num_steps - fault.step
-            names = self._loader.names_before(state.position, num_back=num_back)
+        reason = self._reason_to_stop(tensor, checkpoint, is_last=is_last)
+        facts["action"] = self._action if reason is None else STOP
+        if tensor is None:
+            names = self._loader.names_before(state.position, num_back=state.num_steps - step)
             names_of_ranks = gather(names, self._ranks)
             if self._log is not None:
-                self._log.add_bad_batch(**facts, samples_of_ranks=names_of_ranks)
+                self._log.add_bad_batch(step=step, **facts, samples_of_ranks=names_of_ranks)
+        if facts["action"] == BACK:
+            assert checkpoint is not None
+            facts["lost_steps"] = [checkpoint.step + 1, state.num_steps]
         if self._log is not None:
-            if action == BACK:
-                assert checkpoint is not None
-                facts |= {"lost_steps": [checkpoint.step + 1, state.num_steps]}
-            self._log.add_event("bad_loss", **facts)
+            self._log.add_event("bad_loss", step=step, **facts)
         if reason is not None:
-            cause = f"its samples are named in {self._path}"
-            if fault.tensor is not None:
-                cause = "an update since the save before made it so, or a fault of the machine"
+            what = ", ".join(f"{name} {facts[name]}" for name in facts if name != "action")
             raise RunError(
-                f"{fault}{reason}: nothing is saved of it; {cause}",
+                f"step {step} is not finite ({what}){reason}: nothing is saved of it (--on_bad_loss"
+                f" {self._action}); {BAD_BATCHES_NAME} names the samples of bad losses",
                 status=INVALID,
             )
-        if checkpoint is not None:
-            _go_back(state, checkpoint)
-            self._came_back_to = checkpoint.step
-        return checkpoint is not None
+        if checkpoint is None:
+            return False
+        _go_back(state, checkpoint)
+        self._came_back_to = checkpoint.step
+        return True
 
-    def _find_fault(self, num_steps: int) -> Fault:
-        """The first fault: a bad loss or norm comes before the bad state that it leads to."""
+    def _find_fault(self, num_steps: int) -> tuple[int, str | None, dict[str, Any]]:
+        """The first fault, which counts as handled now: its step, the bad tensor, and its facts.
+
+        A bad loss or norm comes before the bad tensor of a save that it leads to.
+        """
         losses, norms = self._losses.read(), self._norms.read()
         first = num_steps + 1 - len(losses)  # the step of the first loss of this process
         found = (self._losses.first_not_finite, self._norms.first_not_finite)
-        steps = [first + index for index in found if index is not None]
+        step = min((first + index for index in found if index is not None), default=num_steps + 1)
         tensor = None
-        if self._bad_save is not None and all(self._bad_save[0] < step for step in steps):
+        if self._bad_save is not None and self._bad_save[0] < step:
             step, tensor = self._bad_save
-        else:
-            step = min(steps)
-        norm = norms[step - first] if norms else None
-        return Fault(step, losses[step - first], norm, tensor)
+        # JSON has no number for what is not finite.
+        facts = {"loss": str(losses[step - first])}
+        if norms:
+            facts["gradient_norm"] = str(norms[step - first])
+        if tensor is not None:
+            facts["tensor"] = tensor
+        self._losses.forgive()
+        self._norms.forgive()
+        self._bad_save = None
+        return step, tensor, facts
 
     def _reason_to_stop(
-        self, fault: Fault, checkpoint: Checkpoint | None, *, is_last: bool
+        self, tensor: str | None, checkpoint: Checkpoint | None, *, is_last: bool
     ) -> str | None:
-        """Why the run ends, as the end of a sentence; None if it goes on."""
-        told = f"(--on_bad_loss {self._action})"
+        """Why the run ends, as a part of a sentence; None if it goes on."""
         if self._action == STOP:
             return ""
-        if self._action == SKIP and fault.tensor is not None:
-            return f", which no skipped update can mend {told}"
         if self._num_in_a_row > MAX_IN_A_ROW:
-            return f", after {MAX_IN_A_ROW} others in a row {told}"
+            return f", after {MAX_IN_A_ROW} others in a row"
         if self._action == SKIP:
-            return None
+            return None if tensor is None else ", which no skipped update can mend"
         if checkpoint is None:
             return ", and there is no checkpoint to go back to (--save_every_batches)"
         if checkpoint.step == self._came_back_to:
-            return (
-                f", and the run has come back to step {checkpoint.step} before: more checkpoints "
-                "(--save_every_batches) or --on_bad_loss skip may help"
-            )
-        if is_last:
-            return f", and no step is left to go on with from step {checkpoint.step} {told}"
-        return None
+            return f", and the run has come back to step {checkpoint.step} before"
+        return ", and no step is left" if is_last else None
 
 
 def _go_back(state: TrainState, checkpoint: Checkpoint) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from PIL import Image
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
-from sdbench.base.files import replace_file
+from sdbench.base.files import new_file
 from sdbench.data.identity import find_overlap
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.remote import identify
@@ -61,11 +61,12 @@ def held_out_source(plan: Plan) -> SourceConfig:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
-            allowed="a place other than that of the training data",
+            allowed="another place than the training data",
             flag="--validation_remote",
         )
     source = dataclasses.replace(
         plan.source,
+        device_batch_size=1,
         remote=place,
         local=None,
         streams=None,
@@ -77,20 +78,38 @@ def held_out_source(plan: Plan) -> SourceConfig:
         caption=None,  # a subject's does not apply to them
     )
     with blamed_on("--validation_remote"):
-        data.check(dataclasses.replace(source, device_batch_size=1))
+        data.check(source)
     return source
 
 
-def describe_overlap(plan: Plan, held_out: SourceConfig) -> str | None:
-    """A sentence about held-out samples that are trained on as well, or None."""
+def check_scores(config: Any, held_out: SourceConfig) -> None:
+    """Check networks and held-out pictures before any weights are built.
+
+    Raises:
+        ConfigError: A network cannot be used, or there are fewer than two pictures.
+    """
+    from sdbench.tasks.score.networks import open_networks
+
+    open_networks(config, image_size=config.image_size, device="cpu")
+    num_samples = data.check(held_out)
+    if num_samples is not None and num_samples < 2:
+        raise ConfigError(
+            "scores need two held-out pictures",
+            value=num_samples,
+            allowed="2 or more",
+            flag="--validation_remote",
+        )
+
+
+def describe_overlap(plan: Plan, held_out: SourceConfig) -> list[str]:
+    """A sentence about held-out samples that are trained on as well, if there are any."""
     sources = [source for source in (plan.source, plan.class_source) if source is not None]
     found = [file for source in sources for file in find_overlap(source, held_out)]
-    if not found:
-        return None
-    return (
+    return [
         f"Validation sees training data: {len(found)} files of --validation_remote are trained on "
-        f"too, or have the name and size of one that is, such as {found[0]!r}."
-    )
+        f"too, or have the name and size of one that is, such as {file!r}."
+        for file in found[:1]
+    ]
 
 
 def read_prompts(config: Any) -> list[tuple[str, str]]:
@@ -104,138 +123,121 @@ def make_evaluations(
 ) -> dict[str, tuple[int, Evaluation]]:
     """The evaluations that the config asks for: event to the steps between two, and the evaluation.
 
-    Args:
-        plan: Of the run.
-        job: Its model is evaluated.
-        held_out: As `held_out_source` returns it; opened here, once. None where it is not needed.
-        folder: Of the run; gets the grids.
+    The samples of `held_out_source` are opened once; the folder of the run gets the grids.
     """
     config: Any = plan.config
+    evaluator = _Evaluator(plan, job)
     evaluations: dict[str, tuple[int, Evaluation]] = {}
     if config.validate_every_batches is not None:
-        assert held_out is not None
-        validate = functools.partial(_validate, plan, job, open_held_out(held_out))
+        validate = functools.partial(evaluator.validate, open_held_out(held_out))
         evaluations["validation"] = (config.validate_every_batches, validate)
     if config.sample_every_batches is not None:
-        sample = functools.partial(_sample, plan, job, read_prompts(config), folder / SAMPLES_NAME)
+        sample = functools.partial(evaluator.sample, read_prompts(config), folder)
         evaluations["samples"] = (config.sample_every_batches, sample)
     if config.score_every_batches is not None:
-        assert held_out is not None
-        samples = data.open_samples(dataclasses.replace(held_out, device_batch_size=1))
-        score = functools.partial(_score, plan, job, samples)
+        score = functools.partial(evaluator.score, data.open_samples(held_out))
         evaluations["scores"] = (config.score_every_batches, score)
     return evaluations
 
 
-def _validate(
-    plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState, check: Check
-) -> dict[str, Any]:
-    """The loss of the weights and of their average, if one is kept."""
-    config: Any = plan.config
+class _Evaluator:
+    """Evaluates the model of a run; every method returns the facts of an event on every rank."""
 
-    def measure() -> dict[str, Any]:
-        batches = held_out_batches(
-            reader,
-            num_samples=config.num_validation_images,
-            batch_size=config.device_train_microbatch_size,
-            ranks=plan.ranks,
-            check=check,
-        )
-        loss = reconstruction_loss if config.train == "vae" else validation_loss
-        return loss(job.model, batches, ranks=plan.ranks)
+    def __init__(self, plan: Plan, job: TrainJob) -> None:
+        self._plan = plan
+        self._config: Any = plan.config
+        self._job = job
 
-    facts = measure()
-    if state.averages is not None:
-        with averaged_weights(job, state.averages, ranks=plan.ranks):
-            facts["ema_loss"] = measure()["loss"]
-    return facts
+    def validate(self, reader: BatchReader, state: TrainState, check: Check) -> dict[str, Any]:
+        """The loss of the weights and of their average, if one is kept."""
 
+        def measure() -> dict[str, Any]:
+            batches = held_out_batches(
+                reader,
+                num_samples=self._config.num_validation_images,
+                batch_size=self._config.device_train_microbatch_size,
+                ranks=self._plan.ranks,
+                check=check,
+            )
+            loss = reconstruction_loss if self._config.train == "vae" else validation_loss
+            return loss(self._job.model, batches, ranks=self._plan.ranks)
 
-def _sample(
-    plan: Plan,
-    job: TrainJob,
-    rows: list[tuple[str, str]],
-    folder: Path,
-    state: TrainState,
-    check: Check,
-) -> dict[str, Any]:
-    """A picture for each prompt, by the averaged weights if they are kept."""
-    prompts = [prompt for _, prompt in rows]
-    with _best_weights(plan, job, state):
-        pictures = draw_samples(job.model, prompts, check=check, **_drawing_options(plan))
-    path: Path | None = folder / f"step_{state.num_steps:08d}.png"
-    if plan.ranks.rank == 0:
-        try:
-            _keep_pictures(pictures, rows, grid=path)
-        except OSError as error:  # a full disk is no reason to stop training
-            print(f"warning: pictures of step {state.num_steps} are lost: {error}", file=sys.stderr)
-            path = None
-    file = None if path is None else f"{SAMPLES_NAME}/{path.name}"
-    return {"file": file, "num_pictures": len(pictures)}
+        facts = measure()
+        if state.averages is not None:
+            with self._best_weights(state):
+                facts["ema_loss"] = measure()["loss"]
+        return facts
+
+    def sample(
+        self, rows: list[tuple[str, str]], folder: Path, state: TrainState, check: Check
+    ) -> dict[str, Any]:
+        """A picture for each prompt, by the averaged weights if they are kept."""
+        prompts = [prompt for _, prompt in rows]
+        with self._best_weights(state):
+            pictures = draw_samples(
+                self._job.model, prompts, check=check, **self._drawing_options()
+            )
+        file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
+        if self._plan.ranks.rank == 0:
+            try:
+                _keep_pictures(pictures, rows, grid=folder / file)
+            except OSError as error:  # a full disk is no reason to stop training
+                what = f"pictures of step {state.num_steps} are lost"
+                print(f"warning: {what}: {error}", file=sys.stderr)
+                file = None
+        return {"file": file, "num_pictures": len(pictures)}
+
+    def score(self, samples: Samples, state: TrainState, check: Check) -> dict[str, Any]:
+        """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
+        from sdbench.tasks.score.networks import open_networks
+        from sdbench.tasks.score.scores import score_model
+
+        # Loaded each time: in between, training has the memory.
+        device = next(self._job.model.parameters()).device
+        networks = open_networks(self._config, image_size=self._config.image_size, device=device)
+        with self._best_weights(state):
+            return score_model(
+                self._job.model,
+                samples,
+                networks=networks,
+                num_images=self._config.num_score_images,
+                read_avif=self._plan.source.read_avif,
+                skips_bad=self._plan.source.on_bad_sample == "skip",
+                check=check,
+                **self._drawing_options(),
+            )
+
+    def _drawing_options(self) -> dict[str, Any]:
+        """The arguments of `draw_samples` that a run sets."""
+        config = self._config
+        return {
+            "seed": config.seed,
+            "tokenize": make_tokenizer(self._plan.architecture, new_token=config.learned_token),
+            "settings": DrawingSettings(
+                image_size=config.image_size,
+                num_steps=config.sample_steps,
+                guidance_scale=config.sample_guidance,
+                batch_size=config.device_train_microbatch_size,
+            ),
+            "ranks": self._plan.ranks,
+        }
+
+    def _best_weights(self, state: TrainState) -> AbstractContextManager[None]:
+        if state.averages is None:
+            return contextlib.nullcontext()
+        return averaged_weights(self._job, state.averages, ranks=self._plan.ranks)
 
 
 def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
     """Write a grid of the first pictures and, if there are more, a file of each."""
     grid.parent.mkdir(exist_ok=True)
-    if len(pictures) > MAX_PICTURES_OF_GRID:
-        grid.with_suffix("").mkdir(exist_ok=True)
-        for (uid, _), picture in zip(rows, pictures, strict=True):
-            _write_png(picture, grid.with_suffix("") / f"{uid}.png")
     shown = slice(MAX_PICTURES_OF_GRID)
     captions = [prompt for _, prompt in rows[shown]]
-    _write_png(make_grid(pictures[shown], captions=captions), grid)
-
-
-def _write_png(picture: Image.Image, path: Path) -> None:
-    buffer = io.BytesIO()
-    picture.save(buffer, "png")
-    replace_file(path, buffer.getvalue())
-
-
-def _score(
-    plan: Plan, job: TrainJob, samples: Samples, state: TrainState, check: Check
-) -> dict[str, Any]:
-    """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
-    from sdbench.tasks.score.held_out import score_model
-    from sdbench.tasks.score.networks import open_networks
-
-    # Loaded each time: in between, training has the memory.
-    config: Any = plan.config
-    device = next(job.model.parameters()).device
-    networks = open_networks(config, image_size=config.image_size, device=device)
-    with _best_weights(plan, job, state):
-        return score_model(
-            job.model,
-            samples,
-            networks=networks,
-            num_images=config.num_score_images,
-            read_avif=plan.source.read_avif,
-            skips_bad=plan.source.on_bad_sample == "skip",
-            check=check,
-            **_drawing_options(plan),
-        )
-
-
-def _drawing_options(plan: Plan) -> dict[str, Any]:
-    """The arguments of `draw_samples` that a run sets."""
-    config: Any = plan.config
-    return {
-        "seed": config.seed,
-        "tokenize": make_tokenizer(plan.architecture, new_token=config.learned_token),
-        "settings": DrawingSettings(
-            image_size=config.image_size,
-            num_steps=config.sample_steps,
-            guidance_scale=config.sample_guidance,
-            batch_size=config.device_train_microbatch_size,
-        ),
-        "ranks": plan.ranks,
-    }
-
-
-@contextlib.contextmanager
-def _best_weights(plan: Plan, job: TrainJob, state: TrainState) -> Iterator[None]:
-    if state.averages is None:
-        yield
-        return
-    with averaged_weights(job, state.averages, ranks=plan.ranks):
-        yield
+    files = {grid: make_grid(pictures[shown], captions=captions)}
+    if len(pictures) > MAX_PICTURES_OF_GRID:
+        folder = grid.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        files |= {folder / f"{uid}.png": one for (uid, _), one in zip(rows, pictures, strict=True)}
+    for path, picture in files.items():
+        with new_file(path) as new:
+            picture.save(new, "png")

@@ -18,6 +18,37 @@ if TYPE_CHECKING:
 
 MODEL_NAME, LORA_NAME = "model", "lora"
 ENCODERS = ("vae", "text_encoder")
+# Sections of the model card, and the settings in each.
+CARD_SETTINGS = {
+    "Data": ("data_format", "remote", "local", "streams", "filters", "latents"),
+    "Settings": (
+        "train",
+        "model_name",
+        "init_from",
+        "train_text_encoder",
+        "image_size",
+        "batch_size",
+        "lr",
+        "lr_schedule",
+        "lr_warmup_batches",
+        "weight_decay",
+        "clip_norm",
+        "precision",
+        "caption_drop_probability",
+        "prediction_type",
+        "seed",
+    ),
+    "Subject": (
+        "task",
+        "instance_prompt",
+        "class_remote",
+        "class_prompt",
+        "prior_loss_weight",
+        "learned_token",
+        "initial_token",
+    ),
+    "LoRA": ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers"),
+}
 EPILOG = """\
 examples:
   python -m sdbench export runs/first
@@ -82,7 +113,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed="only with a whole model: no --lora_format",
                 flag=f"--{name} or --lora_format",
             )
-    trained = _read(flags, insists_on_ema=request.is_users("ema") and flags.ema)
+    from sdbench.settings.recipe import TrainConfig
+    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
+
+    checkpoint = open_checkpoint(Path(flags.run), flag="RUN")
+    # An --ema of the user's is refused where the run kept no averages.
+    use_ema = flags.ema and (request.is_users("ema") or has_averages(checkpoint))
+    trained = _Trained(
+        folder=checkpoint.folder.parent.parent,
+        step=checkpoint.step,
+        config=TrainConfig(**checkpoint.facts["config"]),
+        facts=checkpoint.facts,
+        use_ema=use_ema,
+        weights=read_weights(checkpoint, use_ema=use_ema),
+    )
     if flags.lora_format is None:
         print(f"The model is in {_export_model(trained, flags)}.")
     else:
@@ -99,22 +143,6 @@ class _Trained(NamedTuple):
     facts: dict[str, Any]
     use_ema: bool
     weights: dict[str, Any]
-
-
-def _read(flags: ExportFlags, *, insists_on_ema: bool) -> _Trained:
-    from sdbench.settings.recipe import TrainConfig
-    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
-
-    checkpoint = open_checkpoint(Path(flags.run), flag="RUN")
-    use_ema = insists_on_ema or (flags.ema and has_averages(checkpoint))
-    return _Trained(
-        folder=checkpoint.folder.parent.parent,
-        step=checkpoint.step,
-        config=TrainConfig(**checkpoint.facts["config"]),
-        facts=checkpoint.facts,
-        use_ema=use_ema,
-        weights=read_weights(checkpoint, use_ema=use_ema),
-    )
 
 
 def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
@@ -152,11 +180,10 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         learned[config.learned_token] = weights.pop(name)
         append_row(model.text_encoder, learned[config.learned_token])
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
-    drawn = [part for part in architecture.random_parts if part not in trained_or_kept]
-    check_drawing(trained.facts, drawn, folder=trained.folder, flag="RUN")
-    random_parts = ", ".join(drawn)
+    random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
+    check_drawing(trained.facts, random_parts, folder=trained.folder, flag="RUN")
     if random_parts:
-        print(f"With random weights: {random_parts}.")
+        print(f"With random weights: {', '.join(random_parts)}.")
     if lora is not None:
         put_weights(model, weights)
         weights = {}
@@ -170,7 +197,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         tokenizer=make_tokenizer(architecture, new_token=config.learned_token).for_diffusers(),
         dtype=flags.dtype,
         sampler=flags.scheduler,
-        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts or "none"),
+        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts),
         learned=learned,
     )
     return folder
@@ -212,26 +239,29 @@ def _make_card(
     *,
     sampler: str | None = None,
     lora_file: str | None = None,
-    random_parts: str | None = None,
+    random_parts: Sequence[str] = (),
 ) -> str:
     from sdbench.models.export import make_card
     from sdbench.record.provenance import git_state
 
     config = trained.config
-    how: dict[str, Any] = {"averaged weights": trained.use_ema}
-    if config.has_subject:
-        how |= _facts(config, SUBJECT_SETTINGS)
-    if config.lora_rank is not None:
-        how |= _facts(config, LORA_SETTINGS)
-    if random_parts is not None:
-        how["random weights"] = random_parts
+    names = dict(CARD_SETTINGS)
+    if not config.has_subject:
+        del names["Subject"]
+    if config.lora_rank is None:
+        del names["LoRA"]
+    sections = {
+        title: {name: getattr(config, name) for name in some} for title, some in names.items()
+    }
+    sections["Figures"] = {
+        "steps": trained.step,
+        "images": trained.step * config.batch_size,
+        "averaged weights": trained.use_ema,
+        "parts with random weights": ", ".join(random_parts) or "none",
+    }
     return make_card(
         trained.folder.name,
-        sections={
-            "Data": _facts(config, DATA_SETTINGS),
-            "Settings": _facts(config, RECIPE_SETTINGS) | how,
-            "Figures": {"steps": trained.step, "images": trained.step * config.batch_size},
-        },
+        sections=sections,
         commit=git_state()["commit"],
         sampler=sampler,
         lora_file=lora_file,
@@ -267,37 +297,3 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
             flag="--encoders",
         )
     return architecture
-
-
-DATA_SETTINGS = ("data_format", "remote", "local", "streams", "filters", "latents")
-RECIPE_SETTINGS = (
-    "train",
-    "model_name",
-    "init_from",
-    "train_text_encoder",
-    "image_size",
-    "batch_size",
-    "lr",
-    "lr_schedule",
-    "lr_warmup_batches",
-    "weight_decay",
-    "clip_norm",
-    "precision",
-    "caption_drop_probability",
-    "prediction_type",
-    "seed",
-)
-SUBJECT_SETTINGS = (
-    "task",
-    "instance_prompt",
-    "class_remote",
-    "class_prompt",
-    "prior_loss_weight",
-    "learned_token",
-    "initial_token",
-)
-LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers")
-
-
-def _facts(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names}

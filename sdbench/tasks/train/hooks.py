@@ -1,7 +1,8 @@
-"""`TrainHooks`: figures, checkpoints, validation and pictures between the steps of train.py."""
+"""`TrainHooks`: figures, checkpoints and evaluations between the steps of train.py."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import statistics
@@ -10,7 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
-from sdbench.measure.period_timer import Period
 from sdbench.measure.watch import StopAskedError
 from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
     from sdbench.engines.train_state import TrainState
     from sdbench.measure.watch import StepWatch
+    from sdbench.plan.resolve import Plan
     from sdbench.run.progress import StepProgress
-    from sdbench.settings.recipe import TrainConfig
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
     from sdbench.tasks.train.evaluations import Evaluation
@@ -39,7 +39,7 @@ class TrainHooks:
 
     def __init__(
         self,
-        config: TrainConfig,
+        plan: Plan,
         job: TrainJob,
         *,
         watch: StepWatch,
@@ -48,15 +48,13 @@ class TrainHooks:
         resumed: Checkpoint | None,
         log: TrainLog | None,
         progress: StepProgress,
-        looks: dict[str, tuple[int, Evaluation]],
-        bad_losses: BadLosses,
+        evaluations: dict[str, tuple[int, Evaluation]],
         facts: dict[str, Any],
-        num_steps: int,
     ) -> None:
         """Connect the pieces.
 
         Args:
-            config: The resolved config.
+            plan: Of the run.
             job: The training job.
             watch: Watches the steps; its `PeriodTimer` is paused while nothing is trained.
             checkpoints: The checkpoints in the run's folder.
@@ -64,16 +62,13 @@ class TrainHooks:
             resumed: The checkpoint to begin with, or None.
             log: The log of the run on the first rank; None on the others.
             progress: Shows a line of figures for each period.
-            looks: Evaluations by event: their interval in steps, and the function that every rank
-                calls for the facts of the event.
-            bad_losses: Handles losses that are not finite.
+            evaluations: As of `make_evaluations`.
             facts: Facts that are saved beside the state.
-            num_steps: Steps of the run, including those of earlier processes.
         """
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self.num_saved = 0
         self.last_loss: float | None = None
-        self._config = config
+        self._config: Any = plan.config
         self._job = job
         self._watch = watch
         self._timer: Any = watch.timer
@@ -82,14 +77,20 @@ class TrainHooks:
         self._resumed = resumed
         self._log = log
         self._progress = progress
-        self._looks = looks
-        self._bad_losses = bad_losses
+        self._evaluations = evaluations
         self._facts = facts
-        self._num_steps = num_steps
+        self._num_steps = plan.num_steps
+        self._bad_losses = BadLosses(
+            self._config,
+            losses=self._timer.losses,
+            loader=job.loader,
+            checkpoints=checkpoints,
+            log=log,
+            ranks=plan.ranks,
+        )
         self._state: TrainState | None = None
         self._saved_step: int | None = None
         self._whole_step = 0  # of the newest checkpoint
-        self._not_shown: list[Period] = []
 
     def begins(self, state: TrainState) -> None:
         """Load the checkpoint, if there is one."""
@@ -123,25 +124,28 @@ class TrainHooks:
 
         The save comes first: an evaluation takes minutes, in which a run may be stopped.
         """
-        step = state.num_steps
+        step, is_last = state.num_steps, self._watch.is_over
         if self._log is not None:
             self._log.mark_step(step)
-        is_last = self._watch.is_over
-        logs = is_last or step % self._config.log_every_batches == 0
-        due = [
-            (event, look)
-            for event, (interval, look) in self._looks.items()
-            if (step % interval == 0 or is_last) and not self._watch.is_stopped
-        ]
-        interval = self._config.save_every_batches
-        saves = is_last or (interval is not None and step % interval == 0)
-        self._read_losses(state, is_due=logs or saves or bool(due))
+
+        def is_due(interval: int | None) -> bool:
+            return is_last or (interval is not None and step % interval == 0)
+
+        saves = is_due(self._config.save_every_batches)
+        due = {
+            event: evaluate
+            for event, (interval, evaluate) in self._evaluations.items()
+            if is_due(interval) and not self._watch.is_stopped
+        }
+        ends_period = saves or due or is_due(self._config.log_every_batches)
+        if ends_period or state.is_skipped:
+            self._bad_losses.read()
         self._report_saves()
         is_bad = self._bad_losses.is_known
-        if logs or due or saves or is_bad:
-            self.write_steps(step)
-        if logs or is_bad:
-            self._show_figures(step)
+        if ends_period or is_bad:
+            figures = self.write_steps()
+            if self._log is not None and figures is not None:
+                self._progress.period_ends(figures)
         if not (due or saves or is_bad):
             return
         self._timer.pause()
@@ -153,14 +157,14 @@ class TrainHooks:
             self._report_saves()
             is_end = is_last and not self._watch.is_stopped
             has_gone_back = self._bad_losses.act(state, is_last=is_end)
-            self._add_seconds("bad_loss", time.perf_counter() - started_s)
+            self.seconds["bad_loss"] += time.perf_counter() - started_s
         # After going back, the state is that of an older checkpoint.
         may_save = step != self._saved_step and not has_gone_back
         if saves and may_save:
             self._begin_save(state)
-        for event, look in due:
+        for event, evaluate in due.items():
             self._checkpoints.wait_until_read()  # evaluations swap the weights for averages
-            self._timed(event, step, look, state)
+            self._evaluate(event, evaluate, state)
             if self._watch.is_stopped:  # a signal has ended the evaluation
                 if may_save and not saves:
                     self._begin_save(state)
@@ -178,101 +182,59 @@ class TrainHooks:
 
     def describe_lost_steps(self) -> str:
         """The end of a sentence about the steps of this process that are in no checkpoint."""
-        newest = self._whole_step
         num_steps = 0 if self._state is None else self._state.num_steps
-        if num_steps <= newest:
+        if num_steps <= self._whole_step:
             return ""
-        steps = f"steps {newest + 1} to {num_steps} are"
-        if num_steps == newest + 1:
-            steps = f"step {num_steps} is"
-        where = f"the newest checkpoint is that of step {newest}"
-        if newest == 0:
-            where = "there is no checkpoint"
-        return f"; {steps} lost: {where}"
+        return f"; lost: steps {self._whole_step + 1} to {num_steps}, which are in no checkpoint"
 
-    def write_steps(self, step: int | None = None) -> None:
-        """Write a row for each step since the last call, up to `step` or to the last one."""
+    def write_steps(self) -> str | None:
+        """Write a row for each step since the last call; return their figures in words."""
         if self._state is None:
-            return
-        step = self._state.num_steps if step is None else step
-        period = self._timer.end_period()
+            return None
+        step, period = self._state.num_steps, self._timer.end_period()
         if not period.num_steps:
-            return
+            return None
         finite = filter(math.isfinite, reversed(period.losses))
         self.last_loss = next(finite, self.last_loss)
-        self._not_shown.append(period)
-        if self._log is None:
-            return
         rate = period.num_steps * self._job.images_per_step / period.time_s
-        wait = 100 * period.data_wait_s / period.time_s
-        first = step - period.num_steps
+        wait_percent = 100 * period.data_wait_s / period.time_s
         rows = [
-            (first + n + 1, loss, self._config.lr * self._job.schedule(first + n), rate, wait)
-            for n, loss in enumerate(period.losses)
+            (number, loss, self._learning_rate(number), rate, wait_percent)
+            for number, loss in enumerate(period.losses, start=step - period.num_steps + 1)
         ]
-        self._log.add_steps(rows)
-
-    def _read_losses(self, state: TrainState, *, is_due: bool) -> None:
-        if is_due or state.is_skipped:
-            self._bad_losses.read()
-            if not self._bad_losses.is_known:
-                self._bad_losses.all_good()
-
-    def _show_figures(self, step: int) -> None:
-        """Show a line about the steps since the last one."""
-        periods, self._not_shown = self._not_shown, []
-        if self._log is None or not periods:
-            return
-        losses = [loss for period in periods for loss in period.losses]
-        time_s = sum(period.time_s for period in periods)
-        rate = len(losses) * self._job.images_per_step / time_s
-        wait = 100 * sum(period.data_wait_s for period in periods) / time_s
-        learning_rate = self._config.lr * self._job.schedule(step - 1)
+        if self._log is not None:
+            self._log.add_steps(rows)
         figures = (
-            f"mean loss {statistics.fmean(losses):.4f}, learning rate {learning_rate:.3g}, "
-            f"{rate:.3g} images/s, data wait {wait:.1f} %"
+            f"mean loss {statistics.fmean(period.losses):.4f}, learning rate "
+            f"{self._learning_rate(step):.3g}, {rate:.3g} images/s, data wait {wait_percent:.1f} %"
         )
-        if not self._watch.is_over:
-            figures += f", next checkpoint at step {self._next_save(step)}"
-        self._progress.period_ends(figures)
-
-    def _next_save(self, step: int) -> int:
+        if self._watch.is_over:
+            return figures
         interval = self._config.save_every_batches or self._num_steps
-        return min((step // interval + 1) * interval, self._num_steps)
+        next_save = min((step // interval + 1) * interval, self._num_steps)
+        return f"{figures}, next checkpoint at step {next_save}"
 
-    def _timed(self, event: str, step: int, look: Evaluation, state: TrainState) -> None:
+    def _learning_rate(self, step: int) -> float:
+        return self._config.lr * self._job.schedule(step - 1)
+
+    def _evaluate(self, event: str, evaluate: Evaluation, state: TrainState) -> None:
         started_s = time.perf_counter()
         facts = None
         with contextlib.suppress(StopAskedError):
-            facts = look(state, self._watch.check_stop)
+            facts = evaluate(state, self._watch.check_stop)
         seconds = time.perf_counter() - started_s
-        self._add_seconds(event, seconds)
+        self.seconds[event] += seconds
         if self._log is not None and facts is not None:
-            self._log.add_event(event, step=step, seconds=seconds, **facts)
-
-    def _add_seconds(self, event: str, seconds: float) -> None:
-        self.seconds[event] = self.seconds.get(event, 0.0) + seconds
+            self._log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
 
     def _begin_save(self, state: TrainState) -> None:
-        self._checkpoints.begin_save(
-            state.num_steps,
-            state.tensors(),
-            self._facts | {"state": state.facts()},
-        )
+        facts = self._facts | {"state": state.facts()}
+        self._checkpoints.begin_save(state.num_steps, state.tensors(), facts)
         self._saved_step = state.num_steps
 
     def _report_saves(self) -> None:
         for save in self._checkpoints.poll():
-            if save.error is None:
-                self.num_saved += 1
-                self._whole_step = max(self._whole_step, save.step)
-                if self._storage is not None:
-                    self._storage.keep(save.step)
-            elif self._log is not None:
-                print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
-            if save.not_finite is not None:
-                self._bad_losses.save_was_bad(save.step, save.not_finite)
-            self._add_seconds("save", save.stall_s)
+            self.seconds["save"] += save.stall_s
             if self._log is not None:
                 self._log.add_event(
                     "save",
@@ -283,7 +245,15 @@ class TrainHooks:
                     num_bytes=save.num_bytes,
                     error=save.error,
                 )
-            if save.error is None or not save.is_finite:
+            if save.error is None:
+                self.num_saved += 1
+                self._whole_step = max(self._whole_step, save.step)
+                if self._storage is not None:
+                    self._storage.keep(save.step)
                 continue
-            if self._config.on_failed_save == "stop":
+            if self._log is not None:
+                print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
+            if save.not_finite is not None:
+                self._bad_losses.save_was_bad(save.step, save.not_finite)
+            elif self._config.on_failed_save == "stop":
                 raise RunError(f"step {save.step} was not saved (--on_failed_save): {save.error}")

@@ -7,27 +7,38 @@ import functools
 import math
 from typing import Any
 
-from sdbench.engines.job import EmaSpec, TrainJob
+from sdbench import data
+from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
+from sdbench.models.autoencoder import build_autoencoder
+from sdbench.models.flops import count_vae_flops
 from sdbench.models.objective import Objective
 from sdbench.models.stable_diffusion import PhaseObserver
 from sdbench.plan.resolve import Plan
-from sdbench.tasks import autoencoding, pretrain
+from sdbench.tasks import pretrain
+from sdbench.tasks.tuning import tune_blocks
 
 
 def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     """Build model and loader of a run of train.py, and describe the rest."""
     config: Any = plan.config
-    ema = None
-    if config.use_ema:
-        ema = EmaSpec(
-            config.ema_impl,
-            _ema_half_life_batches(config),
-            config.ema_interval_batches,
-            warms_up=config.ema_warmup,
+    if config.train == "vae":
+        job = _build_autoencoder(plan)
+    else:
+        job = pretrain.build(
+            plan,
+            phase=phase,
+            objective=make_objective(config),
+            text_encoder_lr_factor=config.text_encoder_lr_factor,
         )
+    half_life = config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
+    if config.ema_decay is not None:
+        half_life = math.log(0.5) / math.log(config.ema_decay)
+    ema = EmaSpec(
+        config.ema_impl, half_life, config.ema_interval_batches, warms_up=config.ema_warmup
+    )
     return dataclasses.replace(
-        _build_parts(plan, phase=phase),
+        job,
         schedule=functools.partial(
             learning_rate_factor,
             schedule=config.lr_schedule,
@@ -35,7 +46,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
             num_steps=plan.num_steps,
             end=config.lr_end_factor,
         ),
-        ema=ema,
+        ema=ema if config.use_ema else None,
         make_optimizer=functools.partial(
             make_optimizer,
             config=config,
@@ -46,23 +57,33 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     )
 
 
-def _ema_half_life_batches(config: Any) -> float:
-    """The half-life h of the moving average; for a decay d per step, d ** h = 0.5."""
-    if config.ema_decay is not None:
-        return math.log(0.5) / math.log(config.ema_decay)
-    return config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
-
-
-def _build_parts(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
-    """The job for the VAE or for the U-Net, with the optimizer of a measurement."""
+def _build_autoencoder(plan: Plan) -> TrainJob:
+    """The job of training the VAE alone, with the optimizer of a measurement."""
     config: Any = plan.config
-    if config.train == "vae":
-        return autoencoding.build(plan)
-    return pretrain.build(
-        plan,
-        phase=phase,
-        objective=make_objective(config),
-        text_encoder_lr_factor=config.text_encoder_lr_factor,
+    model = build_autoencoder(
+        plan.architecture,
+        seed=config.seed if config.weights_seed is None else config.weights_seed,
+        precision=config.precision,
+        memory_format=config.memory_format,
+        attention=config.attention_of_vae,
+        kl_weight=config.kl_weight,
+        device=plan.machine.device_type,
+    )
+    tune_blocks(model.vae, config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return TrainJob(
+        model=model,
+        trained={"vae": TrainedModule(model.vae, config.lr, config.weight_decay)},
+        loss=lambda output: model.loss(*output),
+        loader=data.build(plan.source),
+        make_optimizer=functools.partial(make_optimizer, config=config),
+        schedule=pretrain.constant,
+        ema=None,
+        images_per_step=config.batch_size,
+        num_steps=plan.max_num_steps,
+        flops_per_image=count_vae_flops(plan.architecture, image_size=config.image_size),
+        num_parameters=num_parameters,
+        num_trainable_parameters=num_parameters,
     )
 
 

@@ -64,6 +64,9 @@ class TrainLog:
             passed_over: Damaged checkpoints, as in `Checkpoint`.
         """
         down_s = self._measure_silence()
+        self._mark = os.open(self._folder / MARK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        mark = os.pread(self._mark, 13, 0)
+        last_step = int(mark) if mark.strip().isdigit() else 0
         known = self._read_steps()
         kept = [row for row in known if int(row[0]) <= num_steps]
         lost = [row for row in known if int(row[0]) > num_steps]
@@ -71,14 +74,14 @@ class TrainLog:
         self.add_event(
             "begin",
             step=num_steps,
-            num_lost_steps=max(len(lost), self._open_mark() - num_steps),
+            num_lost_steps=max(len(lost), last_step - num_steps),
             lost_s=_add_up_time(lost, images_per_step),
             down_s=down_s,
             passed_over=passed_over,
         )
 
     def totals(self, *, images_per_step: int) -> dict[str, Any]:
-        """Figures of the whole run: those of `cost_of_stops`, and the seconds trained."""
+        """Figures of the whole run: `cost_of_stops`, and the seconds trained."""
         costs = cost_of_stops(read_history(self._folder))
         kept_s = _add_up_time(self._read_steps(), images_per_step)
         return {"total_train_s": kept_s + costs["lost_s"], **costs}
@@ -121,14 +124,8 @@ class TrainLog:
         with contextlib.suppress(OSError):  # on a full disk the count of lost steps is too low
             os.pwrite(self._mark, b"%012d\n" % step, 0)
 
-    def _open_mark(self) -> int:
-        """Open the file of `mark_step`, and read the step in it, or 0."""
-        self._mark = os.open(self._folder / MARK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        text = os.pread(self._mark, 13, 0)
-        return int(text) if text.strip().isdigit() else 0
-
     def close(self) -> None:
-        """Try once more to write pending lines, and warn of those that are lost."""
+        """Try once more to write pending lines, and warn of lines that are lost."""
         for file in (self._steps, self._history, self._bad_batches):
             file.close()
         if self._mark is not None:
@@ -140,8 +137,13 @@ class TrainLog:
         if not self._steps.path.exists():
             return []
         text = self._steps.path.read_text(encoding="utf-8", errors="replace")
-        lines = text.replace("\0", "?").splitlines()[1:]
-        return [row for row in csv.reader(lines) if _is_step(row)]
+        rows = []
+        for row in csv.reader(text.replace("\0", "?").splitlines()[1:]):
+            with contextlib.suppress(ValueError):
+                _, *figures = int(row[0]), *map(float, row[1:])
+                if len(figures) == len(TRAIN_STEP_COLUMNS) - 1:
+                    rows.append(row)
+        return rows
 
     def _measure_silence(self) -> float:
         """Seconds since an earlier process last wrote; 0 if it had trained to its end."""
@@ -151,19 +153,6 @@ class TrainLog:
         paths = [file.path for file in (self._steps, self._history) if file.path.exists()]
         written_s = max(path.stat().st_mtime for path in paths)
         return max(0.0, time.time() - written_s)
-
-
-def _is_step(row: Sequence[str]) -> bool:
-    """Return True if a row of steps.csv is whole."""
-    if len(row) != len(TRAIN_STEP_COLUMNS):
-        return False
-    try:
-        int(row[0])
-        for value in row[1:]:
-            float(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _add_up_time(rows: Sequence[Sequence[str]], images_per_step: int) -> float:

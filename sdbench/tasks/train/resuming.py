@@ -1,4 +1,4 @@
-"""Checks whether a run may go on from a checkpoint: its settings, data and frozen weights."""
+"""Checks whether a run may go on from a checkpoint, and names the sub-models that stay random."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.data.identity import describe_change
 from sdbench.models.architecture import DRAWING
+from sdbench.plan.resolve import Plan
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import declarations
 
 
 def compare_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path
-) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from those of a checkpoint, each with its value before and now.
+) -> list[str]:
+    """Describe the settings that differ from those of the checkpoint in a folder.
 
     Raises:
         ConfigError: A setting that identifies the run differs.
     """
-    changes = {
-        name: (before[name], value)
-        for name, value in now.items()
-        if name in before and before[name] != value
-    }
-    for name, declared in declarations(TrainConfig).items():
-        if declared.identifies and name in changes:
-            was, value = changes[name]
+    declared = declarations(TrainConfig)
+    changes = []
+    for name, value in now.items():
+        if name not in before or before[name] == value:
+            continue
+        changes.append(f"--{name}: {before[name]} before, {value} now")
+        if declared[name].identifies:
             raise ConfigError(
                 f"the checkpoint {folder} belongs to a run with another --{name}",
                 value=value,
-                allowed=f"{was}, or another --run_name for another run",
+                allowed=f"{before[name]}, or another --run_name for another run",
                 flag=f"--{name}",
             )
     return changes
 
 
-def check_inputs(
+def compare_inputs(
     before: Mapping[str, Any], now: Mapping[str, Any], *, accepts: bool, folder: Path
 ) -> list[str]:
     """Describe how the data and the frozen weights differ from those of a checkpoint.
@@ -53,15 +53,15 @@ def check_inputs(
     Raises:
         ConfigError: Something differs that is not accepted.
     """
-    changes = []
+    change = None
     if before.get("data") and now["data"]:
         change = describe_change(before["data"], now["data"])
-        changes += [] if change is None else [change]
     known = before.get("weights", {})
+    changes = [] if change is None else [change]
     changes += [
         f"the weights of the {part} have changed"
         for part, weights in now["weights"].items()
-        if part in known and known[part] != weights
+        if known.get(part, weights) != weights
     ]
     if changes and not accepts:
         raise ConfigError(
@@ -70,19 +70,13 @@ def check_inputs(
             allowed="what the run had, another --run_name for another run, or accept",
             flag="--changed_inputs",
         )
-    return changes
+    return [f"{change} (--changed_inputs accept)" for change in changes]
 
 
 def check_drawing(
     facts: Mapping[str, Any], random_parts: Collection[str], *, folder: Path, flag: str
 ) -> None:
     """Check that the seed still gives the random sub-models that a checkpoint does not hold.
-
-    Args:
-        facts: Facts of the checkpoint.
-        random_parts: Sub-models that are drawn from the seed again.
-        folder: The checkpoint, for the message.
-        flag: The flag that named it.
 
     Raises:
         ConfigError: This version draws other weights from the same seed.
@@ -96,3 +90,41 @@ def check_drawing(
             allowed=f"drawing {DRAWING}, or the version of this suite that record.json names",
             flag=flag,
         )
+
+
+def find_random_parts(plan: Plan, *, given: Collection[str]) -> tuple[list[str], list[str]]:
+    """Find the sub-models that keep random weights; `given` ones come from a checkpoint.
+
+    Returns:
+        Sub-models that the run uses, and encoders that stand for the unknown ones of its latents.
+    """
+    config: Any = plan.config
+    if config.train == "vae":  # there is no other part
+        return [], []
+    # The weights beside LoRA or a learned token stay as they are.
+    is_beside = config.lora_rank is not None or config.learned_token is not None
+    trained = () if is_beside else config.trained_parts
+    # A run on latents has no encoders that another run could give it.
+    is_given = [part for part in given if config.step_has_encoders or part == "unet"]
+    random_parts = [
+        part for part in plan.architecture.random_parts if part not in (*trained, *is_given)
+    ]
+    made_latents = [part for part in random_parts if config.wants_latents and part != "unet"]
+    return [part for part in random_parts if part not in made_latents], made_latents
+
+
+def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
+    """A sentence about each kind of `find_random_parts` that there is."""
+    frozen, made_latents = find_random_parts(plan, given=given)
+    notes = []
+    if made_latents:
+        notes.append(
+            f"It is not known which {' and '.join(made_latents)} made the latents; those of "
+            f"{plan.architecture.name} are random. python -m sdbench export will need --encoders."
+        )
+    if frozen:
+        notes.append(
+            f"Frozen with random weights: {' and '.join(frozen)}. A diffusers folder or a hub id "
+            "(--model_name, --model_parts) has trained ones."
+        )
+    return notes

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,13 @@ from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.parts import find_random_parts, note_random_parts
-from sdbench.tasks.train.resuming import check_drawing, check_inputs, compare_settings
+from sdbench.tasks.train.resuming import (
+    check_drawing,
+    compare_inputs,
+    compare_settings,
+    describe_random_parts,
+    find_random_parts,
+)
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -40,9 +44,7 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.hooks import TrainHooks
 
 
-# Intervals of what is done with the model while it trains.
-LOOKS = ("validate_every_batches", "sample_every_batches", "score_every_batches")
-# The summary of a run that goes on behind its end.
+# The summary of a process that has no step left to train.
 NOTHING_LEFT = {
     "images_per_second": None,
     "train_s": 0.0,
@@ -60,7 +62,6 @@ class Train(TrainingTask):
     program = "train.py"
     _wandb_log: WandbLog | None = None
     _hooks: TrainHooks | None = None
-    _changed_inputs: Sequence[str] = ()
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan, and check what training needs beside a measurement."""
@@ -72,23 +73,18 @@ class Train(TrainingTask):
             model_parts=config.model_parts,
             resolve_steps=_resolve_length,
         )
+        notes = []
         if config.save_every_batches is None:
-            self._note(
+            notes.append(
                 f"A checkpoint is written at the end, step {self.plan.num_steps}, or when the run "
                 "is told to stop: what kills it before takes all of it. More of them: "
                 "--save_every_batches."
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
-        self._note(
-            note_random_parts(self.plan, given=_find_given_parts(self._found or self._initial))
-        )
-        self._check_looks()
-
-    def _note(self, note: str | None) -> None:
-        """Add a sentence to the notes of the plan."""
-        if note is not None:
-            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
+        given = _parts_in(self._found or self._initial)
+        notes += [*describe_random_parts(self.plan, given=given), *self._check_evaluations()]
+        self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, *notes))
 
     def make_folder(self) -> Path:
         """The folder of --run_name, locked against a second run; else a new one."""
@@ -102,7 +98,8 @@ class Train(TrainingTask):
             folder = Path(config.results_dir, config.run_name)
             folder.mkdir(parents=True, exist_ok=True)
         self.resources.enter_context(lock(folder))
-        if config.resume == "never" and _has_steps(folder):
+        names = ("checkpoints", "steps.csv")
+        if config.resume == "never" and any((folder / name).exists() for name in names):
             raise ConfigError(
                 "the folder holds a run already",
                 value=str(folder),
@@ -118,14 +115,13 @@ class Train(TrainingTask):
         from sdbench.state.checkpoints import Checkpoints
         from sdbench.tasks import dreambooth, tuning
         from sdbench.tasks.train import job as train_job
-        from sdbench.tasks.train.bad_loss import BadLosses
         from sdbench.tasks.train.evaluations import make_evaluations
         from sdbench.tasks.train.hooks import TrainHooks
         from sdbench.tasks.train.weights import take_kept, take_weights
 
-        plan, clock = self.plan, run.clock
+        plan, clock, ranks = self.plan, run.clock, self.plan.ranks
         config: Any = plan.config
-        ranks = plan.ranks
+        is_first = ranks.rank == 0
         checkpoints = Checkpoints(
             run.folder, ranks=ranks, keep=config.keep, keep_every=config.keep_every_batches
         )
@@ -133,7 +129,10 @@ class Train(TrainingTask):
         resumed = checkpoints.newest() if config.resume == "auto" else None
         first_step = 0 if resumed is None else resumed.step
         if resumed is not None:
-            self._tell_of_resume(resumed)
+            changes = self._compare_with(resumed)
+            if is_first:
+                print(f"Going on from step {resumed.step} ({resumed.folder}).")
+                print("".join(f"  {change}\n" for change in changes), end="")
         if first_step >= plan.num_steps:
             summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
             return {"summary": summary}
@@ -148,7 +147,6 @@ class Train(TrainingTask):
         with garbage_collection_paused():
             fit = load_engine(config.engine)
         clock.ends(startup.IMPORTS)
-        is_first = ranks.rank == 0
         progress = StepProgress(
             images_per_step=config.batch_size,
             enabled=is_first,
@@ -162,30 +160,19 @@ class Train(TrainingTask):
         if resumed is not None:
             job = dataclasses.replace(job, kept=take_kept(job.model, resumed))
         elif self._initial is not None:
-            kept, told = take_weights(job.model, self._initial)
+            kept, message = take_weights(job.model, self._initial)
             job = dataclasses.replace(job, kept=kept)
             if is_first:
-                print(told)
-        job = dreambooth.encode_once(
-            job, plan, folder=run.folder, keeps_encoders=self._looks_at_model
-        )
+                print(message)
+        evaluations = make_evaluations(plan, job, held_out=self._held_out, folder=run.folder)
+        job = dreambooth.encode_once(job, plan, keeps_encoders=bool(evaluations))
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
         log = TrainLog(run.folder, trackers=trackers) if is_first else None
         if log is not None:
             self.resources.callback(log.close)
-        bad_losses = BadLosses(
-            config.on_bad_loss,
-            losses=watch.timer.losses,
-            loader=job.loader,
-            checkpoints=checkpoints,
-            folder=run.folder,
-            log=log,
-            ranks=ranks,
-            has_scaler=config.precision == "amp_fp16",
-        )
         hooks = TrainHooks(
-            config,
+            plan,
             job,
             watch=watch,
             checkpoints=checkpoints,
@@ -193,18 +180,16 @@ class Train(TrainingTask):
             resumed=resumed,
             log=log,
             progress=progress,
-            looks=make_evaluations(plan, job, held_out=self._held_out, folder=run.folder),
-            bad_losses=bad_losses,
+            evaluations=evaluations,
             facts={"config": self._settings(), "drawing": DRAWING}
             | (self._inputs if is_first else {}),
-            num_steps=plan.num_steps,
         )
         self._hooks = hooks
         try:
             with contextlib.closing(progress):
                 measurements = fit(job, config, watch, hooks)
         except BaseException as error:
-            with contextlib.suppress(RunError):  # what ended the run is the reason that is told
+            with contextlib.suppress(RunError):  # the reason is what ended the run
                 hooks.close()
             add_remark(error, hooks.describe_lost_steps())
             raise
@@ -228,7 +213,7 @@ class Train(TrainingTask):
 
     @functools.cached_property
     def _inputs(self) -> dict[str, Any]:
-        """What `check_inputs` compares: the data, and the weights that no checkpoint has.
+        """What `compare_inputs` compares: the data, and the weights that no checkpoint has.
 
         The first rank asks, whose facts are saved: it reads all of these weights.
         """
@@ -261,40 +246,41 @@ class Train(TrainingTask):
         if self._found is not None:
             self._compare_with(self._found)
 
-    def _compare_with(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
-        """The settings that differ from those of a checkpoint."""
-        before, folder = checkpoint.facts["config"], checkpoint.folder
-        changes = compare_settings(before, self._settings(), folder=folder)
-        drawn, _ = find_random_parts(self.plan, given=_find_given_parts(checkpoint))
-        check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
+    def _compare_with(self, checkpoint: Checkpoint) -> list[str]:
+        """Describe what differs from a checkpoint; raises a `ConfigError` if that is not legal."""
+        facts, folder = checkpoint.facts, checkpoint.folder
+        changes = compare_settings(facts["config"], self._settings(), folder=folder)
+        random_parts, _ = find_random_parts(self.plan, given=_parts_in(checkpoint))
+        check_drawing(facts, random_parts, folder=folder, flag="--run_name")
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
-            changed = check_inputs(checkpoint.facts, self._inputs, accepts=accepts, folder=folder)
-            self._changed_inputs = changed
+            changes += compare_inputs(facts, self._inputs, accepts=accepts, folder=folder)
         return changes
 
-    @property
-    def _looks_at_model(self) -> bool:
-        return any(getattr(self.plan.config, interval) for interval in LOOKS)
-
-    def _check_looks(self) -> None:
+    def _check_evaluations(self) -> list[str]:
         """Find mistakes about held-out samples and prompts before any weights are built."""
         config: Any = self.plan.config
         self._held_out = None
-        if not self._looks_at_model:
-            return
-        from sdbench.tasks.train.evaluations import describe_overlap, held_out_source, read_prompts
+        validates, scores = config.validate_every_batches, config.score_every_batches
+        if not (validates or scores or config.sample_every_batches):
+            return []
+        from sdbench.tasks.train.evaluations import (
+            check_scores,
+            describe_overlap,
+            held_out_source,
+            read_prompts,
+        )
 
-        if config.validate_every_batches or config.score_every_batches:
+        notes = []
+        if validates or scores:
             self._held_out = held_out_source(self.plan)
-        if config.score_every_batches is not None:
-            from sdbench.tasks.score.held_out import check_scores
-
+        if scores:
             check_scores(config, self._held_out)
-        if config.validate_every_batches is not None:
-            self._note(describe_overlap(self.plan, self._held_out))
-        if config.sample_every_batches is not None:
+        if validates:
+            notes = describe_overlap(self.plan, self._held_out)
+        if config.sample_every_batches:
             read_prompts(config)
+        return notes
 
     def _find_initial(self) -> Checkpoint | None:
         """The checkpoint whose weights a new run begins with; it suits the model."""
@@ -319,16 +305,6 @@ class Train(TrainingTask):
         parts = config.trained_parts if is_alone else tuple(MAKERS)
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
-
-    def _tell_of_resume(self, resumed: Checkpoint) -> None:
-        changes = self._compare_with(resumed)
-        if self.plan.ranks.rank != 0:
-            return
-        print(f"Going on from step {resumed.step} ({resumed.folder}).")
-        for name, (before, now) in changes.items():
-            print(f"  --{name}: {before} before, {now} now")
-        for change in self._changed_inputs:
-            print(f"  {change} (--changed_inputs accept)")
 
     def _summary(
         self, job: TrainJob, measurements: Any, hooks: Any, *, first_step: int
@@ -378,17 +354,13 @@ class Train(TrainingTask):
         )
 
 
-def _find_given_parts(checkpoint: Checkpoint | None) -> set[str]:
+def _parts_in(checkpoint: Checkpoint | None) -> set[str]:
     """The sub-models whose weights a checkpoint has."""
     if checkpoint is None:
         return set()
     from sdbench.tasks.train.weights import parts_in
 
     return parts_in(checkpoint)
-
-
-def _has_steps(folder: Path) -> bool:
-    return (folder / "checkpoints").exists() or (folder / "steps.csv").exists()
 
 
 def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:

@@ -27,11 +27,7 @@ from sdbench.state.checkpoints import find_newest, tell_of_passed_over
 
 
 def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
-    """Open a checkpoint, or the newest whole one of a run.
-
-    Args:
-        run: Folder of a run, or of a checkpoint.
-        flag: The flag that named the folder.
+    """Open the checkpoint in a folder, or the newest whole one of the run in it.
 
     Raises:
         ConfigError: There is no whole checkpoint.
@@ -63,11 +59,7 @@ def parts_in(checkpoint: Checkpoint) -> set[str]:
 
 
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
-    """Read the trained weights, and the frozen ones that the run kept.
-
-    Args:
-        checkpoint: Checkpoint of a run of train.py.
-        use_ema: Read the moving averages of the trained weights instead.
+    """Read the trained weights or their moving averages, and the frozen ones that the run kept.
 
     Returns:
         Tensors on the CPU by the name ``<module>.<parameter>``.
@@ -95,42 +87,38 @@ def check_weights(
 ) -> None:
     """Check by names and shapes that a model can begin with the weights of a checkpoint.
 
-    Args:
-        checkpoint: Checkpoint of another run.
-        architecture: Architecture of the model.
-        parts: The sub-models that this run has.
-
     Raises:
         ConfigError: No name is shared, a shape differs, or the checkpoint has LoRA or a token.
     """
+
+    def refusal(what: str, allowed: str) -> ConfigError:
+        folder = str(checkpoint.folder)
+        return ConfigError(what, value=folder, allowed=allowed, flag="--init_from")
+
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
     if any(is_lora(name) or is_learned_row(name) for name in there):
-        raise ConfigError(
+        raise refusal(
             "the checkpoint has LoRA or a token without the weights that they belong to",
-            value=str(checkpoint.folder),
-            allowed="its export, which has both, as --model_name",
-            flag="--init_from",
+            "its export, which has both, as --model_name",
         )
-    here = {
-        f"{part}.{name}": weight
+    shapes = {
+        f"{part}.{name}": weight.shape
         for part in parts
         for name, weight in MAKERS[part](architecture).named_parameters()
     }
-    shared = [name for name in here if name in there]
-    if not shared:
-        raise _refusal("the checkpoint has none of this run's weights", checkpoint)
-    for name in shared:
-        if there[name].shape != here[name].shape:
-            sizes = f"{list(there[name].shape)} there, {list(here[name].shape)} here"
-            raise _refusal(f"the checkpoint is of another model: {name} is {sizes}", checkpoint)
+    shared = [name for name in shapes if name in there]
+    unlike = [name for name in shared if there[name].shape != shapes[name]]
+    if unlike or not shared:
+        what = "the checkpoint has none of this run's weights"
+        if unlike:
+            what = f"the checkpoint is of another model: {unlike[0]} has another shape"
+        raise refusal(what, "a run with a model of the same architecture")
 
 
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
     """Load the weights of another run that have the same names, averaged ones if it has them.
 
-    Args:
-        model: Built, and not sharded yet; changed in place.
-        checkpoint: A checkpoint that `check_weights` accepts.
+    The model is not sharded yet, and `check_weights` has accepted the checkpoint.
 
     Returns:
         The weights that are frozen in the model, in the type of the checkpoint, and a sentence that
@@ -142,8 +130,10 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Te
     shared = [name for name in own if name in weights]
     put_weights(model, {name: weights[name] for name in shared})
     kept = {name: weights[name] for name in shared if not own[name].requires_grad}
+    counts = collections.Counter(name.split(".")[0] for name in shared)
+    parts = " and ".join(f"{part} ({count} tensors)" for part, count in counts.items())
     return kept, (
-        f"Beginning with {_count_parts(shared)} of step {checkpoint.step} in {checkpoint.folder}"
+        f"Beginning with {parts} of step {checkpoint.step} in {checkpoint.folder}"
         f"{', averaged' if use_ema else ''}."
     )
 
@@ -164,18 +154,3 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)
-
-
-def _count_parts(names: list[str]) -> str:
-    """The modules of some weights, e.g. ``vae (88 tensors)``."""
-    counts = collections.Counter(name.split(".")[0] for name in names)
-    return " and ".join(f"{part} ({count} tensors)" for part, count in counts.items())
-
-
-def _refusal(what: str, checkpoint: Checkpoint) -> ConfigError:
-    return ConfigError(
-        what,
-        value=str(checkpoint.folder),
-        allowed="a run with a model of the same architecture",
-        flag="--init_from",
-    )

@@ -1,4 +1,4 @@
-"""`LikenessSettings`: what a subject is called, and the networks that judge pictures of it."""
+"""`SimilaritySettings`: what a subject is called, and the networks that judge pictures of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def missing_files(folder: Path, *, reads_text: bool) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LikenessSettings:
+class SimilaritySettings:
     """What a subject is called, and the networks that judge pictures of it."""
 
     prompt: str = setting(
