@@ -77,7 +77,7 @@ PROGRAMS = {
     TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
 }
 # A rerun begins anew: it has its own folder, no copies, and no older run to go on with.
-OF_THE_RUN = ("results_dir", "resume", "max_failures", "ray_storage_path")
+OF_THE_RUN = ("results_dir", "resume", "max_failures", "ray_storage_path", "stop_grace_s")
 WHAT_IS_AT = {
     **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
     **dict.fromkeys(("model_name", "init_from"), WEIGHTS),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 
 import jsonschema
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from sdbench.launch.render.faults import find_faults
+from sdbench.settings.config import parse_request
 from tests import job_schemas
 from tests.launch.pods import list_pods
 from tests.launch.rendering import (
@@ -30,6 +32,7 @@ from tests.launch.rendering import (
 )
 
 KUBERNETES = "1.37"
+SBATCH = FOLDER / "2.train.sbatch"
 JOBS = ("eks", "eks-elastic", "trainjob")
 
 
@@ -139,13 +142,20 @@ def test_secrets_are_named_and_never_there(kind):
     assert key["valueFrom"]["secretKeyRef"]["optional"] is True
 
 
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_pod_that_is_stopped_has_time_to_write_its_record(kind):
+def test_a_job_that_is_stopped_has_longer_than_its_ranks_take_for_themselves():
+    """test_scripts has what start-ranks.sh tells them."""
     script = (FOLDER / "start-ranks.sh").read_text()
-    guard = (FOLDER.parent / "sdbench/launch/guard.py").read_text()
     grace_s = int(re.search(r"^GRACE_S=(\d+)$", script, flags=re.MULTILINE)[1])
-    killed_s = float(re.search(r"^KILLED_WITHIN_S = (.*)$", guard, flags=re.MULTILINE)[1])
-    assert only_pod_spec(kind)["terminationGracePeriodSeconds"] > grace_s + killed_s
+    graces_s = [only_pod_spec(kind)["terminationGracePeriodSeconds"] for kind in JOBS]
+    slurm = re.search(r"^#SBATCH --signal=TERM@(\d+)$", SBATCH.read_text(), flags=re.MULTILINE)
+    assert min(*graces_s, int(slurm[1])) > grace_s > 100
+    (job,) = documents("rayjob")
+    words = shlex.split(job["spec"]["entrypoint"])
+    stop_grace_s = parse_request(words[2:], description="", epilog="").config.stop_grace_s
+    ray = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    _, specs = ray_cluster()
+    graces_s = [specs[name]["terminationGracePeriodSeconds"] for name in ("head", "trainers")]
+    assert min(*graces_s, int(ray["RAY_JOB_STOP_WAIT_TIME_S"])) > stop_grace_s > 100
 
 
 def test_the_three_jobs_run_the_same_pod_but_for_how_it_finds_the_others():
