@@ -1,7 +1,6 @@
 """Does multi-node/collect-results.sh bring the runs here, and leave nothing behind?
 
-kubectl is a stand-in that writes down what it is asked for; tests/kubernetes/ gives the pod to a
-real server.
+kubectl is a stand-in that writes down what it is asked for.
 """
 
 from __future__ import annotations

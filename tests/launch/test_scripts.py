@@ -21,7 +21,6 @@ SCRIPTS = [
     *sorted(ROOT.glob("*-node/*.sh")),
     *sorted(ROOT.glob("*-node/*.sbatch")),
     ROOT / ".ci/run",
-    ROOT / "tests/kubernetes/build-api-server.sh",
 ]
 DOCKERFILES = sorted(ROOT.glob("*-node/*.Dockerfile"))
 # Versions of Debian packages cannot be pinned in an image whose base the user chooses.
