@@ -222,7 +222,7 @@ def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tm
     num_named = len(load_record(record)["versions"])
     assert told.split("Here it is not")[0].splitlines() == [
         "The record does not say:",
-        "  what started its 2 ranks: torchrun is taken",
+        "  what started its ranks (2): torchrun is taken",
         "  settings, which have this version's values: dist_timeout",
         "  a hash of its data set: the one here is taken for the same",
         f"  the versions of packages other than the {num_named} named",
@@ -254,11 +254,11 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
     assert not [word for word in words[1:start] if word.startswith(("PATH=", "BASH_ENV="))]
     assert words[start : start + 2] == ["python", "benchmark.py"]
     assert words[-6:-2] == ["--remote", str(more), "--wandb_name", name]
-    assert "  PATH is not set: it is no variable that changes speed\n" in told
+    assert "  PATH=/tmp is not set: it does not change speed\n" in told
     assert f"  commit {'0' * 40} -> " in told
-    assert f"  packages: no-such-package 1.0 -> none, torch 0.4.1 -> {torch}\n" in told
-    assert "  the data set: 8 files, " in told and " -> 10 files, " in told
-    assert "  settings, by your flags: --remote, --wandb_name\n" in told
+    assert "  no-such-package 1.0 -> no-such-package None\n" in told
+    assert f"  torch 0.4.1 -> torch {torch}\n" in told
+    assert "  the data set: 8 files, " in told and " -> the data set: 10 files, " in told
 
 
 def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys):
@@ -269,7 +269,7 @@ def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys)
     assert "  the data set: 8 files, " in planned(capsys, run, "--", "--remote", str(copy))[1]
 
 
-NO_PLACE = "the record does not say where the data set is"
+NO_PLACE = "a record does not say where --"
 TARS = {"data_format": "webdataset"}
 EIGHT = {"world_size": 8, "ranks_per_node": 8}
 FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
@@ -296,20 +296,14 @@ FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
         ),
         (
             {"config": {"engine": "ray", "ray_address": "there:6379"}},
-            "which Ray cluster is joined is not left to a record",
+            NO_PLACE,
             "there:6379",
             "--ray_address",
         ),
         (
             {"config": {"model_name": "<model_name>"}},
-            "the record does not say where the weights are",
+            NO_PLACE,
             "<model_name>",
-            "--model_name",
-        ),
-        (
-            {"config": {"model_name": "./no-such-model"}},
-            "the weights of the record are not here",
-            "./no-such-model",
             "--model_name",
         ),
         (
@@ -352,7 +346,7 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     chosen = {"environment": {"CUDA_VISIBLE_DEVICES": "6,7"}}
     words, told = planned(capsys, changed(run, tmp_path, machine=a100, ranks=two, **chosen))
     assert "CUDA_VISIBLE_DEVICES=6,7" not in words
-    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it chose among the GPUs of its machine\n" in told
+    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it is of its machine\n" in told
     three = {**two, "world_size": 3, "ranks_per_node": 3}
     error = refusal_of("rerun", changed(run, tmp_path, machine=a100, ranks=three), "--dry_run")
     assert (error.value, error.flag) == ("2 GPUs", "RECORD")
@@ -409,7 +403,7 @@ def test_a_library_of_a_record_is_not_loaded(run_of_folder, tmp_path, capsys, mo
     words, told = planned(capsys, record)
     assert "MALLOC_CONF=narenas:1" in words
     assert not [word for word in words if word.startswith("LD_PRELOAD=")]
-    assert "  LD_PRELOAD=./evil.so is not set: it has a path; set it here if it is right\n" in told
+    assert "  LD_PRELOAD=./evil.so is not set: it is of its machine\n" in told
     monkeypatch.setenv("OMP_TOOL_LIBRARIES", "./mine.so")
     record = changed(run_of_folder[0], tmp_path, environment={"OMP_TOOL_LIBRARIES": "./mine.so"})
     words, told = planned(capsys, record)
@@ -420,10 +414,9 @@ def test_a_training_that_went_on_begins_anew_and_leaves_its_copies_alone(tmp_pat
     run = RUNS / "20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth"
     kept = {"resume": "auto", "max_failures": 3, "ray_storage_path": "<ray_storage_path>"}
     config = {"engine": "ray", "num_ray_workers": 2, "run_name": "on-ray", **kept}
-    words, told = planned(capsys, changed(run, tmp_path, config=config))
+    words, _ = planned(capsys, changed(run, tmp_path, config=config))
     assert not [word for word in words for name in kept if word.startswith(f"--{name}")]
     assert {"--run_name=on-ray", "--num_ray_workers=2"} < {*words}
-    assert "--max_failures 3, --ray_storage_path <ray_storage_path>\n" in told
 
 
 @pytest.mark.parametrize(
