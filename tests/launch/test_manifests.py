@@ -86,19 +86,6 @@ def test_schemas_find_the_faults_that_are_theirs(fault):
         validate(document)
 
 
-def test_both_packages_know_the_fields_that_matter():
-    job = job_schemas.make_schema("PyTorchJob")["properties"]["spec"]["properties"]
-    assert job["elasticPolicy"]["properties"]["rdzvPort"] == {"type": "integer"}
-    replica = job["pytorchReplicaSpecs"]["additionalProperties"]["properties"]
-    assert replica["replicas"] == {"type": "integer"}
-    container = replica["template"]["properties"]["spec"]["properties"]["containers"]["items"]
-    assert container["required"] == ["name"]
-    limits = container["properties"]["resources"]["properties"]["limits"]
-    assert limits["additionalProperties"] == job_schemas.TEXT_OR_NUMBER
-    trainer = job_schemas.make_schema("TrainJob")["properties"]["spec"]["properties"]["trainer"]
-    assert trainer["properties"]["numProcPerNode"] == {"type": "integer"}
-
-
 @pytest.mark.parametrize("kind", (*JOBS, "rayjob"))
 def test_a_pod_has_no_more_rights_than_it_needs(kind):
     for spec in [spec for document in documents(kind) for spec in pod_specs(document)]:
@@ -250,20 +237,6 @@ def test_the_etcd_speaks_version_2_where_elastic_jobs_look_for_it():
     assert "livenessProbe" in container
     assert "readinessProbe" in container
     assert container["resources"].keys() == {"requests", "limits"}
-
-
-def test_every_node_gets_a_number_of_its_own():
-    fixed = list_pods(documents("eks"))
-    assert [(pod.name, pod.from_operator["RANK"]) for pod in fixed] == [
-        ("stable-diffusion-master-0", "0"),
-        ("stable-diffusion-worker-0", "1"),
-        ("stable-diffusion-worker-1", "2"),
-    ]
-    trainjob = list_pods(documents("trainjob"))
-    assert [pod.from_operator["PET_NODE_RANK"] for pod in trainjob] == ["0", "1", "2"]
-    elastic = list_pods(documents("eks-elastic"))
-    assert [pod.name for pod in elastic] == [f"stable-diffusion-worker-{n}" for n in range(3)]
-    assert not any("RANK" in pod.from_operator for pod in elastic)
 
 
 @pytest.mark.parametrize(

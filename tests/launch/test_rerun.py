@@ -119,21 +119,6 @@ def test_a_run_that_failed_is_not_compared(run_of_folder, tmp_path, capsys, monk
         assert ("sdbench compare" in capsys.readouterr().out) == (exit_code == 0)
 
 
-@pytest.mark.slow
-def test_a_run_of_two_ranks_is_repeated_by_its_launcher(run_of_folder, tmp_path):
-    run, _ = run_of_folder
-    two = {"world_size": 2, "ranks_per_node": 2, "launcher": "torchrun"}
-    config = {"batch_size": 4, "device_train_microbatch_size": 2}
-    record = changed(run, tmp_path, ranks=two, config=config, environment={"OMP_NUM_THREADS": "1"})
-    folder = tmp_path / "again"
-    assert main(["rerun", str(record), "--folder", str(folder)]) == 0
-    (path,) = folder.glob("*/record.json")
-    after = load_record(path)
-    assert after["ranks"] == {**two, "num_nodes": 1, "restarts": 0}
-    assert after["workload"]["num_images"] == 3 * 4
-    assert after["environment"]["OMP_NUM_THREADS"] == "1"
-
-
 # What the preset of a published row does not bring.
 ROW = (
     "--warmup_batches=2 --measure_batches=10 --max_duration=12ba --image_size=256 --batch_size=2 "
@@ -182,14 +167,11 @@ def test_the_command_of_a_published_row(run, command, capsys):
 
 
 @pytest.mark.usefixtures("plain_replay")
-@pytest.mark.parametrize(
-    ("every", "at_least"), [(54, 3), pytest.param(9, 8, marks=pytest.mark.slow)]
-)
-def test_a_published_command_is_planned_with_the_settings_of_its_record(every, at_least, capsys):
+def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     """On the machine of the record, as no other chooses the same; a sample of all."""
     names = {field.name for field in dataclasses.fields(Machine)}
     num_planned = 0
-    for path in sorted(RUNS.glob("*/record.json"))[::every]:
+    for path in sorted(RUNS.glob("*/record.json"))[::54]:
         record = load_record(path)
         if record.get("kind", "benchmark") != "benchmark" or record["config"]["remote"]:
             continue
@@ -204,7 +186,7 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(every, a
         for name in record["config"].keys() - another:
             assert config[name] == record["config"][name], (path.parent.name, name)
         num_planned += 1
-    assert num_planned >= at_least
+    assert num_planned >= 3
 
 
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
@@ -352,7 +334,6 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     assert (error.value, error.flag) == ("2 GPUs", "RECORD")
 
 
-@pytest.mark.slow
 def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     _, pictures = run_of_folder
     argv = ["--remote", str(pictures), "--image_size", "64", "--batch_size", "2"]
@@ -363,9 +344,6 @@ def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     config = vars(settings_in(words, FeedSettings))
     assert config == {**load_record(record)["config"], "results_dir": config["results_dir"]}
     assert "data.py" in words and not LACKING.search(told)
-    assert main(["rerun", str(record.parent), "--folder", str(tmp_path / "again")]) == 0
-    assert len(list((tmp_path / "again").glob("*/record.json"))) == 1
-    assert "sdbench compare" not in capsys.readouterr().out  # which compares training
     trainers = {"engine": "ray", "num_ray_workers": 2}
     words, _ = planned(capsys, changed(record.parent, tmp_path, config=trainers))
     assert "--num_ray_workers=2" in words
