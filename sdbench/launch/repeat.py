@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: what has ended is kept", file=sys.stderr)
     for place, of_command in outcomes.items():
         if of_command:
-            print(f"\n{_describe(of_command)}\n\nruns: {place}")
+            print(f"\n{describe(of_command)}\n\nruns: {place}")
     if is_interrupted:
         return EXIT_INTERRUPTED
     if flags.against is not None:
@@ -109,7 +109,7 @@ def _compare(folders: Mapping[str, Path]) -> None:
         print(f"not compared: {error}", file=sys.stderr)
 
 
-def _describe(outcomes: Sequence[Outcome]) -> str:
+def describe(outcomes: Sequence[Outcome]) -> str:
     """The rates of all runs that have ended well, and an interval between runs."""
     summaries = [one.summary for one in outcomes if one.summary]
     if not summaries:

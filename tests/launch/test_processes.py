@@ -27,7 +27,6 @@ BIN = Path(sys.executable).parent
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
 # The engine that is ready in a third of the time: Composer is not what is tested.
 LEAN = ("--engine", "torch")
-SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 # A run of many minutes, to be stopped in the middle.
 LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
 TIMEOUT_S = 120
@@ -41,20 +40,15 @@ TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", s
 pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
-def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):
+def run(launcher, *argv, results, timeout_s=TIMEOUT_S):
     return subprocess.run(
         [*launcher, *argv, "--results_dir", str(results)],
         cwd=Path(__file__).resolve().parents[2],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
+        capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
-
-
-def estimate_gib(record):
-    return record["memory_estimate_gib"]["total_gib"]
 
 
 def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
@@ -81,15 +75,10 @@ def test_launchers_fail_on_bad_input_too(tmp_path, launcher, exit_code):
     assert not list(tmp_path.glob("*/record.json"))
 
 
-def flags_of_a_bad_picture(folder, rank):
-    """Flags of a run in which this rank meets a broken picture in its first batch."""
-    (folder / f"{rank}.png").write_bytes(b"no picture")
-    flags = ("--model_name", "tiny", "--remote", str(folder), "--num_workers", "0")
-    return (*LEAN, *flags, "--no_shuffle", "--no_measure_peak", "--batch_size", "2")
-
-
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
-    flags = (*flags_of_a_bad_picture(picture_folder, 1), "--num_threads", "1")
+    (picture_folder / "1.png").write_bytes(b"no picture")
+    flags = (*LEAN, "--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
+    flags += ("--no_shuffle", "--no_measure_peak", "--batch_size", "2", "--num_threads", "1")
     flags += ("--results_dir", str(tmp_path / "runs"))
     with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
         assert exit_codes(ranks) == [1, 1]
@@ -161,7 +150,8 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
     )
     assert completed.returncode == 0, completed.stderr
     record = only_record(tmp_path)
-    assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
+    estimate_gib = record["memory_estimate_gib"]["total_gib"]
+    assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib, rel=0.15)
 
 
 # `kill` reaches the launcher alone. torchrun turns every bad end into 1.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.cli import main
+from sdbench.launch import child, repeat
 from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
@@ -40,7 +41,7 @@ def test_two_commands_take_turns_and_are_compared(tmp_path, starts, capsys):
     assert order == ["2", "4"] * 2
     sides = f"{folder}/baseline {folder}/candidate"
     output = capsys.readouterr().out
-    assert re.findall(r"median ([\d.]+)", output) == ["7.50", "8.75"]
+    assert re.findall(r"median ([\d.]+)", output) == ["7.5", "8.75"]
     assert f"python -m sdbench compare {sides}\n" in output
     assert "compared: micro_batch, global_batch: 2 -> 4" in output
     assert "1.17x  1.167 to 1.167  faster" in output
@@ -119,3 +120,13 @@ def test_the_output_of_a_stopped_run_is_kept_without_secrets(tmp_path, start_rep
 def test_wrong_input_is_refused(argv, flag, value):
     error = refusal_of("repeat", *argv)
     assert (error.flag, error.value) == (flag, value)
+
+
+def test_the_rates_of_runs_are_told_by_their_median_and_their_ends():
+    def outcome(rate):
+        return child.Outcome("ok", None, 0, 1.0, None, None, {"summary": rate})
+
+    rates = [{"images_per_second": rate} for rate in (9.5, 8.0, 10.0)]
+    first, second = repeat.describe([outcome(rate) for rate in rates]).splitlines()
+    assert first == "images/s of 3 runs: median 9.5, from 8 to 10"
+    assert second.endswith("(run to run the rate varies by 11.4 %)")

@@ -1,6 +1,6 @@
-"""Runs composer or torchrun, which then wait longer for ranks that they stop.
+"""Runs composer or torchrun with another time between SIGTERM and SIGKILL of its ranks.
 
-    python patient.py LAUNCHER GRACE_S ARGUMENTS...
+    python stop_grace.py LAUNCHER GRACE_S ARGUMENTS...
 
 By themselves both kill a rank 30 s after they have sent it SIGTERM, even in the middle of a step,
 and do not wait for it at all when a second SIGTERM arrives.
@@ -22,21 +22,21 @@ def main(name: str, grace_s: float) -> Any:
 
         close = PContext.close
 
-        def close_patiently(context: Any, death_sig: Any = None, timeout: float = grace_s) -> None:
+        def close_with_grace(context: Any, death_sig: Any = None, timeout: float = grace_s) -> None:
             _ignore_terminations()
             close(context, death_sig, timeout)
 
-        PContext.close = close_patiently
+        PContext.close = close_with_grace
     else:
         from composer.cli import launcher
 
         clean_up = launcher._cleanup_processes
 
-        def clean_up_patiently(processes: Any) -> None:
+        def clean_up_with_grace(processes: Any) -> None:
             _ignore_terminations()
             clean_up(processes)
 
-        launcher._cleanup_processes = clean_up_patiently
+        launcher._cleanup_processes = clean_up_with_grace
         launcher.CLEANUP_TIMEOUT = datetime.timedelta(seconds=grace_s)
     return launcher.main()
 
