@@ -8,7 +8,6 @@ RUN ?=
 OUT ?= runs/benchmark_gpu
 PART ?= 1
 WHEELS ?=
-KUBERNETES ?= build/kubernetes
 
 # The sets of packages, by the torch in them, each in an environment of its own.
 ifeq ($(TORCH),2.7)
@@ -62,7 +61,7 @@ define install_wheels
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster test-kubernetes lint publish results page-picture settings clean
+.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish results page-picture settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.7|2.14] [VENV=.venv]"
@@ -100,10 +99,6 @@ test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make
 test-ray: $(DEV_STAMP) ## Run the tests of the engine ray, which start clusters on this machine
 	$(VENV)/bin/python -m pytest -m ray $(ARGS)
 
-# The build takes about 4 minutes, once; Debian 12 and root, or the tests are skipped.
-test-kubernetes: $(DEV_STAMP) ## Give the manifests to a real API server, built in KUBERNETES=dir
-	KUBERNETES=$(abspath $(KUBERNETES)) $(VENV)/bin/python -m pytest tests/kubernetes -m cluster \
-	  --timeout 1800 $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style with ruff, and who imports whom
 	$(VENV)/bin/python -m ruff check .

@@ -24,8 +24,8 @@
 # script ends when all of them have.
 set -euo pipefail
 
-# How long ranks may take to write their record after SIGTERM.
-GRACE_S=30
+# From SIGTERM to SIGKILL: less than the 120 s of 2.train.sbatch and of the manifests.
+GRACE_S=110
 
 refuse() { # what was wrong, the value, what is allowed, the variable that changes it
   echo "error: $1: got '$2'; allowed: $3; change it with $4." >&2
@@ -67,7 +67,8 @@ if [[ ${1:-} == *.py ]]; then
   shift
 fi
 case $program in
-  benchmark.py | train.py | generate.py) ;;
+  benchmark.py | train.py) set -- --stop_grace_s "$GRACE_S" "$@" ;; # a flag of the user comes later
+  generate.py) ;;
   *) refuse "the program is unknown" "$program" "benchmark.py, train.py or generate.py" \
     "the first argument" ;;
 esac

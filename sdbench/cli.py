@@ -86,7 +86,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "find the largest and the fastest micro-batch of this machine",
     ),
     "render": (
-        "sdbench.launch.render.render:main",
+        "sdbench.launch.render:main",
         "fill in the manifest of a job on a cluster, and check it",
     ),
     "submit": (

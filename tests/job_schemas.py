@@ -112,22 +112,11 @@ REQUIRED_OF_RAY = {
 }
 
 
-class Kind(typing.NamedTuple):
-    """A kind of job, as a server is told of it."""
-
-    group: str
-    version: str
-    plural: str
-    scope: str
-
-
 KINDS = {
-    "PyTorchJob": Kind("kubeflow.org", "v1", "pytorchjobs", "Namespaced"),
-    "TrainJob": Kind("trainer.kubeflow.org", "v1alpha1", "trainjobs", "Namespaced"),
-    "ClusterTrainingRuntime": Kind(
-        "trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes", "Cluster"
-    ),
-    "RayJob": Kind("ray.io", "v1", "rayjobs", "Namespaced"),
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "RayJob": "ray.io/v1",
 }
 
 
@@ -148,35 +137,9 @@ def validate(document: dict[str, Any]) -> None:
     Raises:
         jsonschema.ValidationError: It does not match.
     """
-    kind = KINDS[document["kind"]]
-    assert document["apiVersion"] == f"{kind.group}/{kind.version}"
+    assert document["apiVersion"] == KINDS[document["kind"]]
     schema = make_schema(document["kind"])
     jsonschema.Draft202012Validator(_without_unknown_fields(schema)).validate(document)
-
-
-def make_definition(kind: str) -> dict[str, Any]:
-    """The CustomResourceDefinition by which a server learns of a kind."""
-    group, version, plural, scope = KINDS[kind]
-    schema = make_schema(kind)
-    schema["properties"]["metadata"] = {"type": "object"}  # the server has its own
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group,
-            "scope": scope,
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
-            "versions": [
-                {
-                    "name": version,
-                    "served": True,
-                    "storage": True,
-                    "schema": {"openAPIV3Schema": schema},
-                }
-            ],
-        },
-    }
 
 
 def _from_annotation(annotation: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_every_program_tells_its_version(capsys):
         (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),
         (["export", "run", "--lora_format", "kohia"], "kohya"),
         (["submit", "--scaling", "week"], "weak"),
-        (["doctor", "--gradient_dtype", "fp23"], "fp32"),
+        (["doctor", "--precision", "fp23"], "fp32"),
         (["watch", "run", "every", "3"], "--every"),
         (["verify-data", "a", "webdatset"], "--data_format webdataset"),
     ],

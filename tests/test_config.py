@@ -168,11 +168,6 @@ def test_the_page_of_settings_is_made_from_their_declarations(repository):
     assert (repository / "docs/settings.md").read_text() == make_page()
 
 
-def test_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        parse().config.seed = 1
-
-
 def test_a_command_takes_the_settings_of_others_and_its_own():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Flags:

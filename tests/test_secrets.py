@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import itertools
 import json
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from sdbench.base.secrets import redact
 from sdbench.data import remote
 from sdbench.report.publish import secrets_in
 from tests.data import datasets
-from tests.marks import quick_and_slow
 from tests.report.results_folder import RESULTS, make_record, make_results
 
 SECRET = "SuperSecret123"
@@ -97,11 +95,7 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "kind"),
-    quick_and_slow(
-        itertools.product(("benchmark", "data"), PLACES),
-        quick=[("benchmark", "user"), ("data", "signed"), ("data", "pipe")],
-    ),
+    ("program", "kind"), [("benchmark", "user"), ("data", "signed"), ("data", "pipe")]
 )
 def test_no_output_of_a_run_holds_the_secret_of_its_place(
     program, kind, tmp_path, run, served, capfd

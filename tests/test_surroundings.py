@@ -11,15 +11,10 @@ import pytest
 
 import data
 from sdbench.record.provenance import git_state
-from sdbench.record.store import load_record
+from tests.runs import only_record
 
 SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4", "--num_workers", "0")
 SMALL += ("--num_batches", "3")
-
-
-def only_record(results):
-    (path,) = results.glob("*/record.json")
-    return load_record(path)
 
 
 def test_the_commit_of_another_user_s_checkout_is_told(repository, monkeypatch):

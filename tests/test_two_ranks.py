@@ -19,8 +19,8 @@ from sdbench.engines import load_engine
 from sdbench.measure import hardware
 from sdbench.measure.phases import PHASES, PhaseClock
 from sdbench.models.stable_diffusion import StableDiffusion
-from sdbench.record.store import load_record
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
+from tests.runs import only_record
 
 TINY = (
     *("--model_name", "tiny", "--engine", "composer", "--use_synth_data", "--num_workers", "0"),
@@ -44,11 +44,6 @@ def composer_is_imported_once():
 
 def run(results, *argv):
     return benchmark.main([*TINY, *argv, "--results_dir", str(results)])
-
-
-def only_record(results):
-    (path,) = results.glob("*/record.json")
-    return load_record(path)
 
 
 def spy(folder):

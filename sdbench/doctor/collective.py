@@ -14,14 +14,11 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bounded, describe
-from sdbench.doctor.gpus import nvlink_gb_per_s, read_gpus
-from sdbench.doctor.network import describe_nics, find_active_nics
 from sdbench.ranks.distributed import Ranks, connect, num_tasks_without_launcher
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
 # Linux gives to clients.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2}
 MAX_REPEATS = 5
 # Shares of the nominal speed. Below half of it something slows the link; below a tenth the
 # gradients probably use another network than intended.
@@ -127,8 +124,7 @@ def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> float:
         torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
     group = torch.distributed.new_group(backend=backend, timeout=patience)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.gradient_dtype]
-    gradient = torch.zeros(num_values, dtype=dtype, device=device)
+    gradient = torch.zeros(num_values, device=device)
 
     def run() -> float:
         started_s = time.perf_counter()
@@ -151,33 +147,18 @@ def judge_all_reduce(job: Job, *, seconds: float, num_values: int) -> tuple[str,
     `seconds` is its time on the slowest rank.
     """
     num_ranks = job.ranks.world_size
-    num_bytes = num_values * BYTES_OF_DTYPE[job.gradient_dtype]
+    num_bytes = 4 * num_values
     # As nccl-tests counts it: what each link carries in a ring, whatever the number of ranks.
     bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
-    nominal_gb_per_s, link = find_nominal(job)
-    level, beside = OK, f"no nominal speed of {link}"
-    if nominal_gb_per_s is not None:
-        share = bus_gb_per_s / nominal_gb_per_s
+    level, beside = OK, "no --link_gbps to compare it with"
+    if job.link_gbps is not None:
+        share = 8 * bus_gb_per_s / job.link_gbps
         level = OK if share >= LOW_SHARE else WARNING if share >= HOPELESS_SHARE else ERROR
-        beside = f"{share:.0%} of {link}"
+        beside = f"{share:.0%} of --link_gbps {job.link_gbps:g}"
     return level, (
         f"{num_bytes / 1e9:.3g} GB over {num_ranks} ranks on {job.ranks.num_nodes} nodes in "
         f"{seconds:.3g} s: bus bandwidth {bus_gb_per_s:.3g} GB/s, {beside}"
     )
-
-
-def find_nominal(job: Job) -> tuple[float | None, str]:
-    """Return the nominal GB/s of the slowest link between the ranks, or None, and its name."""
-    if job.link_gbps is not None:
-        return job.link_gbps / 8, f"--link_gbps {job.link_gbps:g}"
-    if job.ranks.num_nodes == 1:
-        speed = nvlink_gb_per_s()
-        return speed, "the link" if speed is None else f"NVLink, {speed:g} GB/s"
-    nics = find_active_nics()
-    # Each GPU uses the cards next to it; with fewer ranks than GPUs the others lie idle.
-    share = min(1.0, job.ranks.local_world_size / max(1, len(read_gpus())))
-    gb_per_s = share * sum(nic.gbps for nic in nics) / 8
-    return gb_per_s or None, f"network cards: {describe_nics(nics)}"
 
 
 def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -> tuple[str, str]:

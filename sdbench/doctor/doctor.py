@@ -18,7 +18,7 @@ from sdbench.doctor import collective, gpus, machine, network
 from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
 from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.kinds import POSITIVE_NUMBER, SECONDS, SWITCH, one_of
+from sdbench.settings.kinds import POSITIVE_NUMBER, SECONDS, SWITCH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
@@ -62,16 +62,10 @@ class DoctorSettings(BenchmarkConfig):
     timeout_s: float = setting(
         SECONDS, 30.0, "seconds that a check may take, and that ranks wait for each other"
     )
-    gradient_dtype: str = setting(
-        one_of(*collective.BYTES_OF_DTYPE),
-        "fp32",
-        "format of the numbers in the timed all-reduce",
-    )
     link_gbps: float | None = setting(
         POSITIVE_NUMBER,
         None,
-        "nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce with "
-        "(default: of NVLink, or the sum of the network cards of a node, where known)",
+        "nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce with",
     )
 
 
@@ -94,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks=collective.find_ranks(),
         request=request.part(BenchmarkConfig),
         timeout_s=flags.timeout_s,
-        gradient_dtype=flags.gradient_dtype,
         link_gbps=flags.link_gbps,
     )
     exit_code = 0

@@ -33,7 +33,6 @@ class Job:
         ranks: The place of this process.
         request: The flags of the job.
         timeout_s: Maximum duration of a check.
-        gradient_dtype: ``fp32`` or ``bf16``, for the timed all-reduce.
         link_gbps: Nominal speed of the link between the ranks in Gbit/s, or None.
         architecture: Set by the check of the model.
         num_trainable: Weights with a gradient, set by the check of the model.
@@ -43,7 +42,6 @@ class Job:
     ranks: Ranks
     request: Request
     timeout_s: float
-    gradient_dtype: str
     link_gbps: float | None
     architecture: Architecture | None = None
     num_trainable: int | None = None

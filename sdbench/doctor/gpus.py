@@ -20,9 +20,6 @@ MAX_SHARE_OF_OTHERS = 0.05
 MAX_IDLE_GIB = 1.0
 # Values of CUDA_VISIBLE_DEVICES without a device; the last one is Slurm's.
 NO_DEVICE = ("", "-1", "NoDevFiles")
-# nvml.h, NVML_NVLINK_VERSION_5_0 (Blackwell). Data sheets: 18 links of B200 carry 900 GB/s in one
-# direction, 18 of H100 450, 12 of A100 300, 6 of V100 150.
-NVLINK_5, NVLINK_5_GB_PER_S, NVLINK_GB_PER_S = 7, 50.0, 25.0
 
 
 class Gpu:
@@ -69,16 +66,6 @@ def describe_gpus(gpus: Sequence[Gpu]) -> str:
     """Describe GPUs by model, e.g. ``8 x NVIDIA H200``."""
     counts = Counter(gpu.name for gpu in gpus)
     return ", ".join(f"{number} x {name}" for name, number in counts.items()) or "no GPU"
-
-
-def nvlink_gb_per_s() -> float | None:
-    """Return the nominal GB/s of a GPU's NVLink in one direction; None without NVLink."""
-    gpus = read_gpus()
-    num_links = min((gpu.count_links() for gpu in gpus), default=0)
-    if not num_links:
-        return None
-    is_5 = (gpus[0].ask("NvLinkVersion", 0) or 0) >= NVLINK_5
-    return num_links * (NVLINK_5_GB_PER_S if is_5 else NVLINK_GB_PER_S)
 
 
 def check_driver(job: Job) -> Seen:

@@ -44,11 +44,6 @@ def read_nics() -> list[Nic]:
     return nics
 
 
-def find_active_nics() -> list[Nic]:
-    """Return the ports that are up."""
-    return [nic for nic in read_nics() if nic.state == "ACTIVE"]
-
-
 def describe_nics(nics: list[Nic]) -> str:
     """Describe ports by kind and rate, e.g. ``32 x EFA 100 Gbit/s``."""
     counts = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics)
@@ -62,7 +57,7 @@ def check_cards(job: Job) -> Seen:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED
         yield level, "neither EFA nor InfiniBand: between nodes gradients travel over TCP"
         return
-    yield OK, f"active: {describe_nics(find_active_nics())}"
+    yield OK, f"active: {describe_nics([nic for nic in nics if nic.state == 'ACTIVE'])}"
     for nic in nics:
         if nic.state != "ACTIVE":
             yield WARNING, f"{nic.name} is {nic.state or 'in no known state'}"

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
@@ -178,15 +178,8 @@ def only_one_in(folder: Path, *, what: str) -> Iterator[None]:
         lock.release()
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a process ended.
-
-    Attributes:
-        exit_code: 128 plus the number of the signal that ended it.
-        duration_s: From its start to its end.
-        has_timed_out: Its time-out ended it.
-    """
+class End(NamedTuple):
+    """How a process ended; its exit code is 128 plus the number of a signal that ended it."""
 
     exit_code: int
     duration_s: float
@@ -317,23 +310,29 @@ def run_child(
 def tail(folder: Path) -> str:
     """The last lines that the command printed, as plain text."""
     lines = _read_tail(folder).rstrip().splitlines()
-    return "\n".join(for_terminal(redact(line)) for line in lines[-NUM_TAIL_LINES:])
+    return "\n".join(map(for_terminal, lines[-NUM_TAIL_LINES:]))
 
 
 def _read_tail(folder: Path) -> str:
     content = (folder / OUTPUT_NAME).read_bytes()[-MAX_TAIL_BYTES:]
-    return content.decode(encoding="utf-8", errors="replace")
+    return redact(content.decode(encoding="utf-8", errors="replace"))
 
 
 def _first_error(folder: Path) -> str | None:
     """The error of the first traceback in the output; a launcher prints its own one later."""
     found = re.search(r"^Traceback .*\n(?: .*\n)+(\S.*)", _read_tail(folder), flags=re.MULTILINE)
-    return for_terminal(redact(found[1])) if found else None
+    return for_terminal(found[1]) if found else None
 
 
 def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
     """Combine the record in the folder and the end of the process into an outcome."""
-    record, run_folder, complaint = _find_record(folder)
+    record, run_folder, complaint = None, None, None
+    for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
+        run_folder = path.parent
+        try:
+            record = load_record(path)
+        except (OSError, ValueError) as error:
+            complaint = f"its record cannot be read ({error})"
     reported = read_cause(folder / CAUSE_NAME) or {}
     cause = reported.get("error")
     if _signal_of(end.exit_code) == signal.SIGKILL:
@@ -361,16 +360,6 @@ def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
         run_folder=run_folder,
         record=record,
     )
-
-
-def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str | None]:
-    """The record, its folder, and why it cannot be read."""
-    for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
-        try:
-            return load_record(path), path.parent, None
-        except (OSError, ValueError) as error:
-            return None, path.parent, f"its record cannot be read ({error})"
-    return None, None, None
 
 
 def describe_exit(exit_code: int) -> str:

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench import data
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
@@ -37,7 +37,8 @@ from sdbench.settings.measuring import RunSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.rules import check
+from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
 from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
@@ -89,7 +90,12 @@ class DreamboothFlags(SimilaritySettings):
     prior: bool = setting(
         SWITCH, True, "train on pictures of the class as well, so that the model keeps it"
     )
-    num_class_images: int = setting(POSITIVE, 200, "class pictures to draw for --prior")
+    num_class_images: int = setting(
+        POSITIVE,
+        200,
+        "class pictures to draw for --prior",
+        acts_beside=(Beside(("prior",), True),),
+    )
     lora_rank: int | None = shared(
         TrainConfig, "lora_rank", help="train LoRA weights of this rank in place of all weights"
     )
@@ -118,15 +124,13 @@ class DreamboothFlags(SimilaritySettings):
     dry_run: bool = setting(SWITCH, False, "print the commands and stop")
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A program that makes a part of the folder.
 
     Attributes:
         what: What it makes, in a few words.
         command: As a person types it.
-        target: A folder that it writes as a whole and that must not exist before; None: it goes on
-            with its own files.
+        target: A folder that it writes as a whole; None: it goes on with its own files.
     """
 
     what: str
@@ -339,13 +343,7 @@ def _check_prompts(request: Request[DreamboothFlags]) -> None:
             allowed='a prompt such as "photo of a dog", or --no_prior: no such pictures',
             flag="--class_prompt or --no_prior",
         )
-    if not flags.prior and request.is_users("num_class_images"):
-        raise ConfigError(
-            "without a prior no pictures of the class are drawn",
-            value=flags.num_class_images,
-            allowed="nothing beside --no_prior",
-            flag="--num_class_images or --no_prior",
-        )
+    check(request, ("num_class_images",))
     for name in ("prompt", "class_prompt"):
         if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
             raise ConfigError(

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sdbench.base.shared_memory import remove_stale_shared_memory
 from sdbench.launch import guard
 
+LAUNCHER_SCRIPT = Path(__file__).with_name("stop_grace.py")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a launcher to its end; returns its exit code, 128 + n if signal n ended it."""
-    grace_s, *command = sys.argv[1:] if argv is None else argv
+    grace_s, launcher, *arguments = sys.argv[1:] if argv is None else argv
     _clean("before the run")
+    command = [sys.executable, str(LAUNCHER_SCRIPT), launcher, grace_s, *arguments]
     exit_code = guard.main(command, grace_s=float(grace_s), has_starter=False)
     _clean("after the run")
     return exit_code

@@ -12,10 +12,8 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
-from sdbench.base.files import write_json
 from sdbench.base.stop import STOPS
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
@@ -92,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: what has ended is kept", file=sys.stderr)
     for place, of_command in outcomes.items():
         if of_command:
-            summary = summarize(of_command)
-            write_json(place / "repeat.json", summary)
-            print(f"\n{format_summary(summary)}\n\nruns: {place}")
+            print(f"\n{describe(of_command)}\n\nruns: {place}")
     if is_interrupted:
         return EXIT_INTERRUPTED
     if flags.against is not None:
@@ -113,55 +109,25 @@ def _compare(folders: Mapping[str, Path]) -> None:
         print(f"not compared: {error}", file=sys.stderr)
 
 
-def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The content of repeat.json: each run, and the spread of the rates of good runs."""
-    rates = [one.summary["images_per_second"] for one in outcomes if one.summary]
-    interval = between_runs_interval(rates)
-    return {
-        "runs": [
-            {
-                "run": outcome.run,
-                "status": outcome.status,
-                "reason": outcome.reason,
-                "images_per_second": outcome.summary.get("images_per_second"),
-                "flags": outcome.summary.get("flags", []),
-                "duration_s": outcome.duration_s,
-            }
-            for outcome in outcomes
-        ],
-        "num_ok": len(rates),
-        "images_per_second_median": statistics.median(rates) if rates else None,
-        "images_per_second_min": min(rates, default=None),
-        "images_per_second_max": max(rates, default=None),
-        "variation_percent": 100 * statistics.stdev(rates) / statistics.mean(rates)
-        if rates[1:]
-        else None,
-        "images_per_second_interval": None
-        if interval is None
-        else {"low": interval.low, "high": interval.high, "level": interval.level},
-    }
-
-
-def format_summary(summary: dict[str, Any]) -> str:
-    """The printed result of all runs."""
-    if not summary["num_ok"]:
+def describe(outcomes: Sequence[Outcome]) -> str:
+    """The rates of all runs that have ended well, and an interval between runs."""
+    summaries = [one.summary for one in outcomes if one.summary]
+    if not summaries:
         return "no run ended well"
-    lines = [
-        f"images/s of {summary['num_ok']} runs: median "
-        f"{format_number(summary['images_per_second_median'])}, from "
-        f"{format_number(summary['images_per_second_min'])} to "
-        f"{format_number(summary['images_per_second_max'])}"
-    ]
-    interval = summary["images_per_second_interval"]
+    rates = [summary["images_per_second"] for summary in summaries]
+    median, low, high = map(format_number, (statistics.median(rates), min(rates), max(rates)))
+    lines = [f"images/s of {len(rates)} runs: median {median}, from {low} to {high}"]
+    interval = between_runs_interval(rates)
     if interval is None:
         lines.append(f"no interval between runs: it takes {MIN_RUNS} that ended well")
     else:
+        variation_percent = 100 * statistics.stdev(rates) / statistics.mean(rates)
         lines.append(
-            f"95 % interval between runs: {format_number(interval['low'])} to "
-            f"{format_number(interval['high'])} (run to run the rate varies by "
-            f"{summary['variation_percent']:.1f} %)"
+            f"95 % interval between runs: {format_number(interval.low)} to "
+            f"{format_number(interval.high)} (run to run the rate varies by "
+            f"{variation_percent:.1f} %)"
         )
-    flags = sorted({flag for run in summary["runs"] for flag in run["flags"]})
+    flags = sorted({flag for summary in summaries for flag in summary.get("flags", [])})
     if flags:
         lines.append(f"caution: {', '.join(flags)} in at least one run")
     return "\n".join(lines)

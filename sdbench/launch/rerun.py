@@ -7,39 +7,35 @@ speed reach the command: no program, no `pipe:` command, no path in a variable, 
 from __future__ import annotations
 
 import dataclasses
-import pkgutil
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from sdbench import data
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
 from sdbench.data.command_output import PIPE
 from sdbench.launch.child import check_suite_is_here, run_in_terminal
-from sdbench.launch.rerun_here import (
-    DATA,
-    ONE_RANK,
-    WEIGHTS,
-    check_gpus,
-    check_weights,
-    describe_data_here,
-    tell_differences,
-    tell_how_made,
-    tell_unknown_facts,
-)
 from sdbench.launch.sweep_file import to_flags
+from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
 from sdbench.record.provenance import (
     ENVIRONMENT_NAMES,
     ENVIRONMENT_PREFIXES,
+    git_state,
+    other_versions,
+    package_versions,
     speed_environment,
 )
 from sdbench.record.store import BENCHMARK, FEED, OK, TRAIN, kind_of
 from sdbench.report.runs import read_record
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.feed import FeedSettings
 from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.ray import RAY
+from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.request import parse
 from sdbench.settings.setting import (
     GPU,
@@ -63,25 +59,16 @@ weights are left out of a record that is published. The exit code is that of the
 130 stopped.
 """
 
-
-class Program(NamedTuple):
-    """The program that makes records of a kind, and its settings as ``module:class``."""
-
-    name: str
-    settings: str
-
-
-PROGRAMS = {
-    BENCHMARK: Program("benchmark.py", "sdbench.settings.config:BenchmarkConfig"),
-    FEED: Program("data.py", "sdbench.settings.feed:FeedSettings"),
-    TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
+# The program that makes records of a kind, and its settings.
+PROGRAMS: dict[str, tuple[str, type]] = {
+    BENCHMARK: ("benchmark.py", BenchmarkConfig),
+    FEED: ("data.py", FeedSettings),
+    TRAIN: ("train.py", TrainConfig),
 }
-# A rerun begins anew: it has its own folder, no copies, and no older run to go on with.
-OF_THE_RUN = ("results_dir", "resume", "max_failures", "ray_storage_path")
-WHAT_IS_AT = {
-    **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
-    **dict.fromkeys(("model_name", "init_from"), WEIGHTS),
-}
+# A rerun begins anew: it has its own folder, no copies, no older run to go on with, no scheduler.
+OF_THE_RUN = {"results_dir", "resume", "max_failures", "ray_storage_path", "stop_grace_s"}
+# For a record without ranks: data.py is one process, unless Ray starts its trainers.
+ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 CHOOSES_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -96,29 +83,6 @@ class RerunFlags:
         PATH, None, "for the new run (default: runs/rerun_<name of the run>)"
     )
     dry_run: bool = setting(SWITCH, False, "print the command and stop")
-
-
-@dataclasses.dataclass(frozen=True)
-class Rerun:
-    """A command as a person types it, and the sentences to print before it.
-
-    Attributes:
-        environment: Assignments of variables, ``NAME=value``.
-        command: Launcher, program and flags.
-        unknown: What the record does not say.
-        differences: What differs from the record.
-    """
-
-    environment: tuple[str, ...]
-    command: tuple[str, ...]
-    unknown: tuple[str, ...]
-    differences: tuple[str, ...]
-
-    @property
-    def printed(self) -> str:
-        """The command line, environment included."""
-        before = ["env", *self.environment] if self.environment else []
-        return shlex.join([*before, *self.command])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,28 +103,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = request.config
     record = read_record(flags.record, flag="RECORD")
     folder = flags.folder or Path("runs", f"rerun_{record['run_id']}")
-    rerun = plan(record, request.rest, folder=folder)
+    command, unknown = _find_command(record, request.rest, folder=folder)
+    data_here = _describe_data(record, command)
+    unknown += _list_unknown_facts(record, has_data=data_here is not None)
+    num_gpus, gpu = _check_gpus(record)
+    variables, left_out = _environment(record, has_gpus=num_gpus > 0)
+    differences = [*_list_differences(record, data_here, gpu=gpu), *left_out]
     for heading, sentences in (
-        ("The record does not say:", rerun.unknown),
-        ("Here it is not as in the record:", rerun.differences),
+        ("The record does not say:", unknown),
+        ("Here it is not as in the record:", differences),
     ):
         if sentences:
             lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
             print("\n".join(lines), file=sys.stderr)
-    print(without_controls(rerun.printed), flush=True)  # unchanged, to be copied
+    words = ["env", *variables, *command] if variables else command
+    print(without_controls(shlex.join(words)), flush=True)  # unchanged, to be copied
     if flags.dry_run:
         return EXIT_OK
-    exit_code, _ = run_in_terminal(rerun.command, folder=folder, variables=rerun.environment)
+    exit_code, _ = run_in_terminal(command, folder=folder, variables=variables)
     is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
     if exit_code == EXIT_OK and is_comparable:
         before = flags.record if flags.record.is_dir() else flags.record.parent
-        words = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
-        print(f"\nbeside the record: {without_controls(words)}")
+        compare = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
+        print(f"\nbeside the record: {without_controls(compare)}")
     return exit_code
 
 
-def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
-    """The command for a folder; flags in `rest` replace settings of the record."""
+def _find_command(
+    record: Mapping[str, Any], rest: Sequence[str], *, folder: Path
+) -> tuple[list[str], list[str]]:
+    """The command of a record, and sentences on what the record does not say of it.
+
+    Flags in `rest` replace settings of the record.
+    """
     kind = kind_of(record)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -169,7 +144,7 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
             allowed=" | ".join(PROGRAMS),
             flag="RECORD",
         )
-    program, config_type = PROGRAMS[kind].name, pkgutil.resolve_name(PROGRAMS[kind].settings)
+    program, config_type = PROGRAMS[kind]
     check_suite_is_here(program)
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
@@ -180,56 +155,57 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
             allowed="--folder",
             flag="--results_dir",
         )
-    on_gpu = record["machine"]["device_type"] == GPU
-    kept, unknown = _settings_to_give(
-        record, config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
-    )
-    ranks = {**ONE_RANK, "launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
-    start, unknown_start = _start(
-        ranks, engine=record["config"].get("engine"), environment=record["environment"]
-    )
-    # A record of data.py has no ranks; its result tells how many there were.
-    of_feed = (record["summary"] or {}).get("ray", {}).get("num_trainers")
-    num_trainers = ranks["world_size"] if "ranks" in record else of_feed
-    on_ray = record["config"].get("engine") == RAY
-    if on_ray and num_trainers is not None and "num_ray_workers" not in replaced:
-        kept["num_ray_workers"] = num_trainers
+    start, unknown = _find_launcher(record)
+    kept, unknown_settings = _settings_to_give(record, config_type, without=replaced | OF_THE_RUN)
+    if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
+        # A record of data.py has no ranks; its result tells how many there were.
+        of_feed = (record["summary"] or {}).get("ray", {}).get("num_trainers")
+        num_trainers = record["ranks"]["world_size"] if "ranks" in record else of_feed
+        kept |= {} if num_trainers is None else {"num_ray_workers": num_trainers}
     revision = record.get("workload", {}).get("revision")
     if revision is not None and not replaced & {"model_name", "model_revision"}:
         kept["model_revision"] = revision
     arguments = [*to_flags(kept), *rest]
-    config = parse(config_type, arguments, description="", epilog="", prog=program).config
-    num_gpus, gpu = check_gpus(record)
-    check_weights(record, config)
-    data_here = describe_data_here(config, how_made=tell_how_made(record))
-    environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
-    differences = [*tell_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
-    if kept_apart := _tell_kept_apart(record["config"], without=replaced):
-        differences.append(kept_apart)
-    if replaced:
-        flags = ", ".join(f"--{name}" for name in sorted(replaced))
-        differences.append(f"settings, by your flags: {flags}")
-    return Rerun(
-        environment=tuple(environment),
-        command=(*start, program, *arguments, "--results_dir", str(folder)),
-        unknown=(
-            *unknown_start,
-            *unknown,
-            *tell_unknown_facts(record, has_data=data_here is not None),
-        ),
-        differences=tuple(differences),
-    )
+    parse(config_type, arguments, description="", epilog="", prog=program)
+    command = [*start, program, *arguments, "--results_dir", str(folder)]
+    return command, [*unknown, *unknown_settings]
+
+
+def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The words before the program, and a sentence if the record does not name the launcher."""
+    ranks = {"launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
+    num_ranks, launcher, unknown = ranks["world_size"], ranks["launcher"], []
+    if record["config"].get("engine") == RAY:  # the program itself has Ray start them
+        return ["python"], []
+    if ranks["num_nodes"] > 1:
+        raise ConfigError(
+            f"the run had {num_ranks} ranks on several nodes, which their cluster has to start",
+            value=f"{ranks['num_nodes']} nodes",
+            allowed="a run on one node; for several: multi-node/README.md",
+            flag="RECORD",
+        )
+    if launcher is None:
+        # Of several ranks torchrun sets the variable where nobody has, and composer does not.
+        of_several = TORCHRUN if "OMP_NUM_THREADS" in record["environment"] else COMPOSER
+        launcher = of_several if num_ranks > 1 else NO_LAUNCHER
+        unknown = [f"what started its ranks ({num_ranks}): {launcher} is taken"]
+    starts = {
+        COMPOSER: [COMPOSER, "-n", str(num_ranks)],
+        TORCHRUN: [TORCHRUN, "--nproc_per_node", str(num_ranks)],
+    }
+    return starts.get(launcher, ["python"]), unknown
 
 
 def _settings_to_give(
-    record: Mapping[str, Any], config_type: type, *, on_gpu: bool, without: set[str]
+    record: Mapping[str, Any], config_type: type, *, without: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings that a command line has to name, and sentences on those that are not recorded.
+    """The settings that a command line has to name, and sentences on settings without a record.
 
     A setting is left out if this version's default or preset gives its value by itself, or if it is
     in `without`.
     """
     recorded, declared = record["config"], declarations(config_type)
+    on_gpu = record["machine"]["device_type"] == GPU
     preset = {"preset": recorded["preset"]} if "preset" in declared else {}
     own = parse(config_type, to_flags(preset), description="", epilog="").config
     kept, unknown, sentences = dict(preset), [], []
@@ -243,15 +219,12 @@ def _settings_to_give(
         if value == of_device(getattr(own, name), on_gpu=on_gpu):
             continue
         if name == "local" and _is_left_out(value, declared) and recorded.get("remote"):
-            sentences.append("where copies of the data lay (--local): they go to the cache")
-            continue
-        kept[name] = _check_value(one, value, declared, how_made=tell_how_made(record))
+            continue  # copies of the data go to the cache
+        _check_value(one, value, declared, how_made=_tell_how_made(record))
+        kept[name] = value
     if unknown:
         sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
-    if recorded.get("resume", "never") != "never":
-        sentences.append("with which checkpoint it went on, if any: this run begins anew")
-    gone = sorted(recorded.keys() - declared.keys())
-    if gone:
+    if gone := sorted(recorded.keys() - declared.keys()):
         values = ", ".join(f"{name} {recorded[name]}" for name in gone)
         sentences.append(f"what this version has in the place of its settings {values}")
     return kept, sentences
@@ -259,8 +232,8 @@ def _settings_to_give(
 
 def _check_value(
     one: Setting, value: Any, declared: Mapping[str, Setting], *, how_made: str
-) -> Any:
-    """Return the value of a setting, unless the record lacks it or may not choose it."""
+) -> None:
+    """Refuse a value of the record that is missing there, or that a record may not choose."""
     if value is None:
         raise ConfigError(
             "a setting of the record has no value, and in this version it always has one",
@@ -268,24 +241,15 @@ def _check_value(
             allowed=f"{one.kind.allowed}, behind --",
             flag=one.flag,
         )
-    if one.name == "ray_address" and value != "auto":
+    is_cluster = one.name == "ray_address" and value != "auto"
+    if is_cluster or _is_left_out(value, declared):
         raise ConfigError(
-            "which Ray cluster is joined is not left to a record, since its programs run here",
+            f"a record does not say where {one.flag} is: places, commands and clusters are not "
+            "left to it",
             value=value,
-            allowed=f"its address, behind --: -- {one.flag} ADDRESS",
+            allowed=f"its place, behind --: -- {one.flag} PLACE{how_made}",
             flag=one.flag,
         )
-    if _is_left_out(value, declared):
-        what = WHAT_IS_AT.get(one.name, f"file of {one.flag} is")
-        raise ConfigError(
-            f"the record does not say where the {what}: places on a machine and arguments of "
-            "commands are left out of records",
-            value=value,
-            allowed=f"its place, behind --: -- {one.flag} PLACE"
-            + (how_made if what == DATA else ""),
-            flag=one.flag,
-        )
-    return value
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -305,69 +269,127 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
         return False
 
 
-def _tell_kept_apart(recorded: Mapping[str, Any], *, without: set[str]) -> str | None:
-    """A sentence on the copies and restarts of the record, which are left out; None without any."""
-    names = [
-        name
-        for name in ("max_failures", "ray_storage_path")
-        if name not in without and recorded.get(name)
-    ]
-    flags = ", ".join(f"--{name} {recorded[name]}" for name in names)
-    return f"left out, since the run begins anew and is kept here alone: {flags}" if names else None
+def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
+    """Number of GPUs of this machine, and model of the first.
 
-
-def _start(
-    ranks: Mapping[str, Any], *, engine: str | None, environment: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """The words before the program, and a sentence if the record does not name the launcher."""
-    num_ranks, launcher = ranks["world_size"], ranks["launcher"]
-    if engine == RAY:  # the program itself has Ray start them
-        return ["python"], []
-    if ranks["num_nodes"] > 1:
+    Raises:
+        ConfigError: The run had more.
+    """
+    nvml = open_nvml()
+    num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
+    first = ask(nvml, "nvmlDeviceGetHandleByIndex", 0) if num_gpus else None
+    needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
+    on_ray = record["config"].get("engine") == RAY  # its nodes may be others
+    if record["machine"]["device_type"] == GPU and num_gpus < needed and not on_ray:
         raise ConfigError(
-            f"the run had {num_ranks} ranks on several nodes, which their cluster has to start",
-            value=f"{ranks['num_nodes']} nodes",
-            allowed="a run on one node; for several: multi-node/README.md",
+            f"the run had {needed} x {record['machine']['device_name']}, and this machine has too "
+            "few GPUs",
+            value=f"{num_gpus} GPUs",
+            allowed=f"a machine with {needed} GPUs, with its driver and the package nvidia-ml-py",
             flag="RECORD",
         )
-    unknown = []
-    if launcher is None and num_ranks == 1:
-        launcher = NO_LAUNCHER
-        unknown = ["how its one process was started: it is started alone"]
-    elif launcher is None:
-        # Of several ranks torchrun sets the variable where nobody has, and composer does not.
-        launcher = TORCHRUN if "OMP_NUM_THREADS" in environment else COMPOSER
-        unknown = [f"what started its {num_ranks} ranks: {launcher} is taken"]
-    starts = {
-        COMPOSER: [COMPOSER, "-n", str(num_ranks)],
-        TORCHRUN: [TORCHRUN, "--nproc_per_node", str(num_ranks)],
-    }
-    return starts.get(launcher, ["python"]), unknown
+    return num_gpus, None if first is None else ask(nvml, "nvmlDeviceGetName", first)
 
 
-def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:
+def _describe_data(record: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any] | None:
+    """The facts of the data set, as a record has them; refuses a data set that is not here."""
+    program, config_type = PROGRAMS[kind_of(record)]
+    arguments = command[command.index(program) + 1 :]
+    try:
+        return data.describe_data(parse(config_type, arguments, description="", epilog="").config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the data set of the record is not here ({error.what[:1].lower()}{error.what[1:]})",
+            value=error.value,
+            allowed=f"{error.allowed}; another place behind --{_tell_how_made(record)}",
+            flag=error.flag,
+        ) from None
+
+
+def _tell_how_made(record: Mapping[str, Any]) -> str:
+    """The end of a sentence: how the data set was made, if the record says so."""
+    sentence = ""
+    for provenance in filter(None, (record.get("data") or {}).get("made_by", ())):
+        facts = {name: value for name, value in provenance.items() if value is not None}
+        command = facts.pop("command", None)
+        told = ", ".join(f"{name} {value}" for name, value in facts.items())
+        sentence += f"; it was made by {command}: {told}"
+    return sentence
+
+
+def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str], list[str]]:
     """Assignments of the record's variables, and sentences on the variables that are left out.
 
     A path belongs to the machine of the record, and may name a library that is loaded.
     """
-    recorded, here = record["environment"], speed_environment()
-    is_on_gpu = record["machine"]["device_type"] == GPU
+    here, on_gpu = speed_environment(), record["machine"]["device_type"] == GPU
     assigned, told = {}, []
-    for name, value in recorded.items():
-        if not name.startswith(ENVIRONMENT_PREFIXES) and name not in ENVIRONMENT_NAMES:
-            told.append(f"{name} is not set: it is no variable that changes speed")
-        elif here.get(name) == value:
+    for name, value in record["environment"].items():
+        changes_speed = name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
+        is_of_machine = "/" in value or (name == CHOOSES_GPUS and on_gpu)
+        if changes_speed and (here.get(name) == value or not is_of_machine):
             assigned[name] = value
-        elif name == CHOOSES_GPUS and is_on_gpu:
-            told.append(f"{name}={value} is not set: it chose among the GPUs of its machine")
-        elif "/" in value:
-            told.append(f"{name}={value} is not set: it has a path; set it here if it is right")
         else:
-            assigned[name] = value
+            why = "it is of its machine" if changes_speed else "it does not change speed"
+            told.append(f"{name}={value} is not set: {why}")
     told += [
         f"{name}={here[name]} is set here and was not" for name in here if name not in assigned
     ]
-    if hides_gpus:
+    if has_gpus and not on_gpu:
         told.append(f"this machine has GPUs and the run had none: {CHOOSES_GPUS} hides them")
         assigned[CHOOSES_GPUS] = ""
     return [f"{name}={value}" for name, value in sorted(assigned.items())], told
+
+
+def _list_differences(
+    record: Mapping[str, Any], data_here: dict[str, Any] | None, *, gpu: str | None
+) -> list[str]:
+    """Sentences on the machine, the commit, the packages and the data set that differ."""
+    machine, commit, state = record["machine"], record["git"]["commit"], git_state()
+    data_before = record.get("data")
+    pairs = [
+        (
+            f"{machine['num_cpu_cores']} cores of {machine['cpu_name']}",
+            f"{num_cpu_cores()} cores of {read_cpu()[0]}",
+        ),
+        (f"commit {commit}", f"commit {state['commit']}" if commit else f"commit {commit}"),
+    ]
+    if machine["device_type"] == GPU and gpu is not None:
+        pairs.append((machine["device_name"], gpu))
+    if data_before is not None and data_before["sha256"] != (data_here or {}).get("sha256"):
+        pairs.append((_describe_facts(data_before), _describe_facts(data_here)))
+    before = {**record["versions"], **record.get("other_versions", {})}
+    here = {**package_versions(), **other_versions()}
+    # An older record does not name all packages.
+    for name in sorted({*before, *here}) if "other_versions" in record else before:
+        pairs.append((f"{name} {before.get(name)}", f"{name} {here.get(name)}"))
+    sentences = [f"{then} -> {now}" for then, now in pairs if then != now]
+    if state["dirty"]:
+        sentences.append("this checkout has changes that are in no commit")
+    return sentences
+
+
+def _describe_facts(facts: Mapping[str, Any] | None) -> str:
+    if facts is None:
+        return "the data set: synthetic"
+    size = "" if facts["num_bytes"] is None else f", {facts['num_bytes']} bytes"
+    return f"the data set: {facts['num_files']} files{size}, sha256 {facts['sha256'][:12]}"
+
+
+def _list_unknown_facts(record: Mapping[str, Any], *, has_data: bool) -> list[str]:
+    """Sentences on facts other than settings that this record lacks."""
+    workload, git = record.get("workload", {}), record["git"]
+    facts = {
+        "a hash of its data set: the one here is taken for the same": (
+            has_data and record.get("data") is None
+        ),
+        "a hash of its weights: the ones here are taken for the same": (
+            workload.get("weights") == "loaded" and not workload["revision"]
+        ),
+        f"the versions of packages other than the {len(record['versions'])} named": (
+            "other_versions" not in record
+        ),
+        "its commit": git["commit"] is None,
+        "the changes to its commit, with which it ran": git["dirty"],
+    }
+    return [sentence for sentence, is_unknown in facts.items() if is_unknown]

@@ -29,7 +29,7 @@ class RunsFlags:
     timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """A measurement in a process of its own.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from sdbench.base.cause import KILLED
 from sdbench.base.errors import EXIT_INTERRUPTED, MemoryEstimateError, RunError
-from sdbench.base.files import write_json
 from sdbench.base.stop import STOPS
 from sdbench.launch.child import Outcome, measuring_command, refuse_flag
 from sdbench.launch.runs import Run, RunsFlags, measure, new_folder
@@ -26,6 +25,8 @@ from sdbench.settings.setting import setting
 FLAG = "--device_train_microbatch_size"
 # What a run without enough memory ends by, if it cannot say `oom` itself.
 MEMORY_CAUSES = (KILLED, MemoryEstimateError.__name__)
+# Between powers of two only multiples of it are tried.
+MULTIPLE = 4
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
 # As many steps of warm-up as --cuda_graph needs.
@@ -48,14 +49,6 @@ class SearchFlags(RunsFlags):
     """Flags of search."""
 
     max_micro_batch: int = setting(POSITIVE, 256, "try none above it")
-    multiple_of: int = setting(POSITIVE, 4, "between powers of two try multiples of it only")
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe(Run):
-    """A short run with a micro-batch: images per forward and backward pass on one rank."""
-
-    micro_batch: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,47 +67,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = new_folder(flags.folder, prefix="search")
     print(f"Probing micro-batches up to {flags.max_micro_batch} in {folder}", flush=True)
     outcomes: dict[int, Outcome] = {}
-    sizes = propose(outcomes, limit=flags.max_micro_batch, multiple=flags.multiple_of)
-    short = without_flags(command, LONGER)
+    short = _without_flags(command, LONGER)
     probes = (
-        Probe(
-            f"micro-batch {size}",
-            [*short, FLAG, str(size), *SHORT],
-            folder / f"probe-{size}",
-            size,
-        )
-        for size in sizes
+        Run(f"micro-batch {size}", [*short, FLAG, str(size), *SHORT], folder / f"probe-{size}")
+        for size in propose(outcomes, limit=flags.max_micro_batch)
     )
-    final = None
     try:
         for probe, outcome in measure(probes, alone_in=folder, timeout_s=flags.timeout_s):
             _check_probe(probe, outcome)
-            outcomes[probe.micro_batch] = outcome
-        winner = fastest_of(outcomes)
+            outcomes[int(probe.folder.name.removeprefix("probe-"))] = outcome
+        winner = _find_fastest(outcomes)
         print(f"Measuring micro-batch {winner} again, with the command's own settings")
         run = Run(f"micro-batch {winner}", [*command, FLAG, str(winner)], folder / "winner")
-        for _, outcome in measure([run], alone_in=folder, timeout_s=flags.timeout_s):
-            final = outcome
+        ((_, final),) = measure([run], alone_in=folder, timeout_s=flags.timeout_s)
     except STOPS:
         print("interrupted: what was probed is in the folder", file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        if fitting(outcomes):
-            summary = summarize(outcomes, final)
-            write_json(folder / "search.json", summary)
-    bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
-    print(f"\nlargest micro-batch that fits: {summary['largest_micro_batch']}{bound}")
+    fits = _find_fitting(outcomes)
+    bound = "" if len(fits) < len(outcomes) else " (the largest that was tried)"
+    print(f"\nlargest micro-batch that fits: {fits[-1]}{bound}")
     print(f"fastest: {winner}, {final.described}\nruns: {folder}")
     return 0 if final.status == OK else 1
 
 
-def propose(outcomes: Mapping[int, Outcome], *, limit: int, multiple: int) -> Iterator[int]:
-    """Yield micro-batches: doubled until one does not fit, then in the middle of the gap.
+def propose(outcomes: Mapping[int, Outcome], *, limit: int) -> Iterator[int]:
+    """The micro-batches to try: doubled until one does not fit, then halving the gap.
 
     Args:
-        outcomes: Has the outcome of each when the next is asked for.
+        outcomes: How each probe has ended; filled in by the caller before the next is asked for.
         limit: Largest micro-batch to try.
-        multiple: Between powers of two only multiples of this are tried.
 
     Raises:
         RunError: Not even one image fits.
@@ -124,17 +105,13 @@ def propose(outcomes: Mapping[int, Outcome], *, limit: int, multiple: int) -> It
         raise RunError(f"not even micro-batch 1 fits: {outcomes[1].reason}")
     limit = min(limit, _device_batch(outcomes[1].record) or limit)
     fits, too_large = 1, None
-    while too_large is None and fits < limit:
-        size = min(2 * fits, limit)
-        yield size
-        if outcomes[size].status == OK:
-            fits = size
+    while fits < limit:
+        if too_large is None:
+            size = min(2 * fits, limit)
         else:
-            too_large = size
-    while too_large is not None:
-        size = (fits + too_large) // 2 // multiple * multiple
-        if size <= fits:
-            return
+            size = (fits + too_large) // 2 // MULTIPLE * MULTIPLE
+            if size <= fits:
+                return
         yield size
         if outcomes[size].status == OK:
             fits = size
@@ -142,7 +119,7 @@ def propose(outcomes: Mapping[int, Outcome], *, limit: int, multiple: int) -> It
             too_large = size
 
 
-def _check_probe(probe: Probe, outcome: Outcome) -> None:
+def _check_probe(probe: Run, outcome: Outcome) -> None:
     """Refuse to go on after another failure than one for want of memory."""
     is_too_large = outcome.status == OOM or (
         outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
@@ -153,14 +130,15 @@ def _check_probe(probe: Probe, outcome: Outcome) -> None:
         )
 
 
-def fitting(outcomes: Mapping[int, Outcome]) -> list[int]:
+def _find_fitting(outcomes: Mapping[int, Outcome]) -> list[int]:
     """The micro-batches that fit, the smallest first."""
     return sorted(size for size, outcome in outcomes.items() if outcome.status == OK)
 
 
-def fastest_of(outcomes: Mapping[int, Outcome]) -> int:
+def _find_fastest(outcomes: Mapping[int, Outcome]) -> int:
     """The micro-batch with the highest rate in its few steps."""
-    return max(fitting(outcomes), key=lambda size: outcomes[size].summary["images_per_second"])
+    fits = _find_fitting(outcomes)
+    return max(fits, key=lambda size: outcomes[size].summary["images_per_second"])
 
 
 def _device_batch(record: dict[str, Any]) -> int | None:
@@ -171,7 +149,7 @@ def _device_batch(record: dict[str, Any]) -> int | None:
     return record["config"]["batch_size"] // record["ranks"]["world_size"]
 
 
-def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
+def _without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
     """A command without some flags and their values."""
     kept, skip = [], False
     for argument in command:
@@ -180,26 +158,3 @@ def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = not skip and name in names and not equals
     return kept
-
-
-def summarize(outcomes: Mapping[int, Outcome], final: Outcome | None) -> dict[str, Any]:
-    """The content of search.json; `final` is the outcome of the fastest, measured again."""
-    summary = {} if final is None else final.summary
-    fits = fitting(outcomes)
-    return {
-        "largest_micro_batch": fits[-1],
-        "is_bounded_by_memory": len(fits) < len(outcomes),
-        "fastest_micro_batch": fastest_of(outcomes),
-        "images_per_second": summary.get("images_per_second"),
-        "run": final.run if summary else None,
-        "probes": [
-            {
-                "micro_batch": size,
-                "status": outcome.status,
-                "reason": outcome.reason,
-                "images_per_second": outcome.summary.get("images_per_second"),
-                "peak_memory_gib": outcome.summary.get("peak_memory_gib"),
-            }
-            for size, outcome in sorted(outcomes.items())
-        ],
-    }

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.files import write_json
@@ -69,8 +69,7 @@ class SubmitFlags:
     folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A submitted measurement: its number in Slurm, its nodes, and where its record goes."""
 
     number: int
@@ -184,7 +183,7 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, list[Jo
             raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
         jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
         # After each: if this program is ended, the next start finds the jobs.
-        content = [{**vars(job), "folder": job.folder.name} for job in jobs]
+        content = [{**job._asdict(), "folder": job.folder.name} for job in jobs]
         write_json(folder / JOBS_NAME, content)
     print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
     return folder, jobs

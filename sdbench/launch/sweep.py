@@ -1,13 +1,14 @@
 """The command `python -m sdbench sweep`: runs many configurations, each in a process of its own.
 
-A run that is out of memory, fails or takes too long is a row like any other. A sweep that was
-interrupted goes on where it was.
+A run that is out of memory, fails or takes too long is a row like any other. When a run has ended,
+its outcome is written to cell.json in one piece. A run without this file is made by the next start.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -15,23 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import EXIT_INTERRUPTED
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import replace_file
+from sdbench.base.files import replace_file, write_json
+from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import only_one_in
-from sdbench.launch.runs import measure
-from sdbench.launch.sweep_file import SweepFile, read_sweep_file
-from sdbench.launch.sweep_state import SweepRun, check_environment, list_runs
+from sdbench.launch.child import Outcome, only_one_in
+from sdbench.launch.runs import Run, in_rounds, measure
+from sdbench.launch.sweep_file import Cell, SweepFile, read_sweep_file
+from sdbench.record.provenance import git_state, package_versions
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import FAILED, INVALID, OK, OOM, TIMEOUT
+from sdbench.record.store import FAILED, INVALID, OK, OOM, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.tables import Table, make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_rate
 from sdbench.settings.kinds import PATH, SWITCH, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
+STATE_NAME, ENVIRONMENT_NAME = "cell.json", "environment.json"
 # Columns in a table of figures of the settings that have another name there.
 COLUMN_OF_SETTING = {
     "use_ema": "ema",
@@ -81,6 +84,65 @@ class SweepFlags:
     )
 
 
+@dataclasses.dataclass
+class SweepRun(Run):
+    """The n-th measurement of a cell of a sweep.
+
+    Attributes:
+        cell: The cell.
+        repeat: Its number, from 1.
+        outcome: The content of cell.json; None if the run has not ended, or if its record is gone.
+    """
+
+    cell: Cell
+    repeat: int
+    outcome: dict[str, Any] | None = None
+
+    def read(self) -> None:
+        """Read how the run has ended, if it has."""
+        path = self.folder / STATE_NAME
+        if not path.is_file():
+            return
+        outcome = _read_file(path, without="the run is made again")
+        if not {"status", "reason", "duration_s", "run"} <= outcome.keys():
+            raise _broken(path, "a key is missing", without="the run is made again")
+        run = outcome["run"]
+        if run is None or (self.folder / run / RECORD_NAME).is_file():
+            self.outcome = outcome
+
+    def record(self) -> dict[str, Any] | None:
+        """The record; None without one, or if it could not be read when the run ended."""
+        if self.outcome is None or self.outcome["run"] is None:
+            return None
+        path = self.folder / self.outcome["run"]
+        try:
+            return load_record(path)
+        except ValueError as error:
+            if self.outcome["status"] != OK:
+                return None  # cell.json gives the reason
+            raise _broken(path, error, without="the run is made again") from None
+
+    def end(self, outcome: Outcome) -> None:
+        """Write the outcome."""
+        self.outcome = {
+            "settings": dict(self.cell.settings),
+            "command": list(self.command),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "exit_code": outcome.exit_code,
+            "duration_s": outcome.duration_s,
+            "run": outcome.run,
+        }
+        write_json(self.folder / STATE_NAME, self.outcome)
+
+    def clear(self) -> None:
+        """Remove the files of an unfinished or failed attempt."""
+        (self.folder / STATE_NAME).unlink(missing_ok=True)  # first: a half-cleared run is no run
+        self.outcome = None
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Begin a sweep or go on with it; returns the exit code."""
     flags = parse(
@@ -94,13 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sweep = read_sweep_file(flags.file)
     folder = flags.folder or Path("runs") / f"sweep_{flags.file.stem}"
     end_s = time.monotonic() + (sweep.budget_s or math.inf)
-    runs = list_runs(sweep, folder=folder)
+    runs = [
+        SweepRun(cell.described, cell.command, folder / f"{cell.key}-{repeat}", cell, repeat)
+        for repeat, cell in in_rounds(sweep.cells, times=sweep.repeats)
+    ]
     if flags.dry_run:
-        print(_describe(sweep, runs, _pending(runs, flags.retry), folder=folder))
+        print(_describe(sweep, runs, _find_pending(runs, flags.retry), folder=folder))
         return 0
     with only_one_in(folder, what="sweep"):
-        check_environment(folder, allow_other=flags.allow_mixed)
-        pending = _pending(runs, flags.retry)
+        _check_environment(folder, allow_other=flags.allow_mixed)
+        pending = _find_pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
         made = measure(
             pending,
@@ -117,44 +182,87 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_INTERRUPTED
         finally:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
-    print(f"\n{to_terminal(make_sweep_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
-    _warn_of_machines(runs)
-    _say_what_is_missing(runs)
-    ended = [outcome for run in runs if (outcome := run.outcome()) is not None]
-    return 0 if ended and all(outcome["status"] in (OK, OOM) for outcome in ended) else 1
+    print(f"\n{to_terminal(_make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
+    missing = [run for run in runs if run.outcome is None]
+    if missing:
+        print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
+        print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
+    statuses = {run.outcome["status"] for run in runs if run.outcome is not None}
+    return 0 if statuses and statuses <= {OK, OOM} else 1
 
 
-def make_sweep_table(runs: Sequence[SweepRun]) -> Table:
+def _find_pending(runs: Sequence[SweepRun], retry: tuple[str, ...]) -> list[SweepRun]:
+    """The runs that have not ended, or have ended in a way that is to be retried."""
+    for run in runs:
+        run.read()
+    return [run for run in runs if run.outcome is None or run.outcome["status"] in retry]
+
+
+def _check_environment(folder: Path, *, allow_other: bool) -> None:
+    """Refuse to go on with a sweep that was begun under other code, libraries or hardware."""
+    import psutil
+
+    here = {
+        "commit": git_state()["commit"],
+        **package_versions(),
+        "num_cpu_cores": psutil.cpu_count(),
+        # Rounded: a kernel takes a little more or less of it from one boot to the next.
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+    }
+    path = folder / ENVIRONMENT_NAME
+    if not path.is_file():
+        write_json(path, here)
+        return
+    began = _read_file(path, without="the sweep goes on unchecked")
+    changes = [
+        f"{name} {began.get(name)} -> {here.get(name)}"
+        for name in sorted({*began, *here})
+        if began.get(name) != here.get(name)
+    ]
+    if changes and not allow_other:
+        raise ConfigError(
+            "the sweep was begun under other code, libraries or hardware: rows would not compare",
+            value="; ".join(changes),
+            allowed="the same ones, another folder, or --allow_mixed",
+            flag="--folder or --allow_mixed",
+        )
+
+
+def _read_file(path: Path, *, without: str) -> dict[str, Any]:
+    """Read a file that the sweep has written; `without` says what happens if it is removed."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise _broken(path, error, without=without) from None
+
+
+def _broken(path: Path, error: object, *, without: str) -> ConfigError:
+    return ConfigError(
+        f"a file of the sweep cannot be read ({error})",
+        value=str(path),
+        allowed=f"the file as it was written; without it {without}",
+        flag="--folder",
+    )
+
+
+def _make_table(runs: Sequence[SweepRun]) -> Table:
     """The settings that varied and the result, a row for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.cell.varied))
     rows = []
     for run in runs:
-        outcome, summary = run.outcome(), (run.record() or {}).get("summary")
+        outcome = run.outcome or {"status": "not run", "reason": None}
+        summary = (run.record() or {}).get("summary") or {}
         varied = redact_values(run.cell.varied)
-        status = "not run" if outcome is None else outcome["status"]
-        if outcome is not None and outcome["reason"]:
-            status += f": {outcome['reason']}"
-        peak_gib = summary["peak_memory_gib"] if summary else None
         rows.append(
             {
                 **{name: make_cell(varied.get(name), unknown="") for name in names},
                 "repeat": run.repeat,
                 "images/s": format_rate(summary) if summary else "",
-                "peak GiB": make_cell(peak_gib, unknown=""),
-                "status": status,
+                "peak GiB": make_cell(summary.get("peak_memory_gib"), unknown=""),
+                "status": ": ".join(filter(None, (outcome["status"], outcome["reason"]))),
             }
         )
     return make_table(rows, left=names)
-
-
-def _pending(runs: Sequence[SweepRun], retry: tuple[str, ...]) -> list[SweepRun]:
-    """The runs that have not ended, or have ended in a way that is to be retried."""
-    outcomes = [run.outcome() for run in runs]
-    return [
-        run
-        for run, outcome in zip(runs, outcomes, strict=True)
-        if outcome is None or outcome["status"] in retry
-    ]
 
 
 def _describe(
@@ -169,11 +277,10 @@ def _describe(
     statuses: dict[str, list[str]] = {cell.key: [] for cell in sweep.cells}
     durations_s = []
     for run in runs:
-        outcome = run.outcome()
-        if run.folder not in to_run:
-            statuses[run.cell.key].append(outcome["status"])
-        if outcome is not None and outcome["status"] == OK:
-            durations_s.append(outcome["duration_s"])
+        if run.outcome is not None and run.folder not in to_run:
+            statuses[run.cell.key].append(run.outcome["status"])
+        if run.outcome is not None and run.outcome["status"] == OK:
+            durations_s.append(run.outcome["duration_s"])
     for cell in sweep.cells:
         state = ", ".join(statuses[cell.key]) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
@@ -193,28 +300,13 @@ def _make_rows(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     """One row per run that has ended, in the columns of all tables of figures."""
     rows = []
     for run in runs:
-        outcome, record = run.outcome(), run.record()
-        if outcome is not None:
-            row = make_row(record) if record is not None else _row_without_record(run)
-            rows.append(row | {"status": outcome["status"], "reason": outcome["reason"]})
+        if run.outcome is None:
+            continue
+        settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
+        record = run.record()
+        if record is None:
+            row = {**settings, "source": run.folder.name, "kind": "measured"}
+        else:
+            row = make_row(record)
+        rows.append(row | {"status": run.outcome["status"], "reason": run.outcome["reason"]})
     return rows
-
-
-def _row_without_record(run: SweepRun) -> dict[str, Any]:
-    settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
-    return {**settings, "source": run.folder.name, "kind": "measured"}
-
-
-def _say_what_is_missing(runs: Sequence[SweepRun]) -> None:
-    missing = [run for run in runs if run.outcome() is None]
-    if missing:
-        print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
-        for run in missing:
-            print(f"  {for_terminal(run.name)}")
-
-
-def _warn_of_machines(runs: Sequence[SweepRun]) -> None:
-    records = [run.record() for run in runs]
-    machines = sorted({record["machine"]["slug"] for record in records if record is not None})
-    if len(machines) > 1:
-        print(f"caution: measured on different machines: {', '.join(machines)}", file=sys.stderr)

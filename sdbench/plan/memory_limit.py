@@ -5,8 +5,6 @@ On a GPU it warns: constants of the estimate were not measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
 from sdbench.models.lora import Lora
@@ -103,20 +101,16 @@ def _flags_that_lower_memory(draft: Draft) -> str:
     config = draft.config
     microbatch = config.device_train_microbatch_size
     has_unet = "vae" not in config.trained_parts
-    options: list[tuple[bool, Callable[[], str]]] = [
-        (microbatch > 1, lambda: f"--device_train_microbatch_size (below {microbatch})"),
-        (config.use_ema, lambda: "--no_use_ema"),
-        (config.num_workers > 0 and not draft.on_gpu, lambda: "--num_workers 0"),
-        (has_unet and config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
-        (config.precision == "fp32", lambda: "--precision amp_bf16"),
-        (
-            has_unet and config.activation_checkpointing == "none",
-            lambda: "--activation_checkpointing transformer",
+    flags = {
+        f"--device_train_microbatch_size (below {microbatch})": microbatch > 1,
+        "--no_use_ema": config.use_ema,
+        "--num_workers 0": config.num_workers > 0 and not draft.on_gpu,
+        "--encoder_dtype bf16": has_unet and config.encoder_dtype == "fp32",
+        "--precision amp_bf16": config.precision == "fp32",
+        "--activation_checkpointing transformer": (
+            has_unet and config.activation_checkpointing == "none"
         ),
-        (
-            config.sharding == "none" and draft.ranks.world_size > 1,
-            lambda: "--sharding zero1",
-        ),
-        (True, lambda: f"--image_size (below {config.image_size})"),
-    ]
-    return ", ".join(text() for applies, text in options if applies)
+        "--sharding zero1": config.sharding == "none" and draft.ranks.world_size > 1,
+        f"--image_size (below {config.image_size})": True,
+    }
+    return ", ".join(flag for flag, helps in flags.items() if helps)

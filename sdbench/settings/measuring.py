@@ -44,6 +44,14 @@ class RunSettings:
         "seconds after which a rank that does not come or falls silent ends the run on all ranks",
         only_measures=True,
     )
+    stop_grace_s: float | None = setting(
+        SECONDS,
+        None,
+        "seconds from SIGTERM to SIGKILL, as the scheduler has it: a step that still runs after 80 "
+        "% of them is broken off (default: after 10 s and three times the longest step so far)",
+        only_measures=True,
+        before=None,
+    )
     results_dir: str = setting(
         TEXT, "runs", "folder that gets one folder per run", only_measures=True
     )

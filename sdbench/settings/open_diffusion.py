@@ -46,12 +46,6 @@ DEFAULTS = {
 Values = Mapping[str, Any]
 
 
-class Variable(NamedTuple):
-    """The value goes into an environment variable."""
-
-    name: str
-
-
 class Same(NamedTuple):
     """The value has to be that of another key."""
 
@@ -97,27 +91,9 @@ def _positive(key: str, values: Values) -> int:
         ) from None
 
 
-def _results_dir(value: str, values: Values) -> dict[str, Any]:
-    """Its runs are in log_dir/project/name."""
-    project = values.get("experiment.project")
-    return {"results_dir": value if project is None else f"{value}/{project}"}
-
-
-def _name(value: str, values: Values) -> dict[str, Any]:
-    return {"run_name": value, "wandb_name": value}
-
-
-def _duration(value: int, values: Values) -> dict[str, Any]:
-    return {"max_duration": f"{value}sp"}
-
-
 def _what_is_kept(value: bool, values: Values) -> dict[str, Any]:
     """The newest checkpoint alone, or every one."""
     return {"keep": 1} | ({} if value else {"keep_every_batches": 1})
-
-
-def _save_interval(value: int, values: Values) -> dict[str, Any]:
-    return {"save_every_batches": _steps_per_save(values)}
 
 
 def _steps_per_save(values: Values) -> int:
@@ -158,6 +134,11 @@ def _model(value: Any, values: Values) -> dict[str, Any]:
     return {"model_name": name, **({"model_parts": others} if others else {})}
 
 
+def _set_variable(name: str, value: Any) -> dict[str, Any]:
+    os.environ[name] = str(value)
+    return {}
+
+
 def _average_to_begin_with(value: Any, values: Values) -> dict[str, Any]:
     raise ConfigError(
         "a moving average of open-diffusion cannot be read: it is a pickle, which can carry code",
@@ -167,14 +148,14 @@ def _average_to_begin_with(value: Any, values: Values) -> dict[str, Any]:
     )
 
 
-Rule = str | Variable | Same | OneOf | NoEffect | Callable[[Any, Values], dict[str, Any]]
+Rule = str | Same | OneOf | NoEffect | Callable[[Any, Values], dict[str, Any]]
 
 _BACKEND = NoEffect("NCCL joins the GPUs, and gloo CPUs")
 _FROM_ENVIRONMENT = OneOf(None, {"env://": None})
 KEYS: dict[str, Rule] = {
-    "wandb.api_key": Variable("WANDB_API_KEY"),
-    "wandb.entity": Variable("WANDB_ENTITY"),
-    "wandb.mode": Variable("WANDB_MODE"),
+    "wandb.api_key": lambda value, values: _set_variable("WANDB_API_KEY", value),
+    "wandb.entity": lambda value, values: _set_variable("WANDB_ENTITY", value),
+    "wandb.mode": lambda value, values: _set_variable("WANDB_MODE", value),
     "system.gradient_accumulation": _global_batch,
     "system.batch_size": _global_batch,
     "system.workers": "num_workers",
@@ -182,12 +163,14 @@ KEYS: dict[str, Rule] = {
     "system.dist_url": Same("distributed.dist_url"),
     "distributed.dist_backend": _BACKEND,
     "distributed.dist_url": _FROM_ENVIRONMENT,
-    "experiment.log_dir": _results_dir,
-    "experiment.name": _name,
+    "experiment.log_dir": lambda value, values: {
+        "results_dir": "/".join(filter(None, (value, values.get("experiment.project"))))
+    },
+    "experiment.name": lambda value, values: {"run_name": value, "wandb_name": value},
     "experiment.project": "wandb_project",
-    "experiment.num_examples_to_see": _duration,
+    "experiment.num_examples_to_see": lambda value, values: {"max_duration": f"{value}sp"},
     "experiment.save_only_most_recent": _what_is_kept,
-    "experiment.save_every": _save_interval,
+    "experiment.save_every": lambda value, values: {"save_every_batches": _steps_per_save(values)},
     "experiment.requeue": OneOf("resume", {True: "auto", False: "never"}),
     "experiment.eval_caption_file": _prompts,
     "experiment.num_eval_images": "num_sample_images",
@@ -267,12 +250,10 @@ def translate(content: dict[str, Any]) -> Translation:
     settings: dict[str, Any] = {}
     keys: dict[str, str] = {}
     notes = []
-    for key, value in values.items():
+    for key in values:
         rule = _find_rule(key, values)
         if isinstance(rule, NoEffect):
             notes.append(f"{key} has no effect: {rule.reason}.")
-        elif isinstance(rule, Variable):
-            os.environ[rule.name] = str(value)
         else:
             found = _apply(rule, key, values)
             keys |= {name: key for name in found if name not in settings}

@@ -120,12 +120,6 @@ class LengthSettings:
         "continue",
         "what a checkpoint that cannot be written does: the run goes on with a warning, or stops",
     )
-    stop_grace_s: float | None = setting(
-        POSITIVE_NUMBER,
-        None,
-        "seconds from SIGTERM to SIGKILL, as the scheduler has it: a step that still runs after 80 "
-        "% of them is broken off (default: after 10 s and three times the longest step so far)",
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,15 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from sdbench import __version__
 from sdbench.base.errors import ConfigError
 from sdbench.base.names import nearest
-from sdbench.settings import completion
 from sdbench.settings.file import CONFIG_FLAG, is_assignment, read_values
 from sdbench.settings.kinds import SWITCH
 from sdbench.settings.setting import REQUIRED, Setting, declarations, presets_of
@@ -45,6 +45,8 @@ NOTHING_TRANSLATED = Translation()
 
 COMMON_FLAGS = ("--help", "--version")
 PRINT_FLAG = "--print_config"
+# Of argcomplete: where the program stands among the words of the line, counted from 1.
+TYPED_PLACE = "_ARGCOMPLETE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,8 @@ def parse(
             help="print every value of the run, and who chose it, then stop",
         )
     _add_arguments(parser, settings)
-    if completion.is_asked():
-        completion.complete(parser)
+    if _wants_completion():
+        _complete(parser)
     _refuse_unknown_flags(arguments, settings, takes_file=takes_file)
     namespace, others = parser.parse_known_args(arguments)
     assignments = [other for other in others if takes_file and is_assignment(other)]
@@ -230,7 +232,7 @@ def choose_command(
         SystemExit: The help or the version was asked for, or nothing: that is answered by the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if completion.is_asked() and (typed := completion.typed_command(commands)) is not None:
+    if _wants_completion() and (typed := _typed_command(commands)) is not None:
         return typed, []
     first = arguments[0] if arguments else None
     if first in commands:
@@ -245,10 +247,34 @@ def choose_command(
     choices = parser.add_subparsers(metavar="COMMAND")
     for name, help_text in commands.items():
         choices.add_parser(name, help=help_text)
-    if completion.is_asked():
-        completion.complete(parser)
+    if _wants_completion():
+        _complete(parser)
     parser.parse_args([first or "--help"])
     raise AssertionError("argparse prints its help or the version, and ends the process")
+
+
+def _wants_completion() -> bool:
+    """Return True if a shell, which has started this program anew, asks for completions only."""
+    return TYPED_PLACE in os.environ
+
+
+def _typed_command(commands: Collection[str]) -> str | None:
+    """The command on the shell's line; its own parser completes the words after it."""
+    from argcomplete.lexers import split_line
+
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    place = int(os.environ[TYPED_PLACE])
+    if len(words) <= place or words[place] not in commands:
+        return None
+    os.environ[TYPED_PLACE] = str(place + 1)
+    return words[place]
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Hand completions to the shell and end the process."""
+    import argcomplete
+
+    argcomplete.autocomplete(parser)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -318,8 +344,9 @@ def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setti
                 help=describe(declared),
                 **several,
             )
-            if completion.is_asked() and declared.kind.choices:
-                completion.offer(added, declared.kind.choices)
+            if _wants_completion() and declared.kind.choices:
+                choices = declared.kind.choices
+                added.completer = lambda choices=choices, **_: choices  # else it offers files
 
 
 def describe(declared: Setting) -> str:

@@ -166,4 +166,5 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         has_trace=config.profile_trace,
         trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
         looks_at_attention=looks_at_attention(config, ranks),
+        stop_grace_s=config.stop_grace_s,
     )

@@ -349,12 +349,3 @@ def test_a_server_out_of_reach_is_an_error(look, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert look_at_wandb(look) == "error"
-
-
-def test_the_key_of_a_netrc_file_is_used(look, wandb, monkeypatch, tmp_path):
-    wandb(200, VIEWER)
-    monkeypatch.delenv("WANDB_API_KEY")
-    assert look_at_wandb(look) == "warning"
-    (tmp_path / "netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {KEY}\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert look_at_wandb(look) == "ok"

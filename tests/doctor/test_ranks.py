@@ -96,16 +96,6 @@ def test_two_ranks_of_one_node(tmp_path):
     assert_two_ranks_are_fine(output_of(tmp_path, 0).read_text())
 
 
-@pytest.mark.slow
-def test_two_ranks_of_one_node_under_torchrun(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launcher += ["--master_port", str(free_port())]
-    doctor = start([*launcher, *DOCTOR, "--results_dir", str(tmp_path)])
-    output, errors = doctor.communicate(timeout=TIMEOUT_S)
-    assert doctor.returncode == 0, errors
-    assert_two_ranks_are_fine(output)
-
-
 def assert_two_ranks_are_fine(output: str) -> None:
     report = json.loads(output)
     assert (report["status"], report["num_nodes"], report["num_ranks"]) == ("ok", 1, 2)

@@ -46,7 +46,6 @@ def test_strict_lets_warnings_count(capsys, tmp_path):
     [
         (("--timeout_s", "0"), "--timeout_s"),
         (("--link_gbps", "fast"), "--link_gbps"),
-        (("--gradient_dtype", "int8"), "--gradient_dtype"),
         (("--timeout", "3"), "--timeout_s"),
         (("--data_format", "mds"), "--remote or --local"),
     ],

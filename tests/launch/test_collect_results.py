@@ -1,7 +1,6 @@
 """Does multi-node/collect-results.sh bring the runs here, and leave nothing behind?
 
-kubectl is a stand-in that writes down what it is asked for; tests/kubernetes/ gives the pod to a
-real server.
+kubectl is a stand-in that writes down what it is asked for.
 """
 
 from __future__ import annotations
@@ -134,10 +133,3 @@ def test_bad_arguments_reach_no_cluster(arguments, sentence, fake):
     assert completed.returncode == 2
     assert completed.stderr.startswith(f"error: {sentence}")
     assert not (fake / "calls.txt").exists()
-
-
-def test_help_is_the_head_of_the_script(fake):
-    completed = collect(fake, "--help")
-    assert completed.returncode == 0
-    assert completed.stdout.startswith("Copy the runs of a job from its volume to this machine:\n")
-    assert completed.stdout.endswith("argument.\n")

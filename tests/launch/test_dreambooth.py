@@ -191,7 +191,7 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
         (("--class_prompt", "a | dog"), "--class_prompt"),
-        (("--no_prior",), "--num_class_images or --no_prior"),
+        (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
         (("--clip_network", "my-dog"), "--clip_network"),
         (("--dino_network", "none"), "--dino_network"),

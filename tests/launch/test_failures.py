@@ -17,7 +17,6 @@ import pytest
 import benchmark
 from sdbench.measure.watch import StepWatch
 from sdbench.record.store import RunFolder
-from sdbench.tasks import pretrain
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.runs import only_record
 
@@ -74,21 +73,6 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
         wait_for_step(log_of(tmp_path, 0))
         os.kill(ranks[1].pid, signal.SIGSTOP)
         assert exit_codes(ranks[:1], timeout_s=END_WITHIN_S) == [1]
-    record = only_record(tmp_path)
-    assert record["status"] == "timeout"
-    assert "rank 1 on node 1 has been silent" in record["reason"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_before_the_first_step_is_a_time_out_too(tmp_path, monkeypatch):
-    def run_on_unlike_nodes():
-        if os.environ["RANK"] == "1":
-            stop = functools.partial(os.kill, os.getpid(), signal.SIGSTOP)
-            monkeypatch.setattr(pretrain, "build", lambda *_, **__: stop())
-        return run(tmp_path)
-
-    with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
-        assert exit_codes(ranks[:1], timeout_s=START_WITHIN_S) == [1]
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
     assert "rank 1 on node 1 has been silent" in record["reason"]

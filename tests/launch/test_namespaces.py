@@ -209,18 +209,6 @@ def run_fixed_job(kind: str, cluster: Cluster, **changes: str) -> dict:
     return record
 
 
-def test_a_fixed_job_fails_on_both_nodes_when_a_rank_dies(cluster):
-    pods = pods_of("eks", cluster, LONG)
-    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
-    wait_for(lambda: records_of(cluster), what="the beginning of the run")
-    (rank,) = ranks_in(processes[1])
-    rank.kill()
-    exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
-    assert 0 not in exit_codes
-    (record,) = records_of(cluster)
-    assert record["status"] != "ok"
-
-
 def test_a_pod_that_is_stopped_leaves_a_record_that_says_so(cluster):
     pods = pods_of("eks", cluster, LONG)
     processes = [cluster.start(pod, node=node, **QUICK) for node, pod in enumerate(pods)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.base.stop import keep_handlers
+from sdbench.launch import stop_grace
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SCRIPTS = [
     *sorted(ROOT.glob("*-node/*.sh")),
     *sorted(ROOT.glob("*-node/*.sbatch")),
     ROOT / ".ci/run",
-    ROOT / "tests/kubernetes/build-api-server.sh",
 ]
 DOCKERFILES = sorted(ROOT.glob("*-node/*.Dockerfile"))
 # Versions of Debian packages cannot be pinned in an image whose base the user chooses.
@@ -114,23 +117,17 @@ def test_composers_version_is_that_of_the_requirements():
         assert set(versions) == {pinned[1]}, path
 
 
-# start-ranks.sh, up to the launcher: a stub that says what it was started with.
-
-
 @pytest.fixture
-def start_ranks(tmp_path, monkeypatch):
-    """Run the script of a checkout whose launchers only tell their arguments."""
-    for name in ("benchmark.py", "sdbench"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "multi-node").mkdir()
-    script = tmp_path / "multi-node/start-ranks.sh"
-    script.write_text((ROOT / "multi-node/start-ranks.sh").read_text())
-    (tmp_path / "bin").mkdir()
-    for launcher in ("composer", "torchrun"):
-        stub = tmp_path / "bin" / launcher
-        stub.write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+def start_ranks(tmp_path):
+    """Run start-ranks.sh up to Python, a stub that prints its arguments."""
+    for name in ("composer", "torchrun", "python3"):
+        stub = tmp_path / name
+        stub.write_text('#!/bin/sh\necho "$*"\n')
         stub.chmod(0o755)
-    path = f"{tmp_path}/bin:{BIN}:/usr/bin:/bin"
+    script = tmp_path / "multi-node/start-ranks.sh"
+    script.parent.mkdir()
+    script.write_text((ROOT / "multi-node/start-ranks.sh").read_text())
+    path = f"{tmp_path}:/usr/bin:/bin"
 
     def start(*argv: str, **variables: str) -> subprocess.CompletedProcess:
         environment = {"PATH": path, **variables}
@@ -146,23 +143,27 @@ def start_ranks(tmp_path, monkeypatch):
     return start
 
 
+STARTED = "-m sdbench.launch.node 110"
 TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+# Kubeflow's elastic PyTorchJob: torchrun reads the rest from PET_* by itself.
+ELASTIC = {"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"}
+ELASTIC |= {"LAUNCHER": "torchrun", "PET_NNODES": "2:2", "NUM_GPUS_PER_NODE": "8"}
 
 
 @pytest.mark.parametrize(
     ("variables", "launched"),
     [
-        ({}, "composer --nproc 1 --world_size 1 --node_rank 0 benchmark.py --seed 1"),
+        ({}, "composer --nproc 1 --world_size 1 --node_rank 0 benchmark.py"),
         (
             {**TWO_NODES, "NODE_RANK": "1", "WORLD_SIZE": "16"},
             "composer --nproc 8 --world_size 16 --node_rank 1 --master_addr a --master_port 29500 "
-            "benchmark.py --seed 1",
+            "benchmark.py",
         ),
         # Kubeflow's PyTorchJob: RANK is the number of the pod, WORLD_SIZE counts pods.
         (
             {**TWO_NODES, "RANK": "1", "WORLD_SIZE": "2", "LAUNCHER": "torchrun"},
             "torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr a "
-            "--master_port 29500 benchmark.py --seed 1",
+            "--master_port 29500 benchmark.py",
         ),
         # Kubeflow's Trainer.
         (
@@ -171,54 +172,87 @@ TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "MASTER_ADDR": "a", "MA
                 **{"PET_MASTER_ADDR": "b", "PET_MASTER_PORT": "29400"},
             },
             "composer --nproc 4 --world_size 8 --node_rank 0 --master_addr b --master_port 29400 "
-            "benchmark.py --seed 1",
+            "benchmark.py",
         ),
-        # Kubeflow's elastic PyTorchJob: torchrun reads the rest from PET_* by itself.
-        (
-            {
-                **{"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"},
-                **{"LAUNCHER": "torchrun", "PET_NNODES": "2:2", "NUM_GPUS_PER_NODE": "8"},
-            },
-            "torchrun --nproc_per_node 8 benchmark.py --seed 1",
-        ),
+        (ELASTIC, "torchrun --nproc_per_node 8 benchmark.py"),
         (
             {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "4"},
-            "composer --nproc 4 --world_size 4 --node_rank 0 benchmark.py --seed 1",
+            "composer --nproc 4 --world_size 4 --node_rank 0 benchmark.py",
         ),
     ],
 )
 def test_ranks_are_started_as_the_scheduler_says(start_ranks, variables, launched):
     done = start_ranks("--seed", "1", **variables)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == launched
+    # A flag of the user replaces the one of the script.
+    flags = "--stop_grace_s 110 --seed 1"
+    assert done.stdout.splitlines()[-1] == f"{STARTED} {launched} {flags}"
 
 
 def test_another_program_may_stand_first(start_ranks):
+    launched = f"{STARTED} composer --nproc 1 --world_size 1 --node_rank 0"
     done = start_ranks("train.py", "--run_name", "a b.py")
-    launched = "composer --nproc 1 --world_size 1 --node_rank 0 train.py --run_name a b.py"
-    assert done.stdout.splitlines()[-1] == launched
+    flags = "--stop_grace_s 110 --run_name a b.py"
+    assert done.stdout.splitlines()[-1] == f"{launched} train.py {flags}"
+    done = start_ranks("generate.py", "--seed", "1")
+    assert done.stdout.splitlines()[-1] == f"{launched} generate.py --seed 1"
     done = start_ranks("tran.py")
     assert done.returncode == 2 and "got 'tran.py'; allowed: benchmark.py, " in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("job", "name", "value"),
     [
-        ("MASTER_PORT", "80"),
-        ("MASTER_PORT", "0x50"),
-        ("MASTER_PORT", ""),
-        ("MASTER_ADDR", ""),
-        ("NODE_RANK", "2"),
-        ("NODE_RANK", ""),
-        ("NUM_NODES", "two"),
-        ("NUM_GPUS_PER_NODE", "{8}"),
-        ("WORLD_SIZE", "12"),
-        ("LAUNCHER", "mpirun"),
+        (TWO_NODES, "MASTER_PORT", "80"),
+        (TWO_NODES, "MASTER_PORT", "0x50"),
+        (TWO_NODES, "MASTER_PORT", ""),
+        (TWO_NODES, "MASTER_ADDR", ""),
+        (TWO_NODES, "NODE_RANK", "2"),
+        (TWO_NODES, "NODE_RANK", ""),
+        (TWO_NODES, "NUM_NODES", "two"),
+        (TWO_NODES, "NUM_GPUS_PER_NODE", "{8}"),
+        (TWO_NODES, "WORLD_SIZE", "12"),
+        (TWO_NODES, "NUM_RANKS", "64"),
+        (TWO_NODES, "LAUNCHER", "mpirun"),
+        (ELASTIC, "NUM_RANKS", "64"),
+        (ELASTIC, "PET_RDZV_ENDPOINT", "etcd:80"),
+        (ELASTIC, "PET_NNODES", "1:x"),
     ],
 )
-def test_a_bad_variable_is_refused_by_name(start_ranks, name, value):
-    done = start_ranks(**{**TWO_NODES, "NODE_RANK": "1", name: value})
+def test_a_bad_variable_is_refused_by_name(start_ranks, job, name, value):
+    done = start_ranks(**{**job, "NODE_RANK": "1", name: value})
     assert done.returncode == 2
     (message,) = done.stderr.splitlines()
-    assert f"got '{value}'; allowed: " in message
+    assert f"got '{value.split(':')[-1]}'; allowed: " in message
     assert name in message.split("change it with ")[1]
+
+
+@pytest.mark.parametrize("name", ["composer", "torchrun"])
+def test_a_launcher_waits_for_ranks_that_it_stops_as_long_as_the_scheduler(name, monkeypatch):
+    from composer.cli import launcher as composer
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    waited_s = []
+
+    def clean_up(processes):
+        waited_s.append(composer.CLEANUP_TIMEOUT.total_seconds())
+
+    def close(context, death_sig, timeout):
+        waited_s.append(timeout)
+
+    def stop_ranks():
+        if name == "composer":
+            composer._cleanup_processes({})
+        else:
+            PContext.close(None, signal.SIGTERM)
+
+    monkeypatch.setattr(composer, "CLEANUP_TIMEOUT", composer.CLEANUP_TIMEOUT)
+    monkeypatch.setattr(composer, "_cleanup_processes", clean_up)
+    monkeypatch.setattr(PContext, "close", close)
+    for launcher in (composer, torchrun):
+        monkeypatch.setattr(launcher, "main", stop_ranks)
+    with keep_handlers():
+        stop_grace.main(name, 110.0)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    assert waited_s == [110.0]

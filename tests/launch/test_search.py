@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from sdbench.cli import main
+from sdbench.launch import search as search_module
 from sdbench.settings.compiling import NUM_GRAPH_STEPS
 from sdbench.settings.config import parse_request
 from tests.refusals import refusal_of
@@ -18,24 +20,29 @@ pytestmark = pytest.mark.usefixtures("starts")
 
 
 def search(tmp_path, *argv, flags=()):
+    """The exit code, and the micro-batch of each short run with its status."""
     folder = tmp_path / "search"
     code = main(["search", "--folder", str(folder), *argv, "--", "python", FAKE, *flags])
-    file = folder / "search.json"
-    return code, json.loads(file.read_text()) if file.exists() else None
+    probes = {}
+    for path in folder.glob("probe-*"):
+        (record,) = [*path.glob("*/record.json")] or [None]
+        status = None if record is None else json.loads(record.read_text())["status"]
+        probes[int(path.name.removeprefix("probe-"))] = status
+    return code, probes
 
 
-def test_doubling_and_halving_find_the_largest_that_fits(tmp_path, starts, capsys):
+def test_doubling_and_halving_find_the_largest_that_fits(tmp_path, starts, capsys, monkeypatch):
     # 8 and more run out of memory; with multiples of 1, 7 is the largest, and the fastest.
-    code, found = search(tmp_path, "--multiple_of", "1")
+    monkeypatch.setattr(search_module, "MULTIPLE", 1)
+    code, probes = search(tmp_path)
     assert code == 0
-    assert (found["largest_micro_batch"], found["fastest_micro_batch"]) == (7, 7)
-    assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 6, 7, 8]
-    assert found["probes"][-1]["status"] == "oom" and found["is_bounded_by_memory"]
-    # 10 (1 - 0.5 / 7), measured again with the settings of the command alone.
-    assert found["images_per_second"] == pytest.approx(10 * (1 - 0.5 / 7))
+    assert probes == {**dict.fromkeys((1, 2, 4, 6, 7), "ok"), 8: "oom"}
     lines = starts.read_text().splitlines()
     assert len(lines) == 7 and lines[-1] == f"{SIZE} 7"
-    assert "largest micro-batch that fits: 7\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "largest micro-batch that fits: 7\n" in output
+    # 10 (1 - 0.5 / 7), measured again with the settings of the command alone.
+    assert re.search(r"^fastest: 7, ok, 9\.2[89].* images/s", output, flags=re.MULTILINE)
     error = refusal_of("search", "--folder", tmp_path / "search", "--", "python", FAKE)
     assert (error.flag, error.value) == ("--folder", str(tmp_path / "search"))
 
@@ -50,12 +57,10 @@ def test_doubling_and_halving_find_the_largest_that_fits(tmp_path, starts, capsy
     ],
 )
 def test_memory_or_a_limit_bounds_the_search(tmp_path, capsys, argv, flags, probed, largest):
-    code, found = search(tmp_path, *argv, flags=flags)
-    assert (code, found["largest_micro_batch"]) == (0, largest)
-    assert [probe["micro_batch"] for probe in found["probes"]] == probed
-    assert found["is_bounded_by_memory"] == (8 in probed)
-    is_told = f"fits: {largest} (the largest that was tried)" in capsys.readouterr().out
-    assert is_told == (8 not in probed)
+    code, probes = search(tmp_path, *argv, flags=flags)
+    assert (code, sorted(probes)) == (0, probed)
+    bound = "" if 8 in probed else " (the largest that was tried)"
+    assert f"fits: {largest}{bound}\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("impatient")
@@ -65,7 +70,8 @@ def test_memory_or_a_limit_bounds_the_search(tmp_path, capsys, argv, flags, prob
     ids=["hangs", "bad input", "lost rank"],
 )
 def test_another_failure_than_memory_stops_the_search(tmp_path, capsys, seed, status):
-    assert search(tmp_path, "--timeout_s", "2", flags=("--seed", seed)) == (1, None)
+    code, probes = search(tmp_path, "--timeout_s", "2", flags=("--seed", seed))
+    assert (code, [*probes]) == (1, [1])
     assert f"ended for another reason than memory: {status}" in capsys.readouterr().err
 
 
@@ -86,7 +92,7 @@ def test_probes_are_short_whatever_the_command_asks_for(tmp_path, starts):
         ([], [], "COMMAND", ""),
         ([], ["python", FAKE, f"{SIZE}=4"], "COMMAND", SIZE),
         ([], ["python", FAKE, "--results_dir=x"], "COMMAND", "--results_dir"),
-        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of", "0"),
+        (["--max_micro_batch", "0"], ["python", FAKE], "--max_micro_batch", "0"),
         (["--timeout_s", "-5"], ["python", FAKE], "--timeout_s", "-5"),
         ([], ["./no/such/program"], "COMMAND", "./no/such/program"),
     ],

@@ -20,6 +20,7 @@ import benchmark
 import train
 from sdbench.base.shared_memory import find_stale
 from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.measure import watch
 from sdbench.record.store import RunFolder
 from sdbench.run.outcome import RunRecord
 from sdbench.state.writer import CheckpointWriter
@@ -153,6 +154,20 @@ def test_a_signal_costs_nothing_that_has_been_measured(tmp_path):
     with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
         assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [0]
     assert only_record(tmp_path)["status"] == "ok"
+
+
+def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "LEAST_PATIENCE_S", 600.0)  # without --stop_grace_s
+
+    def hang(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    monkeypatch.setattr(CheckedLoader, "_next", hang)
+    flags = (*TINY, *SHORT, "--stop_grace_s", "1", "--results_dir", str(tmp_path))
+    with forked_ranks(lambda: benchmark.main(flags), tmp_path, num_ranks=1) as ranks:
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130]
+    assert only_record(tmp_path)["status"] == "interrupted"
 
 
 def wait_for_workers(process):

@@ -203,15 +203,6 @@ def read_losses(run: Path) -> list[tuple[str, str]]:
         return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
 
 
-def test_an_image_that_is_not_there_is_refused_before_anything_starts(cluster, folder):
-    number = cluster.submit(
-        *ONE_RANK_EACH, *TINY, folder=folder, IMAGE="/no/such/image.sqsh", **VARIABLES
-    )
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
-    assert "there is no such image: got '/no/such/image.sqsh'" in log_of(folder)
-
-
 def test_one_command_submits_and_collects_several_numbers_of_nodes(
     cluster, tmp_path, monkeypatch, capsys
 ):

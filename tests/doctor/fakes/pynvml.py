@@ -103,11 +103,6 @@ def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:
     return int(link < num_links)
 
 
-def nvmlDeviceGetNvLinkVersion(handle: int, link: int) -> int:
-    """4.0, of Hopper."""
-    return 6
-
-
 def nvmlDeviceGetTotalEccErrors(handle: int, error_type: int, counter: int) -> int:
     """Uncorrected (1) since the driver was loaded (0)."""
     assert (error_type, counter) == (1, 0)

@@ -1,0 +1,445 @@
+"""The command `python -m sdbench render`: fills in the manifest of a job and checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+import shlex
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.base.errors import ConfigError
+from sdbench.launch.child import refuse_flag
+from sdbench.settings import config, recipe
+from sdbench.settings.kinds import PATH, SWITCH, Kind, one_of, whole_number
+from sdbench.settings.request import choose_command, parse
+from sdbench.settings.setting import declarations, setting
+
+FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
+JOB_NAME = "stable-diffusion"
+# Where the pods mount the volume that collect-results.sh reads.
+RESULTS_DIR = "/results"
+ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
+# The arguments of a RayJob are part of a shell command, after this one.
+ENTRYPOINT_ARGUMENTS = re.compile(
+    rf"^( *)--results_dir={RESULTS_DIR}\n(?:\1\S.*\n)*", flags=re.MULTILINE
+)
+PARSERS = {"benchmark.py": config.parse_request, "train.py": recipe.parse_request}
+COUNT_KEYS = (
+    *("replicas", "minReplicas", "maxReplicas", "maxRestarts"),
+    *("numNodes", "numProcPerNode"),
+)
+IMAGE = re.compile(r"[^:\s]+(:[0-9]+/[^:\s]+)?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+# The keys that lead to a part of a document.
+Place = tuple[str, ...]
+
+EPILOG = """\
+examples:
+  python -m sdbench render eks --registry registry.example.com/ --tag 0.32.1 --num_nodes 64 \\
+      --num_efa_per_node 32 --out job.yaml -- --use_synth_data --use_ema \\
+      --device_train_microbatch_size 4
+  python -m sdbench render rayjob --registry registry.example.com/ --tag 0.32.1 --num_nodes 4 \\
+      --num_efa_per_node 4 --num_encoders 48 --remote s3://bucket/laion --program train.py \\
+      --out job.yaml -- --config configs/anyscale_sd2_256.yaml --latents online --model_name FOLDER
+  python -m sdbench render eks-elastic --help
+"""
+
+
+class Manifest(NamedTuple):
+    """A manifest: its template in multi-node/, its help, and the commands that use it."""
+
+    template: str
+    meaning: str
+    commands: tuple[str, ...]
+
+
+def _job_commands(pod: str) -> tuple[str, ...]:
+    return (
+        "kubectl apply -f {file}",
+        "kubectl get pods --watch",
+        f"kubectl logs -f {pod}",
+        "multi-node/collect-results.sh {claim}",
+        "kubectl delete -f {file}",
+    )
+
+
+MANIFESTS: dict[str, Manifest] = {
+    "eks": Manifest(
+        "3.stable-diffusion-eks.yaml-template",
+        "PyTorchJob of Kubeflow's training operator v1, by composer",
+        _job_commands("{job}-master-0"),
+    ),
+    "eks-elastic": Manifest(
+        "5.stable-diffusion-eks-elastic.yaml-template",
+        "the same by torchrun, which starts the ranks again after a loss",
+        _job_commands("{job}-worker-0"),
+    ),
+    "trainjob": Manifest(
+        "6.stable-diffusion-trainjob.yaml-template",
+        "TrainJob of Kubeflow Trainer v2 with its runtime, by composer",
+        _job_commands(
+            "--tail=-1 -l jobset.sigs.k8s.io/jobset-name={job},"
+            "batch.kubernetes.io/job-completion-index=0"
+        ),
+    ),
+    "rayjob": Manifest(
+        "7.stable-diffusion-rayjob.yaml-template",
+        "RayJob of KubeRay: a Ray cluster of pods that train and pods that encode",
+        _job_commands("job/{job}"),
+    ),
+    "etcd": Manifest(
+        "4.etcd.yaml",
+        "the etcd where the pods of an elastic job can meet",
+        ("kubectl apply -f {file}", "kubectl rollout status deployment/etcd"),
+    ),
+}
+
+
+def _matching(allowed: str, pattern: str) -> Kind:
+    """Texts that a pattern matches."""
+
+    def read(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError
+        return value
+
+    return Kind(allowed, read, "TEXT")
+
+
+NAME = _matching(
+    "a name of lower-case letters, digits, dots and dashes", r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+)
+# Ports below need root on most systems.
+PORT = whole_number(1024, 65535)
+NODES = whole_number(1, 10_000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RenderFlags:
+    """Flags of render: its own, then one for each variable of the templates."""
+
+    template: Path | None = setting(PATH, None, "your copy instead of the suite's")
+    out: Path | None = setting(PATH, None, "where it goes (default: standard output)")
+    dry_run: bool = setting(SWITCH, False, "say what it would run, and write nothing")
+
+    registry: str | None = setting(
+        _matching(
+            "a registry that ends with a slash", r"[a-zA-Z0-9.-]+(:[0-9]+)?/([a-z0-9._-]+/)*"
+        ),
+        None,
+        "where the image is, with a slash at the end: registry.example.com/team/",
+    )
+    docker_image_name: str = setting(
+        _matching(
+            "lower-case letters, digits, dots, dashes, underscores and slashes",
+            r"[a-z0-9]+([._/-]+[a-z0-9]+)*",
+        ),
+        "mosaicml-stable-diffusion",
+        "name of the image",
+    )
+    tag: str | None = setting(
+        _matching(
+            "letters, digits, dots, dashes and underscores", r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+        ),
+        None,
+        "tag of the image, e.g. 0.32.1",
+    )
+    num_nodes: int | None = setting(NODES, None, "nodes, and so pods, that train")
+    num_gpus_per_node: int = setting(whole_number(1, 1024), 8, "GPUs, and so ranks, of a node")
+    num_efa_per_node: int | None = setting(
+        whole_number(0, 1024),
+        None,
+        "EFA devices of a node: 4 on p4de, 32 on p5 and p5e, 16 on p5en, 0 without EFA",
+    )
+    num_encoders: int | None = setting(NODES, None, "pods with one GPU each that encode pictures")
+    num_decoders: int | None = setting(
+        whole_number(1, 100_000),
+        None,
+        "processes beside the encoders that read and decode, with a CPU each (default: four for "
+        "each encoder)",
+    )
+    trainer_instance_type: str = setting(NAME, "p4de.24xlarge", "machines that train")
+    encoder_instance_type: str = setting(NAME, "g5.2xlarge", "machines that decode and encode")
+    program: str = setting(one_of(*PARSERS), "benchmark.py", "what the job runs")
+    remote: str | None = setting(
+        _matching(
+            "a place without spaces, quotes and variables: s3://bucket/laion",
+            r"[A-Za-z0-9_./:@%+=,-]+",
+        ),
+        None,
+        "the data set's pictures, at a place that all pods reach",
+    )
+    master_port: int = setting(PORT, 29500, "port on node 0 where the ranks meet")
+    rdzv_backend: str = setting(
+        one_of("c10d", "etcd", "etcd-v2"),
+        "c10d",
+        "how the nodes of an elastic job meet: at its first pod, or at the etcd of 4.etcd.yaml",
+    )
+    rdzv_host: str | None = setting(NAME, None, "service where they meet")
+    rdzv_port: int | None = setting(PORT, None, "port there")
+    run_id: str | None = setting(
+        _matching("letters, digits and dashes", r"[A-Za-z0-9-]{1,63}"),
+        None,
+        "name of the run at the etcd, a new one for each job",
+    )
+    results_claim: str = setting(
+        NAME, f"{JOB_NAME}-results", "persistent volume claim that the records go to"
+    )
+
+
+SETTINGS = declarations(RenderFlags)
+VARIABLES = tuple(name.upper() for name in SETTINGS if name not in ("template", "out", "dry_run"))
+# Variables without a flag, which follow from the sizes of the job.
+COMPUTED = ("NUM_WORKERS", "WORLD_SIZE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill in a template and write it, or say what it would run; returns the exit code.
+
+    Raises:
+        ConfigError: A variable is unset, unknown or wrong, or the manifest has a fault.
+    """
+    name, rest = choose_command(
+        {name: manifest.meaning for name, manifest in MANIFESTS.items()},
+        argv,
+        prog="python -m sdbench render",
+        description="Fill in a manifest of multi-node/ and check what comes out.",
+        epilog=EPILOG,
+    )
+    manifest = MANIFESTS[name]
+    request = parse(
+        RenderFlags,
+        rest,
+        prog=f"python -m sdbench render {name}",
+        description=f"Fill in {manifest.template}: {manifest.meaning}.",
+        epilog="",
+        rest="ARGUMENTS of the program",
+    )
+    flags, arguments = request.config, request.rest
+    path = flags.template or FOLDER / manifest.template
+    template = _read(path)
+    names = find_names(template, path=path)
+    for unused in [one for one in VARIABLES if one not in names and request.is_users(one.lower())]:
+        if unused not in ("NUM_NODES", "NUM_GPUS_PER_NODE") or not names & {*COMPUTED}:
+            raise ConfigError(
+                f"the template has no variable {unused}",
+                value=getattr(flags, unused.lower()),
+                allowed=", ".join(sorted(names)) or "no variable",
+                flag=f"--{unused.lower()}",
+            )
+    text = string.Template(template).substitute(_find_values(flags, names))
+    if arguments:
+        text = _replace_arguments(text, arguments, path)
+    documents = _read_documents(text, path)
+    _check_arguments(documents, arguments, path)
+    if flags.out is None and not flags.dry_run:
+        print(text, end="")
+        return 0
+    file = flags.out or Path(f"{JOB_NAME}-{name}.yaml")
+    if flags.dry_run:
+        print("\n".join(_describe(documents)))
+    else:
+        _write(file, text)
+        print(f"written: {file}")
+    print("next:")
+    if "RDZV_BACKEND" in names and flags.rdzv_backend != "c10d":
+        print(f"  kubectl apply -f {FOLDER.name}/{MANIFESTS['etcd'].template}")
+    job = documents[-1].get("metadata", {}).get("name", JOB_NAME)
+    for command in manifest.commands:
+        filled = command.format(file=shlex.quote(str(file)), job=job, claim=flags.results_claim)
+        print(f"  {filled}")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the template cannot be read ({error})",
+            value=str(path),
+            allowed="a readable text file",
+            flag="--template",
+        ) from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be written ({error.strerror})",
+            value=str(path),
+            allowed="a file in an existing folder",
+            flag="--out",
+        ) from None
+
+
+def find_names(template: str, *, path: Path) -> set[str]:
+    """The variables of a template, ``${NAME}`` each; refuses any other dollar sign."""
+    names = set()
+    for found in string.Template.pattern.finditer(template):
+        if found["braced"] not in (*VARIABLES, *COMPUTED):
+            raise ConfigError(
+                f"line {template.count(chr(10), 0, found.start()) + 1} of the template has a "
+                "variable that render does not know",
+                value=found[0],
+                allowed=", ".join(f"${{{name}}}" for name in (*VARIABLES, *COMPUTED)),
+                flag=f"the template {path}",
+            )
+        names.add(found["braced"])
+    return names
+
+
+def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
+    """The value of every variable of a template; refuses a variable without one."""
+    wanted = {*names, "NUM_NODES"} if names & {*COMPUTED} else names
+    is_at_pod = flags.rdzv_backend == "c10d"
+    now = datetime.datetime.now(datetime.timezone.utc)
+    num_nodes = flags.num_nodes or 0
+    defaults = {
+        "RDZV_HOST": f"{JOB_NAME}-worker-0" if is_at_pod else "etcd",
+        "RDZV_PORT": flags.master_port if is_at_pod else 2379,
+        "RUN_ID": now.strftime("run-%Y%m%dt%H%M%Sz"),
+        # Seed 002 has 192 for 48 encoders.
+        "NUM_DECODERS": 4 * (flags.num_encoders or 0) or None,
+        "NUM_WORKERS": num_nodes - 1,  # pods other than node 0
+        "WORLD_SIZE": num_nodes * flags.num_gpus_per_node,
+    }
+    given = {name: getattr(flags, name.lower()) for name in VARIABLES}
+    values = defaults | {name: value for name, value in given.items() if value is not None}
+    unset = [
+        SETTINGS[name.lower()] for name in VARIABLES if name in wanted and values.get(name) is None
+    ]
+    if unset:
+        raise ConfigError(
+            f"not set: {', '.join(one.name.upper() for one in unset)}",
+            value="nothing",
+            allowed="; ".join(f"{one.help}: {one.kind.allowed}" for one in unset),
+            flag=", ".join(one.flag for one in unset),
+        )
+    return values
+
+
+def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
+    why = "the results of a pod go to its volume"
+    refuse_flag("--results_dir", arguments, why=why, flag="ARGUMENTS")
+    if len(ARGUMENTS.findall(text)) + len(ENTRYPOINT_ARGUMENTS.findall(text)) != 1:
+        raise ConfigError(
+            "the template does not have exactly one place for arguments of a program",
+            value=" ".join(arguments),
+            allowed="no arguments, or a template with one list `args:` or one entrypoint with "
+            f"--results_dir={RESULTS_DIR}",
+            flag=f"ARGUMENTS or the template {path}",
+        )
+
+    def write_list(found: re.Match[str]) -> str:
+        # JSON is YAML, and a text in it stays a text.
+        items = map(json.dumps, (*arguments, f"--results_dir={RESULTS_DIR}"))
+        return "".join([f"{found[1]}args:\n", *(f"{found[1]}  - {item}\n" for item in items)])
+
+    def write_line(found: re.Match[str]) -> str:
+        for argument in arguments:
+            if len(argument.splitlines()) > 1:  # YAML would make a space of it
+                raise ConfigError(
+                    "an argument has a line break",
+                    value=argument,
+                    allowed="arguments of one line each",
+                    flag="ARGUMENTS",
+                )
+        words = (f"--results_dir={RESULTS_DIR}", *map(shlex.quote, arguments))
+        return "".join(f"{found[1]}{word}\n" for word in words)
+
+    return ENTRYPOINT_ARGUMENTS.sub(write_line, ARGUMENTS.sub(write_list, text))
+
+
+def _check_arguments(
+    documents: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path
+) -> None:
+    """Refuse arguments that the program would refuse in the cluster."""
+    program, words = "benchmark.py", list(arguments)
+    for document in documents:
+        if document["kind"] == "RayJob":  # its entrypoint holds the arguments
+            _, program, *words = shlex.split(document["spec"]["entrypoint"])
+    parse_arguments = PARSERS.get(Path(program).name)
+    if parse_arguments is None:
+        raise ConfigError(
+            "the entrypoint runs no program of the suite",
+            value=program,
+            allowed=" or ".join(f"python {known}" for known in PARSERS),
+            flag=f"the template {path}",
+        )
+    parse_arguments(words, description="", epilog="")
+
+
+def _read_documents(text: str, path: Path) -> list[dict[str, Any]]:
+    """The documents of a manifest; refuses a manifest with a fault."""
+    import yaml
+
+    flag = f"the template {path}"
+    try:
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"the manifest is not YAML ({' '.join(str(error).split())})",
+            value=str(path),
+            allowed="a template that gives YAML",
+            flag=flag,
+        ) from None
+    if not documents or not all(isinstance(one, dict) and "kind" in one for one in documents):
+        raise ConfigError(
+            "this is not a manifest", value=text[:40], allowed="documents with a kind", flag=flag
+        )
+    for place, value in walk(documents):
+        _check_part(place, value, flag=flag)
+    return documents
+
+
+def _check_part(place: Place, value: Any, *, flag: str) -> None:
+    """Refuse what a template without its values gives, which no server refuses as such."""
+    # Braces may be meant in arguments, as in the name of many tars; the kubelet fills in $(NAME).
+    unfilled = r"\$[{(]" if {"args", "command", "entrypoint"} & set(place[-2:]) else r"[{}$]"
+    if value is None or value == "":
+        problem, allowed = "the value is empty, as after a variable that was not set", "a value"
+    elif isinstance(value, str) and re.search(unfilled, value):
+        problem, allowed = "a variable was left unfilled", "text without braces and dollar signs"
+    elif place[-1] == "image" and not IMAGE.fullmatch(str(value)):
+        problem, allowed = "this image has no tag", "NAME:TAG"
+    else:
+        return
+    raise ConfigError(f"{'.'.join(place)}: {problem}", value=value, allowed=allowed, flag=flag)
+
+
+def walk(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Place, Any]]:
+    """Every part of the documents of a manifest, with its place."""
+    for document in documents:
+        yield from _walk(document, (str(document["kind"]),))
+
+
+def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    yield place, value
+    parts = value.items() if isinstance(value, Mapping) else ()
+    parts = enumerate(value) if isinstance(value, list) else parts
+    for key, part in parts:
+        yield from _walk(part, (*place, str(key)))
+
+
+def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines on what a manifest runs: numbers, commands, variables and devices."""
+    lines = []
+    for place, value in walk(documents):
+        if place[-1] in COUNT_KEYS:
+            lines.append(f"{'.'.join(place)}: {value}")
+        elif place[-1] in ("command", "args"):
+            lines.append(f"{place[-1]}: {shlex.join(value)}")
+        elif place[-1] == "entrypoint":
+            lines.append(f"entrypoint: {value}")
+        elif place[-1] == "limits":
+            lines += [f"limit: {name}={number}" for name, number in value.items()]
+        elif place[-1] == "env":
+            lines += [f"env: {one['name']}={one.get('value', '(secret)')}" for one in value]
+    return list(dict.fromkeys(lines))  # the workers of a job repeat what its master runs

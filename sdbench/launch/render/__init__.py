@@ -1,1 +1,0 @@
-"""Fills in the templates of multi-node/ and checks what comes out."""
