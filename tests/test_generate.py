@@ -58,7 +58,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
         {"uid": "00002", "caption": "a green star", "seed": "42", "file": "00002.png"},
     ]
     model = build_stable_diffusion(
-        resolve_architecture("tiny")[0],
+        resolve_architecture("tiny"),
         seed=40,
         precision="fp32",
         encoder_dtype="fp32",

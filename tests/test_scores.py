@@ -200,7 +200,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
 
 
 def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     model = build_stable_diffusion(
         architecture,
         seed=3,

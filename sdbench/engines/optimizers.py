@@ -143,18 +143,18 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
         if self._weights:  # torch's function takes no empty list
             torch._foreach_copy_(self._weights, self._masters)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the weights."""
+        """Free the gradients of the weights."""
         for weight in self._weights:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
+            weight.grad = None

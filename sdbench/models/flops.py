@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import PARTS, make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 
@@ -55,8 +55,7 @@ def count_flops(
     latent_size = image_size // architecture.latent_factor
     num_tokens = architecture.text_encoder["max_position_embeddings"]
     width = architecture.unet["cross_attention_dim"]
-    unet, vae = make_unet(architecture), make_vae(architecture)
-    text_encoder = make_text_encoder(architecture)
+    unet, vae, text_encoder = (make_part(part, architecture) for part in PARTS)
     if lora is not None:
         lora.add_to({"unet": unet, "text_encoder": text_encoder}, seed=None)
     if learns_token:
@@ -86,7 +85,7 @@ def count_flops(
 @functools.cache
 def count_vae_flops(architecture: Architecture, *, image_size: int) -> int:
     """Count the operations of training the VAE on one image, as `count_flops`."""
-    vae = make_vae(architecture)
+    vae = make_part("vae", architecture)
     with torch.device("meta"):
         image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
         return _count(lambda: vae(image).sample.sum().backward())

@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
@@ -34,10 +34,6 @@ LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 PhaseObserver = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
-def _unobserved(phase: str) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 class StableDiffusion(nn.Module):
     """U-Net, VAE and text encoder; the latter two are absent for precomputed latents."""
 
@@ -52,7 +48,7 @@ class StableDiffusion(nn.Module):
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
         objective: Objective = PLAIN,
-        phase: PhaseObserver = _unobserved,
+        phase: PhaseObserver = contextlib.nullcontext,
     ) -> None:
         """Join the sub-models.
 
@@ -177,15 +173,6 @@ class StableDiffusion(nn.Module):
         with self._encoder_autocast(self.vae):
             unscaled = (latents / self.scaling_factor).to(self.vae.dtype)
             return self.vae.decode(unscaled).sample.float().clamp(-1.0, 1.0)
-
-    @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Enter no phases within the block, which is no part of a training step."""
-        phase, self._phase = self._phase, _unobserved
-        try:
-            yield
-        finally:
-            self._phase = phase
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
@@ -325,7 +312,7 @@ def build_stable_diffusion(
     initial_token_id: int | None = None,
     device: str | torch.device = "cpu",
     objective: Objective = PLAIN,
-    phase: PhaseObserver = _unobserved,
+    phase: PhaseObserver = contextlib.nullcontext,
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
@@ -365,7 +352,7 @@ def build_stable_diffusion(
         memory_format=layout,
         drawn_on=None if "unet" in trained and lora is None else "cpu",
     )
-    unet = make_unet(architecture, attention=attention, weights=weights)
+    unet = make_part("unet", architecture, attention=attention, weights=weights)
     vae = text_encoder = None
     if encoders:
         vae, text_encoder = build_encoders(
@@ -417,30 +404,32 @@ def build_encoders(
     """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
-    export, or a run that goes on elsewhere, has to draw the same.
-
-    Args:
-        architecture: What to build.
-        seed: As for `build_stable_diffusion`, as the other arguments.
-        encoder_dtype: One of `ENCODER_DTYPES`.
-        memory_format: Of the VAE.
-        attention: One of `components.ATTENTION`.
-        vae_attention: The same for the VAE; None: as the text encoder.
-        device: Device of both.
-        text_dtype: Type of the text encoder's weights; None: that of `encoder_dtype`.
+    export, or a run that goes on elsewhere, has to draw the same. Arguments are those of
+    `build_stable_diffusion`; `text_dtype` is the type of the text encoder's weights if it is not
+    `encoder_dtype`.
 
     Returns:
         Both frozen and in evaluation mode.
     """
+
+    def weights(seed_offset: int, dtype: torch.dtype, layout: torch.memory_format) -> Weights:
+        # A seed each, so that the weights of a sub-model do not depend on another one's size.
+        own_seed = None if seed is None else seed + seed_offset
+        return Weights(
+            seed=own_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
+        )
+
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    # A seed each, so that the weights of a sub-model do not depend on another one's size.
-    vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
-    vae_weights = Weights(
-        seed=vae_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
+    vae = make_part(
+        "vae",
+        architecture,
+        attention=vae_attention or attention,
+        weights=weights(1, dtype, layout),
     )
-    vae = make_vae(architecture, attention=vae_attention or attention, weights=vae_weights)
-    text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype, drawn_on="cpu")
-    text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
-    for encoder in (vae, text_encoder):
-        encoder.requires_grad_(False).eval()
-    return vae, text_encoder
+    text_encoder = make_part(
+        "text_encoder",
+        architecture,
+        attention=attention,
+        weights=weights(2, text_dtype or dtype, torch.preserve_format),
+    )
+    return vae.requires_grad_(False).eval(), text_encoder.requires_grad_(False).eval()

@@ -145,8 +145,8 @@ def _measure_peak(plan: Plan) -> float:
 
 def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepWatch:
     """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
+    from sdbench.measure.timer import WindowPolicy
     from sdbench.measure.watch import make_watch
-    from sdbench.measure.window import WindowPolicy
 
     config, ranks = plan.config, plan.ranks
     policy = WindowPolicy(
@@ -156,10 +156,12 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         gather=lambda value: distributed.gather(value, ranks),
     )
     return make_watch(
-        num_warmup_steps=config.warmup_batches,
-        num_measured_steps=config.measure_batches,
-        num_profiled_steps=config.profile_batches,
-        policy=policy,
+        timing={
+            "num_warmup_steps": config.warmup_batches,
+            "num_measured_steps": config.measure_batches,
+            "num_profiled_steps": config.profile_batches,
+            "policy": policy,
+        },
         num_steps=None if config.max_duration is None else plan.num_steps,
         cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
         observers=observers,

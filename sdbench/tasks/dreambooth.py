@@ -63,14 +63,13 @@ def encode_once(
         batch_size = config.device_train_microbatch_size
     sources = [plan.source, plan.class_source]
     pictures = Pictures([subject.open_pictures(one) for one in sources if one is not None])
-    with model.unobserved():
-        latents, input_ids = _encode_pictures(
-            model, pictures, plan, batch_size=batch_size, folder=folder
-        )
-        tables = {name: table.to(device) for name, table in latents.items()}
-        tables["input_ids"] = input_ids.to(device)
-        if not trains_text:
-            tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
+    latents, input_ids = _encode_pictures(
+        model, pictures, plan, batch_size=batch_size, folder=folder
+    )
+    tables = {name: table.to(device) for name, table in latents.items()}
+    tables["input_ids"] = input_ids.to(device)
+    if not trains_text:
+        tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
     if not keeps_encoders:
         model.vae = None
         if not trains_text:

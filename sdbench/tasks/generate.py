@@ -157,7 +157,6 @@ class Generate(Task):
     _machine: Machine
     _ranks: Ranks
     _architecture: Architecture
-    _note: str | None
     _pictures: list[Picture]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -165,9 +164,7 @@ class Generate(Task):
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
         prompts = read_prompts(flags)
-        self._architecture, self._note = resolve_architecture(
-            flags.model_name, revision=flags.model_revision
-        )
+        self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_sampler(flags.scheduler, self._architecture.scheduler)
         on_gpu = machine.device_type == "cuda"
         if flags.dtype == "fp16" and not on_gpu:
@@ -269,8 +266,6 @@ class Generate(Task):
             lines.append(f"With LoRA: {files}.")
         if self._architecture.weights_folder is None:
             lines.append(f"{self._architecture.name} has random weights: the pictures will be too.")
-        if self._note is not None:
-            lines.append(self._note)
         return "\n".join(lines)
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:

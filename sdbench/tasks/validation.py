@@ -110,9 +110,8 @@ def validation_loss(
     timesteps = [
         int((part + 0.5) / num_timesteps * len(model.signal_scale)) for part in range(num_timesteps)
     ]
-    with model.unobserved():
-        errors_of = functools.partial(_errors, model, timesteps=timesteps)
-        rows = _measure(model, batches, errors_of, ranks=ranks)
+    errors_of = functools.partial(_errors, model, timesteps=timesteps)
+    rows = _measure(model, batches, errors_of, ranks=ranks)
     return {
         "loss": rows.mean().item(),
         "by_timestep": rows.mean(0).tolist(),

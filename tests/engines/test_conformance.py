@@ -21,7 +21,6 @@ from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import PHASES
-from sdbench.measure.watch import make_watch
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.engines.linear import (
@@ -39,6 +38,7 @@ from tests.engines.linear import (
     make_parts,
     mean_squared_error,
     train_by_hand,
+    watch_of,
     watch_with,
 )
 
@@ -130,8 +130,7 @@ def test_a_batch_is_prepared_once_and_whole_without_gradients(engine):
 @each_engine
 def test_an_exhausted_loader_begins_its_next_epoch(engine):
     job = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
-    watch = make_watch(num_warmup_steps=0, num_measured_steps=7, cuda_device=None, observers=[])
-    losses = losses_of(load_engine(engine)(job, make_config(), watch))
+    losses = losses_of(load_engine(engine)(job, make_config(), watch_of(0, 7)))
     assert losses[NUM_STEPS:] == losses[:2]
     assert len(set(losses)) == NUM_STEPS
     assert job.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
@@ -335,13 +334,7 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
 
         return slowed
 
-    watch = make_watch(
-        num_warmup_steps=0,
-        num_measured_steps=1,
-        num_profiled_steps=1,
-        cuda_device=None,
-        observers=[],
-    )
+    watch = watch_of(0, 1, 1)
     job = make_parts(
         prepare=slow("other", lambda batch: batch),
         ema=EmaSpec("foreach", HALF_LIFE_BATCHES),

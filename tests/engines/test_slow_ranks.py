@@ -13,9 +13,16 @@ import torch
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.measure.summary import merge_measurements, summarize
-from sdbench.measure.watch import make_watch
 from sdbench.ranks.distributed import Ranks, gather
-from tests.engines.linear import BATCH_SIZE, SCHEDULE, LinearModel, Pairs, make_config, make_parts
+from tests.engines.linear import (
+    BATCH_SIZE,
+    SCHEDULE,
+    LinearModel,
+    Pairs,
+    make_config,
+    make_parts,
+    watch_of,
+)
 from tests.forked import NUM_RANKS, run_in_group
 from tests.marks import quick_and_slow
 
@@ -84,14 +91,8 @@ def train(engine, sharding, place):
 
         return slowed
 
-    watch = make_watch(
-        num_warmup_steps=2,
-        num_measured_steps=1,
-        num_profiled_steps=1,
-        num_steps=4,
-        cuda_device=None,
-        observers=[Observer(functools.partial(nap, "observer"))],
-    )
+    observers = [Observer(functools.partial(nap, "observer"))]
+    watch = watch_of(2, 1, 1, num_steps=4, observers=observers)
     config = make_config(sharding=sharding, optimizer="adamw")
     job = make_parts(
         model=WithBuffer(),

@@ -39,9 +39,8 @@ def torch_sees(monkeypatch):
         (TORCH_2_7, "NVIDIA B200", (10, 0), "sm_100", "TORCH=2.14"),
         (TORCH_2_7, "NVIDIA GeForce RTX 5090", (12, 0), "sm_120", "TORCH=2.14"),
         (TORCH_2_14, "Tesla V100-SXM2-16GB", (7, 0), "sm_70", "TORCH=2.7"),
-        # Code for 8.6 does not run on 8.0, and sm_90a on no other GPU.
+        # Code for 8.6 does not run on 8.0.
         (["sm_86"], "NVIDIA A100-SXM4-80GB", (8, 0), "sm_80", "TORCH=2.14"),
-        (["sm_100a"], "NVIDIA B300", (10, 3), "sm_103", "TORCH=2.14"),
         (["sm_80", "compute_90"], "NVIDIA L4", (7, 5), "sm_75", "TORCH=2.14"),
     ],
 )
@@ -61,7 +60,6 @@ def test_a_gpu_without_code_is_refused_by_name(torch_sees, built_for, name, capa
         (TORCH_2_7, (8, 9)),  # by the code for 8.6
         (TORCH_2_14, (10, 3)),
         (TORCH_2_14, (12, 1)),
-        (["sm_100f"], (10, 3)),
         (["sm_90a"], (9, 0)),
         (["sm_80", "compute_90"], (12, 0)),  # the driver compiles
         (["gfx90a", "gfx942"], (9, 4)),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sdbench.measure.phases import PHASES
-from sdbench.measure.stragglers import find_stragglers
+from sdbench.measure.phases import PHASES, find_stragglers
 
 
 def seconds(**phases):

@@ -15,9 +15,8 @@ from sdbench.measure.summary import (
     merge_measurements,
     summarize,
 )
-from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, merge_ranks
-from sdbench.measure.watch import make_watch
-from sdbench.measure.window import WindowPolicy
+from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, WindowPolicy, merge_ranks
+from tests.engines.linear import watch_of
 
 
 class FakeClock:
@@ -137,8 +136,7 @@ def test_a_device_that_lags_is_synchronised_at_the_edges_only():
     # would call 3 steps 0.3 s; with one in every step the count would be 5.
     clock = FakeClock()
     device = FakeDevice(clock)
-    timer = StepTimer(num_warmup_steps=1, num_measured_steps=3, clock=clock)
-    timer.use_device(synchronize=device.synchronize, marks=device)
+    timer = StepTimer(num_warmup_steps=1, num_measured_steps=3, clock=clock, device=device)
     timer.start()
     for _ in range(4):
         clock.pass_time(0.1)
@@ -214,7 +212,7 @@ def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
 
 
 def test_page_faults_are_those_of_the_measured_window():
-    watch = make_watch(num_warmup_steps=1, num_measured_steps=2, cuda_device=None, observers=[])
+    watch = watch_of(1, 2)
     watch.loop_begins()
     # KiB of memory that each step writes for the first time: warm-up, window, window.
     for num_kib in (1 << 16, 1 << 12, 1 << 13):
@@ -226,7 +224,7 @@ def test_page_faults_are_those_of_the_measured_window():
                 memory[page] = 1
         watch.step_ends(loss=torch.tensor(1.0))
     written = (12 << 20) // mmap.PAGESIZE
-    assert written <= watch.num_page_faults < written + 500  # and those of the loop
+    assert written <= watch.readings.num_page_faults < written + 500  # and those of the loop
     measurements = measurements_of(watch, num_images=3)
     other = dataclasses.replace(measurements, num_page_faults=10**6)
     merged = merge_measurements([measurements, other])

@@ -8,7 +8,7 @@ import torch
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 
-MINI, _ = resolve_architecture("mini")
+MINI = resolve_architecture("mini")
 KL_WEIGHT = 0.01
 
 

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import PARTS, make_part
 from sdbench.models.stable_diffusion import build_encoders, build_stable_diffusion
 from sdbench.models.weights import Weights, draw_weights
 
-TINY, _ = resolve_architecture("tiny")
+TINY = resolve_architecture("tiny")
 
 
 def make_by_constructor(part: str) -> nn.Module:
@@ -56,11 +56,9 @@ def nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    ("part", "make"), [("unet", make_unet), ("vae", make_vae), ("text_encoder", make_text_encoder)]
-)
-def test_weights_have_the_distributions_of_the_constructor(part, make, nan_in_fresh_memory) -> None:
-    drawn = make(TINY, weights=Weights(seed=3))
+@pytest.mark.parametrize("part", PARTS)
+def test_weights_have_the_distributions_of_the_constructor(part, nan_in_fresh_memory) -> None:
+    drawn = make_part(part, TINY, weights=Weights(seed=3))
     expected = make_by_constructor(part)
     others = dict(expected.named_parameters())
     assert dict(drawn.named_parameters()).keys() == others.keys()
@@ -112,24 +110,12 @@ def test_the_numbers_depend_on_the_seed_alone() -> None:
         assert torch.equal(block, expected)
 
 
-def test_no_two_blocks_are_alike() -> None:
-    blocks = make_wide_layer(2).weight.detach().flatten()[: 2**19].view(2, 2**18)
-    # Of independent ones it is within 5 / sqrt(2^18) = 0.01 but for one time in a million.
-    assert abs(torch.corrcoef(blocks)[0, 1].item()) < 0.01
-
-
 def test_half_precision_rounds_the_same_numbers() -> None:
     exact = dict(build().named_parameters())
     for name, weight in build(precision="bf16", encoder_dtype="fp16").named_parameters():
         half = torch.bfloat16 if name.startswith("unet.") else torch.float16
         assert weight.dtype == half and torch.equal(weight, exact[name].to(half)), name
         assert weight.stride() == exact[name].stride(), name
-
-
-def test_nothing_is_left_without_numbers() -> None:
-    model = build()
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert model.text_encoder(torch.zeros(1, 77, dtype=torch.int64))[0].isfinite().all()
 
 
 class DevicesOfDraws(TorchDispatchMode):
@@ -186,7 +172,7 @@ class PeakOfLiveBytes(TorchDispatchMode):
 
 def test_drawing_in_half_precision_takes_no_second_model() -> None:
     with PeakOfLiveBytes() as memory:
-        unet = make_unet(TINY, weights=Weights(seed=3, dtype=torch.bfloat16))
+        unet = make_part("unet", TINY, weights=Weights(seed=3, dtype=torch.bfloat16))
     own_bytes = sum(weight.nbytes for weight in unet.parameters())
     assert own_bytes == 933_508 * 2
     # The largest part is a tenth of the miniature; a whole copy in fp32 would be two times more.

@@ -60,7 +60,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def tiny():
-    return resolve_architecture("tiny", revision=None, random_weights=False)[0]
+    return resolve_architecture("tiny", revision=None, random_weights=False)
 
 
 def source_of(place: Path | None, **changes) -> SourceConfig:

@@ -70,7 +70,7 @@ def merged(folder):
 def drawn():
     """The weights beside which it was trained."""
     model = build_stable_diffusion(
-        resolve_architecture("tiny")[0],
+        resolve_architecture("tiny"),
         seed=SEED,
         precision="fp32",
         encoder_dtype="fp32",

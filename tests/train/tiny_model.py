@@ -12,7 +12,7 @@ from sdbench.models.stable_diffusion import build_stable_diffusion
 
 def write_tiny_model(folder: Path) -> CaptionTokenizer:
     """Write it; returns its tokenizer."""
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     built = build_stable_diffusion(
         architecture,
         seed=9,

@@ -184,7 +184,6 @@ class Plan:
         out: Folder of the result.
         out_format: ``mds`` or ``parquet``.
         config: The value of every flag.
-        note: A sentence about the model that the user must read, or None.
         keep_memory: Whether freed main memory is kept for the next batch.
     """
 
@@ -193,7 +192,6 @@ class Plan:
     out: Path
     out_format: str
     config: dict[str, Any]
-    note: str | None
     keep_memory: bool
 
     @property
@@ -212,7 +210,7 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
     from sdbench.tasks.encode.encoder import EncodeJob
     from sdbench.tasks.encode.images import ImageReader
 
-    architecture, note = resolve_architecture(
+    architecture = resolve_architecture(
         flags.model_name, revision=flags.model_revision, random_weights=flags.random_weights
     )
     flags = _choose(flags, machine=machine, ranks=ranks)
@@ -255,7 +253,6 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
         out=Path(flags.out),
         out_format=flags.out_format,
         config=dataclasses.asdict(flags) | {"image_size": image_size},
-        note=note,
         keep_memory=not on_gpu and can_keep_freed_memory(),
     )
 
@@ -483,8 +480,6 @@ def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
         lines.append(
             f"{job.architecture.name} has random weights: such latents are for measuring speed."
         )
-    if plan.note is not None:
-        lines.append(plan.note)
     if plan.reader.num_dropped:
         lines.append(f"{plan.reader.num_dropped} samples are left out by --filters.")
     if num_missing < job.num_shards:

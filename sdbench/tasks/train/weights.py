@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import MAKERS
+from sdbench.models.components import make_part
 from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
 from sdbench.state.checkpoint import (
@@ -114,7 +114,7 @@ def check_weights(
     here = {
         f"{part}.{name}": weight
         for part in parts
-        for name, weight in MAKERS[part](architecture).named_parameters()
+        for name, weight in make_part(part, architecture).named_parameters()
     }
     shared = [name for name in here if name in there]
     if not shared:
