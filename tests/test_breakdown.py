@@ -87,11 +87,12 @@ def plant_in_the_loader(monkeypatch, sleep, seconds):
     monkeypatch.setattr(CheckedLoader, "__iter__", slow)
 
 
-def test_a_sleep_planted_in_each_phase_shows_in_that_phase(tmp_path, monkeypatch, sleep):
+@pytest.mark.parametrize("engine", ["composer", "torch"])
+def test_a_sleep_planted_in_each_phase_shows_in_that_phase(engine, tmp_path, monkeypatch, sleep):
     for phase, (owner, name) in PLACES.items():
         plant(monkeypatch, owner, name, sleep, SLEEPS_S[phase])
     plant_in_the_loader(monkeypatch, sleep, SLEEPS_S["data_wait"])
-    summary = run(tmp_path)
+    summary = run(tmp_path, "--engine", engine)
     breakdown = summary["breakdown"]
     assert breakdown["seconds"] == {**SLEEPS_S, **OF_SEVERAL_RANKS}
     assert (breakdown["num_steps"], breakdown["step_time_s"]) == (1, sum(SLEEPS_S.values()))
@@ -149,9 +150,9 @@ OF_UNET = {
 @pytest.mark.parametrize(
     ("flags", "of_encoders"),
     [
-        ((), {("flash", 1, 16, 64, 64): 4, TEXT: 1}),
+        ((), {("flash", 1, 16, 64, 64): 4, TEXT: 2}),
         (("--latents", "precomputed"), {}),
-        pytest.param(("--vae_attention", "eager"), {TEXT: 1}, marks=pytest.mark.slow),
+        pytest.param(("--vae_attention", "eager"), {TEXT: 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

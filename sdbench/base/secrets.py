@@ -101,11 +101,9 @@ def redact(text: str) -> str:
     """The text without secrets.
 
     URLs lose user info, query and fragment, and ``pipe:`` commands their arguments; ``<secret>``
-    replaces known forms of secrets, and ``<NAME>`` the secret in the environment variable NAME.
-
-    Args:
-        text: E.g. a line of a log or an error. A ``pipe:`` command without quotes ends with its
-            line, so a message that continues after one has to quote it (``!r``).
+    replaces known forms of secrets, and ``<NAME>`` the secret in the environment variable NAME. A
+    ``pipe:`` command without quotes ends with its line, so a message that goes on after one has to
+    quote it (``!r``).
     """
     return _redact(text, _secrets())
 

@@ -16,7 +16,7 @@ from composer.distributed import dist_strategy
 from composer.utils import dist
 
 from sdbench.base.errors import RunError
-from sdbench.engines.breakdown import mean_over_ranks
+from sdbench.engines.training import mean_over_ranks
 from sdbench.measure.phases import PhaseClock
 
 # Private methods may mean something else in another release.

@@ -65,12 +65,7 @@ class TrainingStep:
     """Forward and backward passes and the optimizer step for one batch."""
 
     def __init__(self, model: torch.nn.Module, training: Training) -> None:
-        """Prepare; nothing is computed yet.
-
-        Args:
-            model: The job's model, or the DDP wrapper around it.
-            training: Of the job.
-        """
+        """Compute nothing yet; `model` is the job's, or the DDP wrapper around it."""
         self._model = model
         self._training = training
         self._config = training.config

@@ -51,8 +51,8 @@ def measure_feed(
         step_s: Time of an emulated step after each batch, also in the warm-up, so that the window
             begins with as many prefetched batches as a trainer would find.
         observe: Called after each batch.
-        clock: Host clock in seconds.
-        sleep: Waits for a number of seconds.
+        clock: The host's.
+        sleep: As of `time`.
     """
     step_times_s: list[float] = []
     waits_s: list[float] = []

@@ -110,12 +110,7 @@ class GpuMonitor:
     """Samples one GPU from `start` to `stop`; without NVML it has no readings."""
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
-        """Open the GPU.
-
-        Args:
-            device_uuid: Of the GPU, from torch: NVML may count the GPUs in another order.
-            period_s: From one sample to the next.
-        """
+        """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()

@@ -126,6 +126,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
             **common,
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+    nvml = open_nvml()
     return Machine(
         device_type="cuda",
         device_name=torch.cuda.get_device_name(local_rank),
@@ -134,7 +135,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         free_memory_gib=free_bytes / BYTES_PER_GIB,
         held_memory_gib=CUDA_CONTEXT_GIB,
         compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
-        driver=_read_driver_version(),
+        driver=None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
         cudnn_version=torch.backends.cudnn.version(),
         **common,
     )
@@ -195,8 +196,3 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         key: round(value, 2) if isinstance(value, float) else value
         for key, value in dataclasses.asdict(machine).items()
     } | {"slug": machine.slug}
-
-
-def _read_driver_version() -> str | None:
-    nvml = open_nvml()
-    return None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion")

@@ -51,7 +51,7 @@ class PeriodTimer:
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare; `synchronize` waits for the device, and `clock` is the host's, in seconds."""
+        """Time nothing yet; `synchronize` waits for the device."""
         self.losses = Losses()
         self.train_s = 0.0
         self._synchronize = synchronize

@@ -56,7 +56,7 @@ class PhaseClock:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; `synchronize` waits for the compute stream, and `clock` is the host's."""
+        """Measure nothing yet; `synchronize` waits for the compute stream."""
         self._clock = clock
         self._synchronize = synchronize
         self._phase = OTHER
@@ -117,8 +117,8 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
     communication, and the other ranks' longer times include waiting for it.
 
     Args:
-        ranks: Seconds of each phase on each rank, over all steps.
-        num_steps: Number of profiled steps.
+        ranks: Seconds of each phase on each rank, over all profiled steps.
+        num_steps: Their number.
     """
     if num_steps == 0:
         return None

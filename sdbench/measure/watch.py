@@ -114,7 +114,7 @@ class StepWatch:
         looks_at_attention: bool = True,
         stop_grace_s: float | None = None,
     ) -> None:
-        """Prepare; nothing is timed yet.
+        """Time nothing yet.
 
         Args:
             timer: Times the steps.

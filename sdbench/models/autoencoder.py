@@ -81,9 +81,9 @@ def build_autoencoder(
     architecture: Architecture,
     *,
     seed: int | None,
-    precision: str,
-    memory_format: str,
-    attention: str,
+    precision: str = "fp32",
+    memory_format: str = "contiguous",
+    attention: str = "sdpa",
     kl_weight: float,
     device: str | torch.device = "cpu",
 ) -> Autoencoder:

@@ -88,12 +88,6 @@ def draw(
         tokenize: Turns prompts into token ids.
         settings: How to generate; `batch_size` has no effect.
         check: Called after each step of the sampler; may raise.
-
-    Returns:
-        A picture per prompt, RGB.
-
-    Raises:
-        ConfigError: As `check_sampler`.
     """
     assert model.text_encoder is not None and len(prompts) == len(seeds)
     pipeline = StableDiffusionPipeline(

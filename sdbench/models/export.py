@@ -63,8 +63,13 @@ def export(
             "vae": AutoencoderKL.from_config(model.vae.config),
             "text_encoder": CLIPTextModel(model.text_encoder.config),
         }
-    for name, module in modules.items():
-        _fill(module, weights, prefix=f"{name}.", dtype=dtype)
+    for part, module in modules.items():
+        own = {
+            name.removeprefix(f"{part}."): convert(name, weight, dtype=dtype)
+            for name, weight in weights.items()
+            if name.startswith(f"{part}.")
+        }
+        module.load_state_dict(own, assign=True)
     pipeline = StableDiffusionPipeline(
         **modules,
         scheduler=make_sampler(sampler, model.scheduler.config),
@@ -93,11 +98,7 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
-    """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -116,24 +117,11 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
 
 
 def convert(name: str, weight: Tensor, *, dtype: str) -> Tensor:
-    """Convert a weight to a type, contiguous on the CPU.
-
-    Raises:
-        RunError: It is not finite in this type.
-    """
+    """Convert a weight to a type, contiguous on the CPU; a RunError if it is not finite there."""
     converted = weight.detach().to("cpu", ENCODER_DTYPES[dtype]).contiguous()
     if not torch.isfinite(converted).all():
         raise RunError(f"the weight {name} is not finite in {dtype}")
     return converted
-
-
-def _fill(module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: str) -> None:
-    """Assign converted weights to a module on the meta device."""
-    own = {}
-    for name, weight in weights.items():
-        if name.startswith(prefix):
-            own[name.removeprefix(prefix)] = convert(name, weight, dtype=dtype)
-    module.load_state_dict(own, assign=True)
 
 
 def make_card(
@@ -150,8 +138,8 @@ def make_card(
         name: Of the model.
         sections: Facts by heading (Data, Settings, Figures).
         commit: Of the suite that trained it; None if unknown.
-        sampler: What the model was exported with.
-        lora_file: Name of the file with its LoRA; None: the folder has the whole model.
+        sampler: Of the folder of a whole model.
+        lora_file: File of a folder with LoRA alone.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (

@@ -45,12 +45,7 @@ def count_flops(
 ) -> FlopsPerImage:
     """Count matrix products and convolutions of one image, without computing them.
 
-    Args:
-        architecture: The model.
-        image_size: Side of the square image in pixels.
-        trained: The U-Net, with or without the text encoder.
-        lora: Trained in place of their weights, whose gradients are not computed.
-        learns_token: Only a new token of the text encoder is trained.
+    The arguments are those of `replay.Step`; weights without gradients take no work for these.
     """
     latent_size = image_size // architecture.latent_factor
     num_tokens = architecture.text_encoder["max_position_embeddings"]

@@ -58,18 +58,12 @@ class Lora:
         )
 
     def add_to(self, parts: Mapping[str, nn.Module], *, seed: int | None) -> None:
-        """Add LoRA to sub-models in place, and freeze all their other weights.
+        """Add LoRA to sub-models on their device in place, and freeze all their other weights.
 
         The matrices A (rank, in) and B (out, rank) are in fp32, whatever the type of W. A is drawn
         on the CPU, as peft draws it, and B is 0: the output of the module stays as it is. The
-        caller's random generators keep their state.
-
-        Args:
-            parts: U-Net of diffusers, CLIP text encoder of transformers, on their device.
-            seed: Of the model, the same on every rank; None draws nothing, for fake tensors.
-
-        Raises:
-            ConfigError: A name is that of no layer, or of one that is not linear.
+        caller's random generators keep their state. Without a seed nothing is drawn, for fake
+        tensors. A name of no linear layer is a ConfigError.
         """
         for part, layers in self.layers:
             _check_layers(parts[part], layers, flag=LAYERS_FLAGS[part])

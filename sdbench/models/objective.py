@@ -41,8 +41,7 @@ class Objective:
     def schedule(self, scheduler: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the changes of this objective to the configuration of a scheduler of diffusers.
 
-        Raises:
-            ConfigError: The last time step is pure noise, and the U-Net does not predict v.
+        A last time step of pure noise is a ConfigError, unless v is predicted.
         """
         config = dict(scheduler)
         if self.prediction_type is not None:
@@ -64,28 +63,6 @@ class Objective:
 
 
 PLAIN = Objective()
-
-
-def target_of(
-    prediction_type: str,
-    *,
-    latents: Tensor,
-    noise: Tensor,
-    signal_scale: Tensor,
-    noise_scale: Tensor,
-) -> Tensor:
-    """The target of the U-Net, of the shape of the latents (B, 4, H/8, W/8).
-
-    The noised latents are `signal_scale` x `latents` + `noise_scale` x `noise`; the scales are
-    (B, 1, 1, 1).
-    """
-    if prediction_type == SAMPLE:
-        return latents
-    if prediction_type == VELOCITY:
-        # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
-        return signal_scale * noise - noise_scale * latents
-    assert prediction_type == EPSILON, prediction_type
-    return noise
 
 
 def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str) -> Tensor:

@@ -213,11 +213,7 @@ def _replay_step(step: Step) -> StepProfile:
         kind if kind in ("eager", "by_shape") else "sdpa"
         for kind in (step.attention, step.vae_attention)
     )
-    alike: dict[str, Any] = {
-        "seed": None,
-        "precision": step.precision,
-        "memory_format": "contiguous",
-    }
+    alike: dict[str, Any] = {"seed": None, "precision": step.precision}
     with FakeTensorMode():
         model: StableDiffusion | Autoencoder
         if "vae" in trained:

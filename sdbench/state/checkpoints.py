@@ -89,11 +89,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
         """Write nothing yet. All ranks do this together, when they have joined.
 
-        Args:
-            folder: Of the run; seen by all ranks.
-            ranks: The place of this process.
-            keep: How many of the newest checkpoints are kept; at least 1.
-            keep_every: Checkpoints of multiples of this many steps are kept too.
+        The `keep` newest checkpoints are kept, and those of multiples of `keep_every` steps.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
@@ -145,10 +141,6 @@ class Checkpoints:
                 tensors under a name that only this rank gives. Must not change until
                 `wait_until_read` returns; those of at most 64 KiB may at once.
             facts: More about the run, as JSON has it; those of the first rank are saved.
-
-        Raises:
-            ValueError: The facts have a number that is not finite.
-            TypeError: They are not JSON.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))
         self._collect()

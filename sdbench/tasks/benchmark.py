@@ -24,7 +24,7 @@ from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.wandb_log import WandbLog
+from sdbench.run.trackers import WandbLog
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:

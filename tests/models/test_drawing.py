@@ -25,17 +25,11 @@ PROMPTS = ["a red circle", "", "a blue square on white"]
 SETTINGS = DrawingSettings(image_size=64, num_steps=4, batch_size=2)
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 ZERO_TERMINAL_SNR = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
-OPTIONS = dict(
-    precision="fp32",
-    encoder_dtype="fp32",
-    memory_format="contiguous",
-    attention="sdpa",
-    trained=("unet", "text_encoder"),
-)
 
 
 def build(**objective) -> StableDiffusion:
-    model = build_stable_diffusion(TINY, seed=3, objective=Objective(**objective), **OPTIONS)
+    trained = ("unet", "text_encoder")
+    model = build_stable_diffusion(TINY, seed=3, objective=Objective(**objective), trained=trained)
     with torch.no_grad():
         # Random weights make all pictures nearly grey.
         model.unet.conv_out.weight.mul_(8)

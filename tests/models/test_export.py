@@ -22,9 +22,7 @@ from sdbench.state.checkpoint import weights_of
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")
-OPTIONS = dict(
-    precision="fp32", encoder_dtype="fp32", memory_format="channels_last", attention="sdpa"
-)
+OPTIONS = dict(memory_format="channels_last")
 UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
 CONV_IN = "unet.conv_in.weight"
 PROMPT = "a red circle"

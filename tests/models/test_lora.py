@@ -36,9 +36,6 @@ def build(lora: Lora | None = None) -> StableDiffusion:
     return build_stable_diffusion(
         TINY,
         seed=3,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
         attention="eager",
         trained=("unet", "text_encoder"),
         lora=lora,

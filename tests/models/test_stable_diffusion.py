@@ -14,15 +14,8 @@ from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffus
 TINY = resolve_architecture("tiny")
 
 
-def build(architecture=TINY, **changes) -> StableDiffusion:
-    options = dict(
-        seed=3,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
-    return build_stable_diffusion(architecture, **(options | changes))
+def build(architecture=TINY, *, seed=3, **changes) -> StableDiffusion:
+    return build_stable_diffusion(architecture, seed=seed, **changes)
 
 
 @pytest.fixture(scope="module")

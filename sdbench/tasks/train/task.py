@@ -25,8 +25,7 @@ from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.tensorboard_log import TensorboardLog
-from sdbench.run.wandb_log import WandbLog
+from sdbench.run.trackers import TensorboardLog, WandbLog
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import find_random_parts, note_random_parts
 from sdbench.tasks.train.resuming import check_drawing, check_inputs, compare_settings
