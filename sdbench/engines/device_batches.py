@@ -37,13 +37,9 @@ class Loader(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """A part of a step's batch.
+    """A part of a step's batch, and its share of the images.
 
-    Attributes:
-        tensors: On the device.
-        share: Of the batch's images. The loss is a mean, so a smaller micro-batch at the end counts
-            for less.
-        is_last: Whether the step ends with it.
+    The loss is a mean, so a smaller micro-batch at the end counts for less.
     """
 
     tensors: Batch

@@ -19,10 +19,7 @@ BYTES_PER_MEGABYTE = 10**6
 class Feed:
     """The measured window of a loader that feeds an emulated trainer.
 
-    Attributes:
-        step_times_s: From each request for a batch to the next request.
-        waits_s: From each request to its batch.
-        stats: Counters of the loader in the window, a `LoaderStats`.
+    A step is from one request for a batch to the next. `stats` is the `LoaderStats` of the window.
     """
 
     step_times_s: tuple[float, ...]

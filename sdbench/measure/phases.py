@@ -116,9 +116,7 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
     The last rank to have its gradients waits for no other while they are averaged: its time is
     communication, and the other ranks' longer times include waiting for it.
 
-    Args:
-        ranks: Seconds of each phase on each rank, over all profiled steps.
-        num_steps: Their number.
+    `ranks` are the seconds of each phase on each rank, over all these steps.
     """
     if num_steps == 0:
         return None
@@ -145,15 +143,13 @@ def find_stragglers(
     Ranks that average gradients end every step together, at the pace of the slowest, so step times
     do not show which rank is slow. The time that a rank works without waiting for others does.
 
-    Args:
-        ranks: Seconds of each phase of a profiled step on each rank. FSDP's waits are part of
-            forward and backward passes: a rank that is slow in those alone may not be found.
-        ranks_per_node: Number of ranks on each node.
+    FSDP's waits are part of forward and backward passes: a rank that is slow in those alone may not
+    be found. With an even number of ranks the lower median is taken, so that one of two ranks can
+    be slow.
 
-    Returns:
-        Number, node, time of a step without the phases `WAITS`, and the phase that exceeds the
-        median rank's by most. With an even number of ranks the lower median is taken, so that one
-        of two ranks can be slow.
+    Args:
+        ranks: Seconds of each phase of a profiled step on each rank.
+        ranks_per_node: Number of ranks on each node.
     """
     own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
     own_step_times_s = [sum(rank.values()) for rank in own]

@@ -85,12 +85,7 @@ class WindowPolicy:
     gather: Callable[[Any], list[Any]]
 
     def __call__(self, step_times_s: Sequence[float], num_warmup_steps: int) -> str | int:
-        """Decide on a full window: `CLOSE`, `WARM_UP`, or a longer length of the window.
-
-        Args:
-            step_times_s: Of the window, on this rank.
-            num_warmup_steps: Before the window.
-        """
+        """Decide on a full window: `CLOSE`, `WARM_UP`, or a longer length of the window."""
         slowest_s = slowest_steps(self.gather(list(step_times_s)))
         steadiness = intervals.check_steady(slowest_s)
         num_steps = len(slowest_s)
@@ -144,13 +139,39 @@ class CudaDevice:
         return start.elapsed_time(end) / 1000  # elapsed_time is in milliseconds
 
 
-class StepTimer:
-    """Times the steps of the warm-up, the measured window and the steps after it.
-
-    Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
+class Timer:
+    """What the timers of single steps and of periods share.
 
     Attributes:
-        losses: Of the steps so far; at each edge of the window they are read.
+        losses: Of the steps so far.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Time nothing yet, by the host's clock in seconds."""
+        self.losses = Losses()
+        self._clock = clock
+        self._wait_start_s = 0.0
+        self._data_wait_s = 0.0
+
+    def data_wait_begins(self) -> None:
+        """The host asks the loader for the next batch."""
+        self._wait_start_s = self._clock()
+
+    def data_wait_ends(self) -> None:
+        """A batch has arrived, or the epoch is over; a step may wait several times."""
+        self._data_wait_s += self._clock() - self._wait_start_s
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended so far."""
+        return len(self.losses)
+
+
+class StepTimer(Timer):
+    """Times the steps of the warm-up, the measured window and the steps after it.
+
+    Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`. At
+    each edge of the window the losses are read.
     """
 
     def __init__(
@@ -179,7 +200,7 @@ class StepTimer:
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
-        self.losses = Losses()
+        super().__init__(clock)
         self._num_measured_steps = num_measured_steps
         self._num_profiled_steps = num_profiled_steps
         self._window_start = num_warmup_steps
@@ -187,13 +208,10 @@ class StepTimer:
         self._policy = policy
         self._window_opens = window_opens
         self._window_is_full = window_is_full
-        self._clock = clock
         self._device = HostDevice(clock) if device is None else device
         self._starts: list[Any] = []
         self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
-        self._wait_start_s = 0.0
-        self._step_wait_s = 0.0
         self._edge_s = 0.0
         self._window_s = 0.0
         self._is_closed = False
@@ -206,19 +224,11 @@ class StepTimer:
         self._starts.append(self._device.mark())
         self._edge_s = self._clock()
 
-    def data_wait_begins(self) -> None:
-        """The host asks the loader for the next batch."""
-        self._wait_start_s = self._clock()
-
-    def data_wait_ends(self) -> None:
-        """A batch has arrived, or the epoch is over; a step may wait several times."""
-        self._step_wait_s += self._clock() - self._wait_start_s
-
     def step_ends(self, *, loss: Tensor) -> None:
         """The optimizer step is done, or handed to a GPU; `loss` is the global batch's mean."""
         self.losses.add(loss)
-        self._data_waits_s.append(self._step_wait_s)
-        self._step_wait_s = 0.0
+        self._data_waits_s.append(self._data_wait_s)
+        self._data_wait_s = 0.0
         is_first_edge = self.num_steps == self._window_start
         is_last_edge = self.num_steps == self._window_end
         if is_first_edge or is_last_edge:
@@ -238,11 +248,6 @@ class StepTimer:
             self._edge_s = self._clock()
         else:
             self._starts.append(self._ends[-1])
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have ended so far."""
-        return len(self.losses)
 
     @property
     def num_steps_needed(self) -> int:
@@ -337,9 +342,6 @@ def slowest_steps(ranks: Sequence[Sequence[float]]) -> list[float]:
     A global step ends when the last rank ends it, and its time is the difference of two such ends.
     The times add up to that of the slowest rank. Taking the longest time of each step instead would
     add up to more, where ranks are slow in turn.
-
-    Args:
-        ranks: Step times of each rank in seconds.
     """
     ends_s = [max(ends) for ends in zip(*(itertools.accumulate(r) for r in ranks), strict=True)]
     return [end_s - begin_s for begin_s, end_s in itertools.pairwise([0.0, *ends_s])]

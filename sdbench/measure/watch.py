@@ -212,13 +212,10 @@ class StepWatch:
         self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: Tensor) -> None:
-        """An optimizer step is done.
+        """An optimizer step is done; `loss` is the mean over the global batch, on the device.
 
         Losses are read at an edge of the window, at the end, or when an observer of any rank asks.
         If this watch judges them, one that is not finite raises RunError.
-
-        Args:
-            loss: Mean over the global batch, the same on every rank, on the device.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)

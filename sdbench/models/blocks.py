@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-from sdbench.models.compat import change_class
+from sdbench.models.weights import change_class
 
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)

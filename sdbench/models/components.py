@@ -25,13 +25,9 @@ from sdbench.models.weights import Weights, draw_weights
 
 @dataclass(frozen=True)
 class Attention:
-    """Implementations of attention in each sub-model.
+    """Implementations of attention: diffusers' processors, and transformers' name of one.
 
-    Attributes:
-        unet: diffusers' processor for the U-Net.
-        vae: diffusers' processor for the VAE, whose one head is too wide, 512, for the kernels of
-            flash attention and cuDNN.
-        text_encoder: transformers' name of the implementation for the text encoder.
+    The VAE's one head is too wide, 512, for the kernels of flash attention and cuDNN.
     """
 
     unet: Callable[[], Any]

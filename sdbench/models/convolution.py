@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sdbench.models.compat import change_class
+from sdbench.models.weights import change_class
 
 
 class ProductConv2d(nn.Conv2d):

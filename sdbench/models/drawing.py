@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
-from sdbench.models.samplers import SAMPLERS, check_sampler
+from sdbench.models.objective import SAMPLERS, check_sampler
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -44,7 +44,7 @@ class DrawingSettings:
 
     Attributes:
         image_size: Side of the square pictures in pixels.
-        sampler: A key of `samplers.SAMPLERS`.
+        sampler: A key of `objective.SAMPLERS`.
         num_steps: Steps of the sampler.
         guidance_scale: Weight of the prompt in classifier-free guidance; none up to 1.
         batch_size: Pictures per call of the model.

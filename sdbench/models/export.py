@@ -44,14 +44,10 @@ def export(
         folder: New or empty.
         trained: Replace weights of the model, by the name ``<module>.<parameter>``.
         tokenizer: With its pad token.
-        dtype: Type of the weights: fp32, fp16 or bf16.
-        sampler: A key of `samplers.SAMPLERS`, diffusers' default for this model.
+        dtype: Type of the weights: fp32, fp16 or bf16. One that is not finite there is a RunError.
+        sampler: A key of `objective.SAMPLERS`, diffusers' default for this model.
         card: Text of README.md.
         learned: Rows (D,) of learned tokens, by token, for a separate file.
-
-    Raises:
-        ConfigError: The folder holds something or cannot be made, or as `check_sampler`.
-        RunError: A weight is not finite in this type.
     """
     assert model.vae is not None and model.text_encoder is not None
     check_folder(folder)

@@ -23,10 +23,7 @@ from sdbench.models.lora import Lora
 class FlopsPerImage(NamedTuple):
     """Floating-point operations for one image; a multiply-add counts as two.
 
-    Attributes:
-        unet_forward_backward: U-Net.
-        vae_encode: Encoder of the VAE.
-        text_encode: Text encoder, with its backward pass if it is trained.
+    Those of the text encoder include its backward pass if it is trained.
     """
 
     unet_forward_backward: int

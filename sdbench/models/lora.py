@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.compat import change_class
-from sdbench.models.weights import Weights, drawing_by
+from sdbench.models.weights import Weights, change_class, drawing_by
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

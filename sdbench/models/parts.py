@@ -27,9 +27,6 @@ def replace_parts(
         architecture: Of the model.
         parts: By part, ``{"pretrained": model}``, whose configuration and weights it gets, or
             ``{"params": configuration}``, with random weights.
-
-    Raises:
-        ConfigError: There is no such model, or the parts do not fit together.
     """
     unknown = sorted(parts.keys() - CONFIG_FILES.keys())
     if unknown:

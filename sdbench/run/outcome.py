@@ -141,14 +141,10 @@ def warn_if_not_written(name: str) -> Iterator[None]:
 def explain(
     error: BaseException, *, rank: int | None = None, heartbeat: Heartbeat | None = None
 ) -> Failure:
-    """Turn the error that ended a run into a status, a reason and an exit code.
+    """Turn the error that ended a run, on a rank if it has ranks, into a status and a reason.
 
-    Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored.
-
-    Args:
-        error: The error.
-        rank: The rank that raised it; None for a task without ranks.
-        heartbeat: Has listened for the other ranks; names the one that caused the error.
+    Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored. The
+    heartbeat, which has listened for the other ranks, names the one that caused the error.
     """
     failure = _classify(error, rank=rank)
     # A launcher ends ranks by SIGTERM when another one is lost, and never by SIGHUP.

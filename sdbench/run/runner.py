@@ -57,7 +57,7 @@ def run(
     began: Callable[[Path], None] | None = None,
     launch: Callable[..., int] | None = None,
 ) -> int:
-    """Run a task as a command line asks, as one of its ranks or as the driver of its ranks.
+    """Run a task as a command line asks, and return the exit code: 0 ok, 1 failed, 2 bad input.
 
     A stop signal before there is a record is the caller's, see `stop.stoppable`.
 
@@ -67,9 +67,6 @@ def run(
         argv: Command-line arguments; None takes those of the process.
         began: Called with the folder of the run, on the first rank.
         launch: `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
-
-    Returns:
-        The exit code: 0 ok, 1 the run failed, 2 bad input, 130 stopped.
     """
     end_with_launcher()
     command = list(sys.argv[1:] if argv is None else argv)

@@ -113,10 +113,8 @@ class Checkpoints:
         """The newest checkpoint that is whole to its last byte, the same on all ranks, which call.
 
         All checksums are checked, and the values if the save has not; a file that one rank cannot
-        read counts for all. What is passed over is printed.
-
-        Raises:
-            ConfigError: All checkpoints are damaged.
+        read counts for all. What is passed over is printed. If all are damaged, that is a
+        ConfigError.
         """
         steps = broadcast(_list_steps(self.folder), self._ranks)
         found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
@@ -306,13 +304,7 @@ class Checkpoints:
 
 
 def find_newest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run whose files have the right sizes, for this process alone.
-
-    Only its description has been read.
-
-    Raises:
-        ConfigError: All checkpoints are damaged.
-    """
+    """The newest checkpoint of a run whose files have the right sizes, for this process alone."""
     folder = run / FOLDER_NAME
     return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
 

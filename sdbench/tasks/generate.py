@@ -22,7 +22,7 @@ from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.samplers import check_sampler
+from sdbench.models.objective import check_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -82,7 +82,7 @@ class GenerateFlags:
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "how noise is taken away"
+        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "how noise is taken away"
     )
     num_steps: int = setting(POSITIVE, 25, "steps in which it is taken away")
     guidance_scale: float = setting(

@@ -13,8 +13,7 @@ from PIL import Image
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
-from sdbench.models.objective import Objective
-from sdbench.models.samplers import SAMPLERS, check_sampler
+from sdbench.models.objective import SAMPLERS, Objective, check_sampler
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.ranks.distributed import Ranks
 from tests.forked import run_in_group

@@ -59,7 +59,7 @@ class ExportFlags:
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "what diffusers draws with by default"
+        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
     )
 
 
