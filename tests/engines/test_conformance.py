@@ -26,12 +26,10 @@ from tests.engines.linear import (
     NUM_STEPS,
     Hooks,
     LinearModel,
-    Pairs,
     average_by_hand,
     losses_of,
     make_config,
     make_parts,
-    mean_squared_error,
     train_by_hand,
     watch_of,
     watch_with,
@@ -103,19 +101,6 @@ def test_an_exhausted_loader_begins_its_next_epoch(engine):
     assert losses[NUM_STEPS:] == losses[:2]
     assert len(set(losses)) == NUM_STEPS
     assert job.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
-
-
-@each_engine
-def test_a_loss_that_is_not_a_number_ends_the_run(engine):
-    def loss(output):
-        value = mean_squared_error(output)
-        return (
-            value * float("nan") if bool(output[1][0] == Pairs().targets[2 * BATCH_SIZE]) else value
-        )
-
-    with pytest.raises(RunError, match="the loss is nan at step 3") as caught:
-        load_engine(engine)(make_parts(loss=loss), make_config(), watch_with())
-    assert caught.value.status == "invalid"
 
 
 class Reads(TorchDispatchMode):

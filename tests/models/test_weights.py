@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
@@ -132,41 +130,19 @@ def test_random_encoders_are_the_same_wherever_they_are(device) -> None:
     assert all(w.device.type == device for one in encoders for w in one.parameters())
 
 
-class PeakOfLiveBytes(TorchDispatchMode):
-    """The most bytes that were alive at once, of tensors that have memory."""
+def test_drawing_in_half_precision_takes_no_second_model(monkeypatch) -> None:
+    in_fp32, place = [], Weights.place
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._live = 0
-        self._known = weakref.WeakSet()
+    def note(weights: Weights, part: nn.Module) -> None:
+        in_fp32.append(sum(weight.nbytes for weight in part.parameters()))
+        place(weights, part)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        num_bytes = storage.nbytes()
-        self._live += num_bytes
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._subtract, num_bytes)
-
-    def _subtract(self, num_bytes: int) -> None:
-        self._live -= num_bytes
-
-
-def test_drawing_in_half_precision_takes_no_second_model() -> None:
-    with PeakOfLiveBytes() as memory:
-        unet = make_part("unet", TINY, weights=Weights(seed=3, dtype=torch.bfloat16))
+    monkeypatch.setattr(Weights, "place", note)
+    unet = make_part("unet", TINY, weights=Weights(seed=3, dtype=torch.bfloat16))
     own_bytes = sum(weight.nbytes for weight in unet.parameters())
-    assert own_bytes == 933_508 * 2
-    # The largest part is a tenth of the miniature; a whole copy in fp32 would be two times more.
-    assert own_bytes <= memory.peak < 1.5 * own_bytes
+    assert own_bytes == 933_508 * 2 and sum(in_fp32) == 2 * own_bytes
+    # The largest part is a tenth of the miniature, and the only one in fp32 at its time.
+    assert max(in_fp32) < 0.5 * own_bytes
 
 
 def test_a_buffer_or_weight_that_nobody_knows_how_to_fill_is_an_error() -> None:
