@@ -20,7 +20,6 @@ from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
-from sdbench.ranks.distributed import Ranks
 
 
 def fit(
@@ -46,6 +45,8 @@ def fit(
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             clock=watch.phases,
+            # Does for FSDP2 what `ddp_sync_strategy` does for DDP.
+            begin_microbatch=functools.partial(begin_microbatch, job, config=config),
             model=model,
             train_dataloader=batches,
             optimizers=training.optimizer,
@@ -108,27 +109,11 @@ class TrainingCallback(Callback):
         self._training = training
         self._watch = training.watch
         self._batches = batches
-        device_batch_size = training.job.images_per_step // Ranks.from_environment().world_size
-        self._num_microbatches = -(
-            -device_batch_size // training.config.device_train_microbatch_size
-        )
-        self._num_seen = 0
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """The loop is about to begin; nothing else draws random numbers any more."""
         self._training.state.restore_random_state()
         self._watch.loop_begins()
-
-    def before_train_batch(self, state: State, logger: Logger) -> None:
-        """A step begins."""
-        self._num_seen = 0
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """A micro-batch begins: does for FSDP2 what `ddp_sync_strategy` does for DDP."""
-        self._num_seen += 1
-        if self._training.is_sharded:
-            is_last = self._num_seen == self._num_microbatches
-            begin_microbatch(self._training.job, config=self._training.config, is_last=is_last)
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """The gradients of a micro-batch are about to be computed."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import GATHERED_ONCE, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -118,6 +118,8 @@ def let_cpus_average_between_nodes() -> None:
 
 def begin_microbatch(job: TrainJob, *, config: EngineConfig, is_last: bool) -> None:
     """Tell FSDP2 whether the next micro-batch reduces gradients, and to gather weights for it."""
+    if config.sharding not in FSDP:
+        return
     for trained in job.trained.values():
         module: Any = trained.module  # fully_shard has added these methods
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")

@@ -103,9 +103,8 @@ class TrainingStep:
 
     def _gradient_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """The context of a micro-batch: whether its gradients are averaged over the ranks."""
-        if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
-            if not is_last and self._config.grad_sync == "last":
-                return self._model.no_sync()
-        elif self._training.is_sharded:
-            begin_microbatch(self._training.job, config=self._config, is_last=is_last)
+        is_ddp = isinstance(self._model, torch.nn.parallel.DistributedDataParallel)
+        if is_ddp and not is_last and self._config.grad_sync == "last":
+            return self._model.no_sync()
+        begin_microbatch(self._training.job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()

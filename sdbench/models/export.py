@@ -24,6 +24,23 @@ from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
 
 CARD_NAME = "README.md"
+CARD = """\
+---
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+
+# {name}
+
+{told}
+
+```python
+from diffusers import StableDiffusionPipeline
+
+{loading}
+pipeline("a prompt").images[0].save("picture.png")
+```
+"""
 
 
 def export(
@@ -141,35 +158,18 @@ def make_card(
     told = (
         f"A Stable Diffusion model {trained}, with the sampler {sampler}. It has no safety checker."
     )
-    pipeline = 'StableDiffusionPipeline.from_pretrained("THIS_FOLDER", local_files_only=True)'
-    loading = [f"pipeline = {pipeline}"]
-    if lora_file is not None:
+    loading = 'pipeline = StableDiffusionPipeline.from_pretrained("{}"{})'
+    if lora_file is None:
+        loading = loading.format("THIS_FOLDER", ", local_files_only=True")
+    else:
         told = f"LoRA for a Stable Diffusion model, {trained}."
-        loading = [
-            'pipeline = StableDiffusionPipeline.from_pretrained("THE_MODEL")',
-            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")',
-        ]
-    lines = [
-        "---",
-        "library_name: diffusers",
-        "pipeline_tag: text-to-image",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        told,
-        "",
-        "```python",
-        "from diffusers import StableDiffusionPipeline",
-        "",
-        *loading,
-        'pipeline("a prompt").images[0].save("picture.png")',
-        "```",
-    ]
+        loading = loading.format("THE_MODEL", "")
+        loading += f'\npipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")'
+    tables = ""
     for heading, facts in redact_values(sections).items():
-        lines += ["", f"## {heading}", "", "| what | value |", "|---|---|"]
-        lines += [f"| {_cell(what)} | {_cell(value)} |" for what, value in facts.items()]
-    return "\n".join(lines) + "\n"
+        rows = [f"| {_cell(what)} | {_cell(value)} |\n" for what, value in facts.items()]
+        tables += f"\n## {heading}\n\n| what | value |\n|---|---|\n{''.join(rows)}"
+    return CARD.format(name=name, told=told, loading=loading) + tables
 
 
 def _cell(value: Any) -> str:

@@ -64,11 +64,6 @@ class SaveReport:
     error: str | None
     not_finite: str | None
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values were finite, as far as they were checked."""
-        return self.not_finite is None
-
 
 class Checkpoints:
     """The checkpoints of one run folder.
@@ -187,7 +182,7 @@ class Checkpoints:
         if report is not None and report.error is not None:
             raise RunError(
                 f"the checkpoint of step {report.step} was not saved: {report.error}",
-                status=FAILED if report.is_finite else INVALID,
+                status=FAILED if report.not_finite is None else INVALID,
             )
 
     def poll(self) -> list[SaveReport]:

@@ -283,7 +283,7 @@ class TrainHooks:
                     num_bytes=save.num_bytes,
                     error=save.error,
                 )
-            if save.error is None or not save.is_finite:
+            if save.error is None or save.not_finite is not None:
                 continue
             if self._config.on_failed_save == "stop":
                 raise RunError(f"step {save.step} was not saved (--on_failed_save): {save.error}")
