@@ -70,10 +70,8 @@ class EmaSpec:
 class TrainedModule:
     """A sub-module whose weights are trained, and the settings of its parameter group.
 
-    Attributes:
-        module: Of the job's model.
-        lr: Learning rate before the schedule's multiplier.
-        weight_decay: As AdamW defines it: each step subtracts rate x decay x weight.
+    The learning rate is that before the schedule's multiplier. Each step subtracts rate x decay x
+    weight, as AdamW defines it.
     """
 
     module: torch.nn.Module

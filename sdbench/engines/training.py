@@ -44,7 +44,6 @@ class Training:
 
     Attributes:
         is_sharded: Whether FSDP shards the weights.
-        optimizer: Of the job.
         ema: The suite's own moving average; None if there is none or Composer keeps it.
         last_gradient: Tells the backward pass from the wait for other ranks.
         state: What is saved and restored; made by `begin`.

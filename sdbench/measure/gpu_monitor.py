@@ -54,17 +54,9 @@ OVER_RANKS = OVER_SAMPLES | {
 class GpuReadings:
     """Readings of NVML over a window. Unknown is None.
 
-    Attributes:
-        utilization_percent: Share of the time with a kernel running, mean.
-        power_w: Board power, mean.
-        power_limit_w: Power limit of the board now.
-        default_power_limit_w: Power limit that the maker has set.
-        energy_j: Energy of the board over the window.
-        temperature_c: Highest.
-        sm_clock_mhz: Mean.
-        max_sm_clock_mhz: Highest clock of this model.
-        throttle_reasons: Reasons for a lower clock, if any.
-        num_other_processes: Largest number of other processes on the GPU.
+    Utilization (share of the time with a kernel running), power of the board and clock are means,
+    temperature and the number of other processes on the GPU the largest. The default limit is the
+    maker's.
     """
 
     utilization_percent: float | None = None

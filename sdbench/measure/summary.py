@@ -29,9 +29,9 @@ class Measurements:
     Attributes:
         timings: Every step, and the measured window.
         num_images: Images that the loader delivered in the whole run.
-        peak_memory_gib: Peak memory: reserved on a GPU, or resident on a CPU.
-        gpu: Readings in the measured window; None without a GPU or NVML.
-        breakdown: Times of the phases of a step; None without profiled steps.
+        peak_memory_gib: Reserved on a GPU, or resident on a CPU.
+        gpu: In the measured window; None without a GPU or NVML.
+        breakdown: `merge_phases` of a step; None without profiled steps.
         attention_kernels: `AttentionLog.kernels` of the first rank.
         rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
         num_page_faults: In the measured window, of the rank with most.

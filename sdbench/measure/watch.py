@@ -111,7 +111,7 @@ class StepWatch:
         has_trace: bool = False,
         trace_file: Path | None = None,
         judges_losses: bool = True,
-        looks_at_attention: bool = True,
+        records_attention: bool = True,
         stop_grace_s: float | None = None,
     ) -> None:
         """Time nothing yet.
@@ -126,7 +126,7 @@ class StepWatch:
             trace_file: Where to write its trace; None on ranks that write none.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
                 all ranks have read it after the step at which one of them has.
-            looks_at_attention: Whether to train one more step after profiled ones, in which the
+            records_attention: Whether to train one more step after profiled ones, in which the
                 first rank records the kernels of attention.
             stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
                 current step may take as long as those before it suggest.
@@ -140,7 +140,7 @@ class StepWatch:
         self._has_trace = has_trace
         self._trace_file = trace_file
         self._judges_losses = judges_losses
-        self._looks_at_attention = looks_at_attention
+        self._records_attention = records_attention
         self._stop_grace_s = stop_grace_s
         self._step_began_s = time.monotonic()
         self._longest_step_s = 0.0
@@ -187,8 +187,8 @@ class StepWatch:
         if self._num_steps is not None:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
-        has_look = self._looks_at_attention and self.timer.phase_of(last) == PROFILED
-        return last + 1 + has_look + self._has_trace
+        has_attention = self._records_attention and self.timer.phase_of(last) == PROFILED
+        return last + 1 + has_attention + self._has_trace
 
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
@@ -285,7 +285,7 @@ class StepWatch:
         if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
         is_behind = phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED
-        if is_behind and self._looks_at_attention and not self.is_over:
+        if is_behind and self._records_attention and not self.is_over:
             self._peak_memory_gib = peak_memory_gib()  # on a CPU it cannot be reset
             if self._ranks.rank == 0:  # the others run the same kernels
                 self.attention.start()

@@ -40,14 +40,9 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """How pictures are generated.
+    """How pictures are generated: square ones of a side in pixels, so many per call of the model.
 
-    Attributes:
-        image_size: Side of the square pictures in pixels.
-        sampler: A key of `objective.SAMPLERS`.
-        num_steps: Steps of the sampler.
-        guidance_scale: Weight of the prompt in classifier-free guidance; none up to 1.
-        batch_size: Pictures per call of the model.
+    The sampler is a key of `objective.SAMPLERS`. Up to a guidance scale of 1 there is no guidance.
     """
 
     image_size: int

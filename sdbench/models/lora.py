@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.weights import Weights, change_class, drawing_by
+from sdbench.models.weights import Weights, change_class, seeded_generator
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -77,7 +77,7 @@ class Lora:
         with torch.device("meta"):
             inject_adapter_in_model(config, module, ADAPTER)
         module.requires_grad_(False)
-        with drawing_by(seed, torch.device("cpu")):
+        with seeded_generator(seed, torch.device("cpu")):
             for layer in lora_layers(module).values():
                 weights = Weights(seed=seed, device=layer.get_base_layer().weight.device)
                 matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])

@@ -333,7 +333,7 @@ def build_stable_diffusion(
         device=device,
         dtype=numbers.weights,
         memory_format=layout,
-        drawn_on=None if "unet" in trained and lora is None else "cpu",
+        generator_device=None if "unet" in trained and lora is None else "cpu",
     )
     unet = make_part("unet", architecture, attention=attention, weights=weights)
     vae = text_encoder = None
@@ -399,7 +399,7 @@ def build_encoders(
         # A seed each, so that the weights of a sub-model do not depend on another one's size.
         own_seed = None if seed is None else seed + seed_offset
         return Weights(
-            seed=own_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
+            seed=own_seed, device=device, dtype=dtype, memory_format=layout, generator_device="cpu"
         )
 
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]

@@ -34,7 +34,7 @@ class Weights:
         device: Device of the weights.
         dtype: Type of floating-point weights.
         memory_format: Layout of four-dimensional weights.
-        drawn_on: Device whose generator draws; None: `device`. The numbers depend on the kind of
+        generator_device: Whose generator draws; None: `device`. The numbers depend on the kind of
             GPU.
     """
 
@@ -42,7 +42,7 @@ class Weights:
     device: str | torch.device = "cpu"
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.preserve_format
-    drawn_on: str | torch.device | None = None
+    generator_device: str | torch.device | None = None
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place."""
@@ -80,10 +80,10 @@ def draw_weights(
     ours = {id(weight) for part in parts for weight in part.parameters()}
     outside = [name for name, weight in model.named_parameters() if id(weight) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
-    device = torch.device(weights.drawn_on or weights.device)
+    device = torch.device(weights.generator_device or weights.device)
     with contextlib.ExitStack() as drawing:
         drawing.enter_context(torch.no_grad())
-        drawing.enter_context(drawing_by(weights.seed, device))
+        drawing.enter_context(seeded_generator(weights.seed, device))
         if weights.seed is not None and device.type == "cpu":
             # As many as the plan gives this rank.
             threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
@@ -153,7 +153,7 @@ class _DrawingByBlocks(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
+def seeded_generator(seed: int | None, device: torch.device) -> Iterator[None]:
     """Seed the device's random generator, and restore its state after the block."""
     if seed is None:
         yield

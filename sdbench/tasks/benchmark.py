@@ -167,5 +167,5 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         observers=observers,
         has_trace=config.profile_trace,
         trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
-        looks_at_attention=looks_at_attention(config, ranks),
+        records_attention=looks_at_attention(config, ranks),
     )
