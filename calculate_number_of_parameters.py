@@ -39,12 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sdbench.models.architecture import resolve_architecture
 
         # Shapes are enough: no weights are downloaded.
-        architecture, note = resolve_architecture(flags.model_name, random_weights=True)
+        architecture = resolve_architecture(flags.model_name, random_weights=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if note is not None:
-        print(note, file=sys.stderr)
     from sdbench.models.components import ParameterCount, count_parameters
     from sdbench.record.row import format_csv
 

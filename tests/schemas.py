@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdbench.record.store import kind_of, make_validator
+from sdbench.record.store import SCHEMA_FILES, kind_of, load_schema
 
 
 def validate(record: dict[str, Any]) -> None:
-    """Check a record.
-
-    Raises:
-        jsonschema.ValidationError: It does not match.
-    """
-    make_validator(kind_of(record)).validate(record)
+    """Raise a jsonschema.ValidationError for a record that does not match."""
+    load_schema(SCHEMA_FILES[kind_of(record)]).validate(record)

@@ -63,12 +63,6 @@ def test_programs_start_without_heavy_packages(repository):
     assert loaded_packages(repository, modules) == set()
 
 
-def test_a_heavy_package_behind_another_module_is_noticed(tmp_path):
-    (tmp_path / "page.py").write_text("import jinja2")
-    (tmp_path / "door.py").write_text("import page")
-    assert loaded_packages(tmp_path, ["door"]) == {"jinja2"}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_importing_a_script_runs_nothing(repository, script):
     def is_quiet(node):

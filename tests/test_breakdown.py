@@ -8,7 +8,6 @@ import json
 import re
 import sys
 
-import composer.devices
 import jsonschema
 import pytest
 import torch
@@ -18,6 +17,7 @@ from transformers import CLIPTextModel
 
 import benchmark
 from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.phases import PHASES, PhaseClock
@@ -40,7 +40,7 @@ SLEEPS_S = {
 # One rank has nobody to tell or to wait for.
 OF_SEVERAL_RANKS = {"gradient_communication": 0, "rank_wait": 0}
 PLACES = {
-    "host_to_device": (composer.devices.DeviceCPU, "batch_to_device"),
+    "host_to_device": (Batches, "_copy"),
     "vae_encode": (AutoencoderKL, "encode"),
     "text_encode": (CLIPTextModel, "forward"),
     "unet_forward": (UNet2DConditionModel, "forward"),
@@ -87,20 +87,15 @@ def plant_in_the_loader(monkeypatch, sleep, seconds):
     monkeypatch.setattr(CheckedLoader, "__iter__", slow)
 
 
-def test_the_phases_make_up_the_step(tmp_path):
-    breakdown = run(tmp_path)["breakdown"]
-    assert set(breakdown["seconds"]) == set(PHASES) and breakdown["num_steps"] == 1
-    assert sum(breakdown["seconds"].values()) == pytest.approx(breakdown["step_time_s"], rel=1e-9)
-    assert all(breakdown["seconds"][phase] > 0 for phase in SLEEPS_S)
-    assert breakdown["seconds"].items() >= OF_SEVERAL_RANKS.items()
-
-
-def test_a_sleep_planted_in_each_phase_shows_in_that_phase(tmp_path, monkeypatch, sleep):
+@pytest.mark.parametrize("engine", ["composer", "torch"])
+def test_a_sleep_planted_in_each_phase_shows_in_that_phase(engine, tmp_path, monkeypatch, sleep):
     for phase, (owner, name) in PLACES.items():
         plant(monkeypatch, owner, name, sleep, SLEEPS_S[phase])
     plant_in_the_loader(monkeypatch, sleep, SLEEPS_S["data_wait"])
-    summary = run(tmp_path)
-    assert summary["breakdown"]["seconds"] == {**SLEEPS_S, **OF_SEVERAL_RANKS}
+    summary = run(tmp_path, "--engine", engine)
+    breakdown = summary["breakdown"]
+    assert breakdown["seconds"] == {**SLEEPS_S, **OF_SEVERAL_RANKS}
+    assert (breakdown["num_steps"], breakdown["step_time_s"]) == (1, sum(SLEEPS_S.values()))
 
     # Half of the time lies in no phase, which makes it the largest part, too.
     assert "other_time" in summary["flags"]
@@ -136,27 +131,10 @@ def test_no_step_of_the_breakdown_runs_under_the_profiler_that_sees_attention(
     assert under_profiler == [False, False, False, True]
 
 
-def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(window, "MAX_MICROBATCHES", 2)
-    for num_microbatches, phases in ((2, ["after"]), (3, [])):
-        folder = tmp_path / str(num_microbatches)
-        sizes = ("--batch_size", str(num_microbatches), "--device_train_microbatch_size", "1")
-        summary = run(folder, *sizes, "--attention", "sdpa", "--engine", "torch")
-        assert bool(summary["attention_kernels"]) == bool(phases)
-        with next(folder.glob("*/steps.csv")).open() as file:
-            found = [row["phase"] for row in csv.DictReader(file)]
-        assert found == ["measured", "profiled", *phases]
-
-
-def test_without_profiled_steps_there_is_no_breakdown(tmp_path):
-    summary = run(tmp_path, "--profile_batches", "0", "--engine", "torch")
-    names = ("breakdown", "bottleneck", "attention_kernels")
-    assert [summary[name] for name in names] == [None, None, None]
-
-
 # (kernel, heads, width, queries, keys) and how often a step calls it: of the U-Net, ten blocks with
 # two attentions each, on 8x8 latents among themselves and with the 77 tokens of a caption. The VAE
 # has one attention, of the same size as the first.
+TEXT = ("flash", 2, 16, 77, 77)
 OF_UNET = {
     ("flash", 1, 16, 64, 64): 3,
     ("flash", 2, 16, 16, 16): 3,
@@ -169,37 +147,34 @@ OF_UNET = {
 }
 
 
-def attention_calls(folder, *argv):
-    rows = run(folder, "--engine", "torch", *argv)["attention_kernels"]
-    return {tuple(row.values())[:-1]: row["num_calls"] for row in rows}
-
-
-def test_the_record_tells_which_attention_kernels_ran(tmp_path, capsys):
-    assert attention_calls(tmp_path, "--attention", "sdpa", "--latents", "precomputed") == OF_UNET
+@pytest.mark.parametrize(
+    ("flags", "of_encoders"),
+    [
+        ((), {("flash", 1, 16, 64, 64): 4, TEXT: 2}),
+        (("--latents", "precomputed"), {}),
+        pytest.param(("--vae_attention", "eager"), {TEXT: 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_record_tells_which_attention_kernels_ran(flags, of_encoders, tmp_path, capsys):
+    summary = run(tmp_path, "--engine", "torch", "--attention", "sdpa", *flags)
+    rows = [tuple(row.values()) for row in summary["attention_kernels"]]
+    assert {row[:-1]: row[-1] for row in rows} == OF_UNET | of_encoders
     assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
 
 
-def test_the_attention_of_the_encoders_is_told_as_well(tmp_path):
-    seen = attention_calls(tmp_path / "all", "--attention", "sdpa")
-    text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
-    assert len(text) == 1
-    assert seen == {**OF_UNET, **text, ("flash", 1, 16, 64, 64): 4}
-
-
-@pytest.mark.slow
-def test_attention_without_a_kernel_is_not_told(tmp_path):
-    sdpa, eager = ("--attention", "sdpa"), ("--attention", "eager")
-    seen = attention_calls(tmp_path / "vae", *sdpa, "--vae_attention", "eager")
-    text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
-    assert len(text) == 1
-    assert seen == {**OF_UNET, **text}
-    seen = attention_calls(tmp_path / "unet", *eager, "--vae_attention", "sdpa")
-    assert seen == {("flash", 1, 16, 64, 64): 1}
-    assert attention_calls(tmp_path / "none", *eager) == {}
+def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(window, "MAX_MICROBATCHES", 2)
+    sizes = ("--batch_size", "3", "--device_train_microbatch_size", "1")
+    assert run(tmp_path, *sizes, "--engine", "torch")["attention_kernels"] is None
+    with next(tmp_path.glob("*/steps.csv")).open() as file:
+        assert [row["phase"] for row in csv.DictReader(file)] == ["measured", "profiled"]
 
 
 def test_a_trace_is_written_on_request(tmp_path):
-    run(tmp_path, "--profile_trace", "--profile_batches", "0")
+    summary = run(tmp_path, "--profile_trace", "--profile_batches", "0", "--engine", "torch")
+    names = ("breakdown", "bottleneck", "attention_kernels")
+    assert [summary[name] for name in names] == [None, None, None]
     (file,) = tmp_path.glob("*/trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}

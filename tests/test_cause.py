@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import psutil
 import pytest
+import torch
 
 import benchmark
 from sdbench import cli
 from sdbench.base.cause import VARIABLE, read_cause, report_cause
-from sdbench.base.errors import MemoryEstimateError
+from sdbench.base.errors import ConfigError, MemoryEstimateError
+from sdbench.ranks.distributed import is_about_connections
+from tests.forked import exit_codes, forked_ranks, log_of
+
+PLAIN = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
 
 
 @pytest.fixture
@@ -61,3 +67,30 @@ def test_an_error_that_nobody_foresaw_is_told(file, monkeypatch, tmp_path):
     with pytest.raises(ZeroDivisionError):
         benchmark.main(["--use_synth_data", "--results_dir", str(tmp_path / "runs")])
     assert read_cause(file)["error"] == "ZeroDivisionError"
+
+
+def test_an_error_of_one_rank_ends_all_and_is_printed_once(tmp_path, monkeypatch):
+    def refuse(machine):
+        if os.environ["RANK"] == "1":
+            raise ConfigError("no code", value="a GPU", allowed="another", flag="--x")
+
+    monkeypatch.setattr("sdbench.measure.hardware.check_gpu_code", refuse)
+    monkeypatch.setattr("sdbench.run.runner.let_first_rank_end", lambda ranks: None)
+    argv = [*PLAIN, "--batch_size", "2", "--results_dir", str(tmp_path / "runs")]
+    with forked_ranks(lambda: benchmark.main(argv), tmp_path) as ranks:
+        assert exit_codes(ranks) == [2, 2]
+    printed = [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    assert "error: no code: got 'a GPU'" in printed[0] and "error" not in printed[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_about"),
+    [
+        (torch.distributed.DistNetworkError("broken pipe"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+    ],
+)
+def test_errors_of_connections_may_have_another_rank_as_their_cause(error, is_about):
+    assert is_about_connections(error) == is_about

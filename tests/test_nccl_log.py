@@ -22,7 +22,7 @@ def no_settings(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("network", ["AWS Libfabric", "IB", SOCKETS])
+@pytest.mark.parametrize("network", ["AWS Libfabric", SOCKETS])
 def test_the_network_is_read_from_nccls_own_log(network):
     log = NcclLog(TWO_NODES, device_type="cuda")
     Path(os.environ["NCCL_DEBUG_FILE"]).write_text(

@@ -29,7 +29,7 @@ from sdbench.tasks.validation import (
 from tests.engines.linear import make_config
 from tests.forked import run_in_group
 
-TINY, _ = resolve_architecture("tiny")
+TINY = resolve_architecture("tiny")
 NUM_SAMPLES = 5
 # bf16 weights, whose copies in fp32 are shared out.
 COPIES = "copies"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from sdbench.run.wandb_log import PERIOD_S, WandbLog
+from sdbench.run.trackers import PERIOD_S, WandbLog
 
 
 @pytest.fixture

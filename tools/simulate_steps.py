@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from sdbench.measure.timer import CLOSE
-from sdbench.measure.window import WindowPolicy
+from sdbench.measure.timer import CLOSE, WindowPolicy
 from sdbench.statistics import intervals
 
 VARIATION = 0.03  # standard deviation of a step over its mean

@@ -20,13 +20,9 @@ KILLED, LOST = "Killed", "Lost"
 
 
 def report_cause(error: str, message: str) -> None:
-    """Write why this process ends badly, if the program that started the command asks for it.
+    """Write class and message of the error that ends this process, where somebody asks for it.
 
     The first process to do so counts: others end because of it.
-
-    Args:
-        error: Class of the error, or `LOST`.
-        message: The message that is about to be printed.
     """
     message = redact(message)
     for_torchrun = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

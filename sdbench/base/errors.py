@@ -25,7 +25,7 @@ class ConfigError(ValueError):
     exit_code = EXIT_BAD_INPUT
 
     def __init__(self, what: str, *, value: object, allowed: str, flag: str) -> None:
-        """Compose the message from its four facts, which stay readable as attributes.
+        """Compose the message from its four facts, which are attributes too.
 
         Args:
             what: What was wrong, as the start of a sentence without a full stop.
@@ -55,11 +55,9 @@ class MemoryEstimateError(ConfigError):
 
 @contextlib.contextmanager
 def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
-    """Let errors of the block name the flag of a command in place of flags of training.
+    """Let errors of the block name this flag of a command in place of flags of training.
 
-    Args:
-        flag: The command's flag for what the block reads.
-        own: Flags of training that the command has too; an error of these alone stays as it is.
+    An error of `own` flags alone, which the command has too, stays as it is.
     """
     try:
         yield

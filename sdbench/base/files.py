@@ -22,11 +22,8 @@ READ_BYTES = 2**24
 def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
     """Yield a path in a temporary folder; the file written there replaces `path` at the end.
 
-    The temporary path cannot be guessed, and a link at `path` is replaced, not followed.
-
-    Args:
-        path: Of the file.
-        is_private: Let only this user read it.
+    The temporary path cannot be guessed, and a link at `path` is replaced, not followed. Only this
+    user can read a private file.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
         new = Path(folder, f"new.{path.name}")
@@ -37,18 +34,11 @@ def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = None) -> None:
-    """Write a file atomically, as `new_file` does.
+    """Write a file atomically, as `new_file` does; an OSError if that fails.
 
     In a text secrets of the environment are replaced by their names. Other secrets are the caller's
-    to remove (`redact`), who knows where a value ends and which URL is a link.
-
-    Args:
-        path: Of the file.
-        content: A text, or bytes, which are written as they are.
-        reserve: A file that is overwritten and renamed if the disk is full.
-
-    Raises:
-        OSError: The file cannot be written.
+    to remove (`redact`), who knows where a value ends and which URL is a link. If the disk is full,
+    the file `reserve` is overwritten and renamed.
     """
     if not path.name:  # `/`, or the working folder
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -72,14 +62,9 @@ def _write_through(file: BinaryIO, data: bytes) -> None:
 
 
 def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:
-    """Write a value as JSON, atomically and without secrets.
+    """Write a value as JSON, as `replace_file`, and return it as written, without secrets.
 
-    Returns:
-        The value as written.
-
-    Raises:
-        ValueError: A number is not finite.
-        OSError: It cannot be written.
+    A number that is not finite is a ValueError.
     """
     content = redact_values(content)
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"

@@ -31,11 +31,6 @@ def is_bounded(number: float) -> bool:
 def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "strict") -> str:
     """Read a UTF-8 text, with or without a byte order mark.
 
-    Args:
-        path: Of the file.
-        max_bytes: Longest file that is read.
-        errors: As of `bytes.decode`, e.g. ``replace``.
-
     Raises:
         OSError: The file cannot be read.
         ValueError: It is not a file, longer than `max_bytes`, or not UTF-8.
@@ -63,12 +58,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of another program or another machine.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: As of `read_text` and `parse_json`.
-    """
+    """Read a JSON file of another program or another machine; raises as its two steps."""
     return parse_json(read_text(path))
 
 
@@ -84,10 +74,6 @@ def parse_json(text: str) -> Any:
 
 def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
     """Check the content of a JSON or YAML file.
-
-    Args:
-        value: Mappings, lists, texts, numbers; values of other types are not checked.
-        max_values: Bound on their number.
 
     Raises:
         ValueError: It is too deep or has too many values, or a number or a text is out of bounds;
@@ -141,11 +127,7 @@ def _check_leaf(place: str, value: Any) -> None:
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, as `object_pairs_hook` of `json.loads`.
-
-    Raises:
-        ValueError: A key is there twice: one of its values would be lost.
-    """
+    """A hook of `json.loads`: a ValueError for a key that is there twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

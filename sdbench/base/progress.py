@@ -24,10 +24,7 @@ def show_progress(
     num_done: int = 0,
     count: Callable[[Item], int] = lambda item: 1,
 ) -> Iterator[Item]:
-    """Yield finished pieces of work, and show a `Progress` of their units.
-
-    `count` gives the number of units of an item.
-    """
+    """Yield finished pieces of work, each of `count` units, and show a `Progress` of them."""
     with Progress(total, unit=unit, num_done=num_done) as progress:
         for item in items:
             yield item
@@ -38,14 +35,7 @@ class Progress:
     """Shows how much is done; work that ends before the first line is due shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
-        """Begin now.
-
-        Args:
-            total: Number of units; may be changed later.
-            unit: Name of a unit, e.g. ``step``.
-            num_done: Units that an earlier run has done.
-            enabled: Whether to show anything.
-        """
+        """Begin now; an earlier run has done `num_done` units of the total, which may change."""
         self.total = total
         self._unit = unit
         self._num_before = self._num_done = num_done
@@ -74,10 +64,7 @@ class Progress:
     def advance(
         self, count: int = 1, *, note: Callable[[], str] | None = None, is_due: bool = False
     ) -> None:
-        """Count finished units, and show them if a line is due or `is_due` says so.
-
-        `note` returns a text to add, and is called only for a line.
-        """
+        """Count finished units, and show them with a `note` if a line is due."""
         self.count(count)
         period_s = LINE_PERIOD_S if self._bar is None else NOTE_PERIOD_S
         if is_due or time.perf_counter() - self._shown_s >= period_s:

@@ -101,18 +101,22 @@ def redact(text: str) -> str:
     """The text without secrets.
 
     URLs lose user info, query and fragment, and ``pipe:`` commands their arguments; ``<secret>``
-    replaces known forms of secrets, and ``<NAME>`` the secret in the environment variable NAME.
-
-    Args:
-        text: E.g. a line of a log or an error. A ``pipe:`` command without quotes ends with its
-            line, so a message that continues after one has to quote it (``!r``).
+    replaces known forms of secrets, and ``<NAME>`` the secret in the environment variable NAME. A
+    ``pipe:`` command without quotes ends with its line, so a message that goes on after one has to
+    quote it (``!r``).
     """
-    return _redact(text, _secrets())
+    text = COMMAND.sub(_without_arguments, text)
+    for _, pattern, replacement in SHAPES:
+        text = pattern.sub(replacement, text)
+    return redact_environment(text)
 
 
 def redact_environment(text: str) -> str:
     """The text with ``<NAME>`` in place of each secret of the environment variable NAME."""
-    return _without(_secrets(), text)
+    for name, secret in _secrets():
+        for form in (secret, json.dumps(secret)[1:-1]):
+            text = text.replace(form, f"<{name}>")
+    return text
 
 
 def redact_values(value: Any) -> Any:
@@ -120,39 +124,20 @@ def redact_values(value: Any) -> Any:
 
     A text that begins with ``pipe:``, or with a flag and ``pipe:``, is one command to its end.
     """
-    return _redact_values(value, _secrets())
+    if isinstance(value, Mapping):
+        return {name: redact_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    value = as_utf8(value)
+    command = COMMAND_VALUE.fullmatch(value)
+    return redact(f"{command['flag'] or ''}{_program(command['command'])}" if command else value)
 
 
 def find_secrets(text: str) -> list[str]:
     """Names, as in `SHAPES`, of the secrets that a text seems to hold."""
     return [name for name, pattern, _ in SHAPES if name is not None and pattern.search(text)]
-
-
-def _redact(text: str, secrets: list[tuple[str, str]]) -> str:
-    text = COMMAND.sub(_without_arguments, text)
-    for _, pattern, replacement in SHAPES:
-        text = pattern.sub(replacement, text)
-    return _without(secrets, text)
-
-
-def _redact_values(value: Any, secrets: list[tuple[str, str]]) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _redact_values(item, secrets) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redact_values(item, secrets) for item in value]
-    if not isinstance(value, str):
-        return value
-    value = as_utf8(value)
-    command = COMMAND_VALUE.fullmatch(value)
-    text = f"{command['flag'] or ''}{_program(command['command'])}" if command else value
-    return _redact(text, secrets)
-
-
-def _without(secrets: list[tuple[str, str]], text: str) -> str:
-    for name, secret in secrets:
-        for form in (secret, json.dumps(secret)[1:-1]):
-            text = text.replace(form, f"<{name}>")
-    return text
 
 
 def _without_arguments(match: re.Match[str]) -> str:

@@ -18,16 +18,7 @@ MAX_YAML_BYTES = 4 * 2**20
 
 
 def read_mapping(path: Path, *, allowed: str, flag: str) -> dict[str, Any]:
-    """Read a YAML file whose content is a mapping.
-
-    Args:
-        path: The file, UTF-8.
-        allowed: What such a file is, for the message.
-        flag: The flag that the path was given with.
-
-    Raises:
-        ConfigError: The file cannot be read, is not YAML within bounds, or has no keys.
-    """
+    """Read a YAML file whose content is a mapping; else a ConfigError of the flag that names it."""
     try:
         content = parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), max_values=MAX_VALUES)
         if not isinstance(content, dict):
@@ -43,15 +34,7 @@ def read_mapping(path: Path, *, allowed: str, flag: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, max_values: int = MAX_CONFIG_VALUES) -> Any:
-    """Parse a YAML document.
-
-    Args:
-        text: The document.
-        max_values: Bound on the number of values, those of aliases counted each time.
-
-    Raises:
-        ValueError: It is not YAML, or a value has a tag or is out of bounds.
-    """
+    """Parse YAML; a ValueError if it is none, or a value has a tag or is out of bounds."""
     import yaml
 
     depth = 0

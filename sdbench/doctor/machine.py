@@ -84,7 +84,7 @@ def check_model(job: Job) -> Seen:
     from sdbench.models.components import count_parameters
 
     config = job.request.config
-    architecture, note = resolve_architecture(
+    architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
     rows = count_parameters(architecture)
@@ -93,8 +93,6 @@ def check_model(job: Job) -> Seen:
     num_parameters = sum(row.total for row in rows)
     found = f"{architecture.name}, {job.num_trainable:,} of {num_parameters:,} parameters trained"
     yield OK, found
-    if note is not None:
-        yield WARNING, note
     folder = architecture.weights_folder
     for file in sorted(folder.glob("*/*.safetensors")) if folder else ():
         with safe_open(file, framework="pt") as weights:  # a file that was cut off fails

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from composer import Callback, ComposerModel, State
 from composer.algorithms import EMA
-from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import get_device
 
 from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
-from sdbench.engines.device_batches import Batches, Prepare, make_batches
+from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.job import EmaSpec, EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, find_device, reset_peak_memory
@@ -21,7 +20,6 @@ from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
-from sdbench.ranks.distributed import Ranks
 
 
 def fit(
@@ -29,7 +27,6 @@ def fit(
 ) -> Measurements:
     """Train by Composer's trainer; see `sdbench.engines`."""
     device = get_device(None)
-    device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
     training = Training(job, config, watch, hooks)
@@ -37,27 +34,28 @@ def fit(
     training.optimizer.register_step_post_hook(
         lambda *_: watch.phases.switch(phases.OTHER) and None
     )
-    loader, callbacks = _loader_and_callbacks(job, config, watch, device)
+    # Their batches are on the device already, where Composer leaves them.
+    batches = make_batches(
+        job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
+    )
     algorithms = []
     if job.ema is not None and job.ema.implementation == "composer":
         algorithms.append(_composer_ema(job.ema, watch.phases))
-    training.begin(loader)
-    if training.is_sharded:
-        callbacks.append(GradientSyncCallback(job, config))
-    # The last callback, since it ends the step.
-    callbacks.append(TrainingCallback(training))
+    training.begin(batches)
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             clock=watch.phases,
+            # Does for FSDP2 what `ddp_sync_strategy` does for DDP.
+            begin_microbatch=functools.partial(begin_microbatch, job, config=config),
             model=model,
-            train_dataloader=loader,
+            train_dataloader=batches,
             optimizers=training.optimizer,
             # A scheduler of torch counts its own steps; Composer's would be one batch behind.
             schedulers=training.schedule,
             step_schedulers_every_batch=True,
             max_duration=f"{training.num_steps_left}ba",
             algorithms=algorithms,
-            callbacks=callbacks,
+            callbacks=[TrainingCallback(training, batches)],
             device=device,
             # For fp16 Composer adds torch's gradient scaler, which waits for the device in every
             # step to learn of gradients that are not finite. The autocast itself is in the model,
@@ -79,21 +77,6 @@ def fit(
     # Not after an error: it waits for all ranks, and one that failed would never come.
     trainer.close()
     return measurements_of(watch, num_images=job.loader.num_images_delivered)
-
-
-def _loader_and_callbacks(
-    job: TrainJob, config: EngineConfig, watch: StepWatch, device: Device
-) -> tuple[Any, list[Callback]]:
-    """Composer's data loader, and the callbacks that load and prepare a batch, in order."""
-    if config.copy_stream == "side":
-        batches = make_batches(
-            job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
-        )
-        return batches, [FetchAheadCallback(batches)]
-    callbacks: list[Callback] = [DataWaitCallback(watch)]
-    if job.prepare is not None:
-        callbacks.append(PrepareCallback(job.prepare, device))
-    return job.loader, callbacks
 
 
 def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
@@ -122,9 +105,10 @@ class ComposerDiffusion(ComposerModel):
 class TrainingCallback(Callback):
     """Passes Composer's events on to the training, and ends the loop with `watch.is_over`."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, batches: Batches) -> None:
         self._training = training
         self._watch = training.watch
+        self._batches = batches
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """The loop is about to begin; nothing else draws random numbers any more."""
@@ -141,6 +125,7 @@ class TrainingCallback(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """All gradients of the batch are there, and the optimizer is next."""
+        self._batches.fetch_ahead()
         self._watch.phases.switch(phases.OPTIMIZER)
         self._training.state.is_skipped = False
         self._training.gradients_ready(state.total_loss_dict["loss/train/total"])
@@ -151,63 +136,3 @@ class TrainingCallback(Callback):
         self._training.step_ended(state.total_loss_dict["loss/train/total"])
         if self._watch.is_over:
             state.stop_training()
-
-
-class DataWaitCallback(Callback):
-    """Tells the watch when Composer waits for the data loader."""
-
-    def __init__(self, watch: StepWatch) -> None:
-        self._watch = watch
-
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        """The next batch is asked for."""
-        self._watch.data_wait_begins()
-
-    def after_dataloader(self, state: State, logger: Logger) -> None:
-        """The batch is there, or the epoch is over."""
-        self._watch.data_wait_ends()
-
-
-class FetchAheadCallback(Callback):
-    """Copies the next batch to the device while the device computes."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        """All work but the optimizer's has been handed to the device."""
-        self._batches.fetch_ahead()
-
-
-class PrepareCallback(Callback):
-    """Prepares the whole batch of a step on the device, before Composer splits it."""
-
-    def __init__(self, prepare: Prepare, device: Device) -> None:
-        self._prepare = prepare
-        self._device = device
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """The step begins with a batch of the loader."""
-        with torch.no_grad():
-            state.batch = self._prepare(self._device.batch_to_device(state.batch))
-
-
-class GradientSyncCallback(Callback):
-    """Does for FSDP2 what Composer's `ddp_sync_strategy` does for DDP."""
-
-    def __init__(self, job: TrainJob, config: EngineConfig) -> None:
-        self._job = job
-        self._config = config
-        device_batch_size = job.images_per_step // Ranks.from_environment().world_size
-        self._num_microbatches = -(-device_batch_size // config.device_train_microbatch_size)
-        self._num_seen = 0
-
-    def before_train_batch(self, state: State, logger: Logger) -> None:
-        """A step begins."""
-        self._num_seen = 0
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """A micro-batch begins."""
-        self._num_seen += 1
-        is_last = self._num_seen == self._num_microbatches
-        begin_microbatch(self._job, config=self._config, is_last=is_last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ from composer.distributed import dist_strategy
 from composer.utils import dist
 
 from sdbench.base.errors import RunError
-from sdbench.engines.breakdown import mean_over_ranks
+from sdbench.engines.training import mean_over_ranks
 from sdbench.measure.phases import PhaseClock
 
 # Private methods may mean something else in another release.
@@ -31,14 +31,23 @@ class TrainerThatDoesNotWait(Trainer):
     needed: all ranks have equally many batches of one size, and the times are not used.
     """
 
-    def __init__(self, *, clock: PhaseClock, **options: Any) -> None:
-        """Make the trainer; `options` are those of `composer.Trainer`."""
+    def __init__(
+        self, *, clock: PhaseClock, begin_microbatch: Callable[..., object], **options: Any
+    ) -> None:
+        """Make the trainer.
+
+        Args:
+            clock: Times the wait for other ranks.
+            begin_microbatch: Is told with `is_last` of each micro-batch.
+            **options: Of `composer.Trainer`.
+        """
         if not composer.__version__.startswith(KNOWN_VERSION):
             raise RunError(
                 f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "
                 f"{composer.__version__} is installed; --engine torch does without Composer"
             )
         self._clock = clock
+        self._begin_microbatch = begin_microbatch
         super().__init__(**options)
 
     def _use_closures(self) -> bool:
@@ -46,15 +55,8 @@ class TrainerThatDoesNotWait(Trainer):
         return False
 
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
-        """The batches of an epoch."""
-        batches = iter(self.state.dataloader)
-        while True:
-            self.engine.run_event(Event.BEFORE_DATALOADER)
-            batch = next(batches, None)
-            if batch is None:
-                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
-                return
-            yield batch
+        """The batches, which never end: Composer would ask all ranks whether theirs have."""
+        return iter(self.state.dataloader)
 
     def _train_batch(self, use_grad_scaling: bool) -> None:
         """Train on a batch and leave its mean loss over all ranks on the device.
@@ -82,8 +84,9 @@ class TrainerThatDoesNotWait(Trainer):
         batch, total = state.batch, total_loss_dict["loss/train/total"]
         num_images = sum(map(self._train_data_spec.get_num_samples_in_batch, microbatches))
         for number, microbatch in enumerate(microbatches, start=1):
-            state.batch = state.device.batch_to_device(microbatch)
+            state.batch = microbatch  # on the device
             is_last = number == len(microbatches)
+            self._begin_microbatch(is_last=is_last)
             total += self._train_microbatch(uses_scaler, num_images, is_last)["total"]
         state.batch = batch
         if uses_scaler:

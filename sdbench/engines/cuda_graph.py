@@ -35,7 +35,7 @@ class GraphedStep:
     """
 
     def __init__(self, run_step: Callable[[Batch], Tensor], *, clock: PhaseClock) -> None:
-        """Prepare; the first calls run the step without a graph.
+        """Run nothing yet.
 
         Args:
             run_step: Trains on a batch on the device without reading from the device, resets the

@@ -18,7 +18,7 @@ Prepare = Callable[[Batch], Batch]
 
 
 class Loader(Protocol):
-    """Yields the batches of one epoch per iteration, and knows its position.
+    """Yields the batches of one epoch per iteration.
 
     Attributes:
         num_images_delivered: Images of all batches that were yielded.
@@ -37,13 +37,9 @@ class Loader(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """A part of a step's batch.
+    """A part of a step's batch, and its share of the images.
 
-    Attributes:
-        tensors: On the device.
-        share: Of the batch's images. The loss is a mean, so a smaller micro-batch at the end counts
-            for less.
-        is_last: Whether the step ends with it.
+    The loss is a mean, so a smaller micro-batch at the end counts for less.
     """
 
     tensors: Batch
@@ -76,14 +72,7 @@ class Batches:
         watch: StepWatch,
         prepare: Prepare | None = None,
     ) -> None:
-        """Prepare; nothing is loaded yet.
-
-        Args:
-            loader: Batches in main memory.
-            device: Where the batches go.
-            watch: Is told of the waits for the loader and of the copies.
-            prepare: Applied to each batch on the device, without gradients.
-        """
+        """Load nothing yet; `prepare` is applied to each batch on the device, without gradients."""
         self._loader = loader
         # Goes on also after an epoch without batches: one that was resumed at its end.
         self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -102,7 +91,7 @@ class Batches:
         return self._prepared(batch)
 
     def fetch_ahead(self) -> None:
-        """Load the next batch; called when a step has been handed to the device."""
+        """A step has been handed to the device: nothing to do for batches that come in time."""
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position after the last batch that was returned."""
@@ -131,13 +120,10 @@ class BatchesAhead(Batches):
     """
 
     def __init__(self, loader: Loader, *, prepares_ahead: bool, **options: Any) -> None:
-        """Prepare as `Batches` does.
+        """Load nothing yet.
 
-        Args:
-            loader: Batches in pinned memory.
-            prepares_ahead: Prepare on the side stream too, so that it does not wait for what the
-                step waits for, such as the gradients of other ranks.
-            **options: Of `Batches`; the device is a GPU.
+        `prepares_ahead` prepares on the side stream too, so that it does not wait for what the step
+        waits for, such as the gradients of other ranks. The other arguments are those of `Batches`.
         """
         super().__init__(loader, **options)
         self._prepares_ahead = prepares_ahead

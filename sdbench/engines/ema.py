@@ -24,12 +24,9 @@ class ForeachEma:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], spec: EmaSpec) -> None:
-        """Allocate the averages.
+        """Allocate the averages of the weights that this rank holds, by name.
 
-        Args:
-            weights: The weights that this rank averages, by name, placed or sharded. Each rank
-                averages its own shard of a weight that FSDP has sharded.
-            spec: Decay and interval.
+        Each rank averages its own shard of a weight that FSDP has sharded.
         """
         self._weights = dict(weights)
         self._spec = spec
@@ -72,20 +69,18 @@ class ForeachEma:
         The average of a sharded weight is a DTensor, so that torch.distributed.checkpoint can load
         it on another number of ranks.
         """
-        named = zip(self._weights.items(), self._averages, strict=True)
-        return {name: _placed(average, like=weight) for (name, weight), average in named}
+        averages = {}
+        for (name, weight), average in zip(self._weights.items(), self._averages, strict=True):
+            if isinstance(weight, DTensor):
+                sizes = {"shape": weight.shape, "stride": weight.stride()}
+                average = DTensor.from_local(
+                    average, weight.device_mesh, weight.placements, **sizes
+                )
+            averages[name] = average
+        return averages
 
 
 def _local(weight: Tensor) -> Tensor:
     """This rank's shard of a weight, or the whole weight, detached."""
     weight = weight.detach()
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _placed(average: Tensor, *, like: Tensor) -> Tensor:
-    """The average as a DTensor sharded as the weight is, if the weight is sharded."""
-    if not isinstance(like, DTensor):
-        return average
-    return DTensor.from_local(
-        average, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )

@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.recipe import TrainConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,25 +20,8 @@ if TYPE_CHECKING:
     from sdbench.engines.train_state import TrainState
 
 
-class EngineConfig(Protocol):
-    """The resolved settings that engines read."""
-
-    seed: int
-    precision: str
-    device_train_microbatch_size: int
-    optimizer: str
-    optimizer_params: str
-    master_weights: str
-    cuda_graph: bool
-    copy_stream: str
-    encode_ahead: bool
-    sharding: str
-    grad_sync: str
-    gather_ahead: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    ddp_bucket_mib: int
-    grad_compression: str
+# The resolved settings.
+EngineConfig = BenchmarkConfig | TrainConfig
 
 
 class TrainingHooks(Protocol):
@@ -84,10 +70,8 @@ class EmaSpec:
 class TrainedModule:
     """A sub-module whose weights are trained, and the settings of its parameter group.
 
-    Attributes:
-        module: Of the job's model.
-        lr: Learning rate before the schedule's multiplier.
-        weight_decay: As AdamW defines it: each step subtracts rate x decay x weight.
+    The learning rate is that before the schedule's multiplier. Each step subtracts rate x decay x
+    weight, as AdamW defines it.
     """
 
     module: torch.nn.Module

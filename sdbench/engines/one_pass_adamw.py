@@ -67,17 +67,10 @@ class AdamWInOnePass(AdamWOfMasterWeights):
 
             weight.register_post_accumulate_grad_hook(update)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the copies by the weights' gradients, and the weights from the copies."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for index, weight in enumerate(self._weights):
             if weight.grad is not None:
                 self._update_weight(index)
-        return loss
 
     @torch.no_grad()
     def _update_weight(self, index: int) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from sdbench.base.errors import RunError
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
-from sdbench.engines.torch_compat import AdamW
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
+
+# Parameters of AdamW._init_group in the releases of torch that the suite was tried with.
+INIT_GROUP = (
+    "group",
+    "params_with_grad",
+    "grads",
+    "exp_avgs",
+    "exp_avg_sqs",
+    "max_exp_avg_sqs",
+    "state_steps",
+)
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
@@ -42,14 +55,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Make the AdamW that the config asks for.
-
-    Args:
-        groups: Parameter groups of torch.
-        config: The resolved config.
-        betas: Decay of the means of the gradients and of their squares.
-        eps: Added to the divisor of an update.
-    """
+    """Make the AdamW that the config asks for."""
     # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
     settings = {
         "betas": betas,
@@ -63,10 +69,13 @@ def make_optimizer(
     if config.sharding in ZERO1:
         from sdbench.engines.zero1 import Zero1
 
+        group = None
+        if config.sharding in WITHIN_NODE:  # all ranks make all groups
+            group, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
         return Zero1(
             groups,
             optimizer_class=optimizer_class,
-            process_group=_group_of_node() if config.sharding in WITHIN_NODE else None,
+            process_group=group,
             parameters_as_bucket_view=False,
             **settings,
         )
@@ -75,12 +84,6 @@ def make_optimizer(
 
         return AdamWInOnePass(groups, **settings)
     return optimizer_class(groups, **settings)
-
-
-def _group_of_node() -> torch.distributed.ProcessGroup:
-    """The process group of this node's ranks; all ranks call it."""
-    own, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
-    return own
 
 
 def update_early(
@@ -101,6 +104,44 @@ def update_early(
         optimizer.update_in_backward()
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, without copies of tensors that are channels_last.
+
+    The fused CPU kernel copies tensors that are not contiguous. The update is elementwise, so a
+    permuted view that is contiguous gives the same result. `_init_group`, a private method that
+    lists a group's tensors for the kernel, is overridden to give it such views.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Make the optimizer as torch does, if its `_init_group` is the known one."""
+        if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
+            raise RunError(
+                f"torch {torch.__version__} is not known to this suite: its AdamW lists the "
+                f"tensors {found}, and not {INIT_GROUP}; requirements.txt has a torch that is known"
+            )
+        super().__init__(*args, **settings)
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+        is_complex = super()._init_group(group, *tensors)
+        weights = tensors[0]
+        # Gradients, first and second moments, and the largest second moments where they are kept;
+        # the last list, the numbers of steps, is left out.
+        alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
+        for index in range(len(weights)):
+            of_one_weight = [of_one_kind[index] for of_one_kind in alike]
+            if all(map(_is_channels_last, of_one_weight)):
+                for of_one_kind, tensor in zip(alike, of_one_weight, strict=True):
+                    of_one_kind[index] = tensor.permute(0, 2, 3, 1)
+        return is_complex
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Return True for an unsharded CPU tensor with the channels last in memory."""
+    if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 class AdamWOfMasterWeights(torch.optim.Optimizer):
     """AdamW on fp32 copies of half-precision weights.
 
@@ -110,12 +151,7 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """Copy the weights.
-
-        Args:
-            groups: Parameter groups of torch; frozen weights are left out.
-            **settings: Of `torch.optim.AdamW`, for all groups.
-        """
+        """Copy the trained weights; the settings are those of `torch.optim.AdamW`."""
         self._weights: list[Tensor] = []
         self._masters: list[Tensor] = []
         copied = []
@@ -143,18 +179,18 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
         if self._weights:  # torch's function takes no empty list
             torch._foreach_copy_(self._weights, self._masters)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the weights."""
+        """Free the gradients of the weights."""
         for weight in self._weights:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
+            weight.grad = None

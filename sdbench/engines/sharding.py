@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import EngineConfig, TrainJob
-from sdbench.engines.torch_compat import let_cpus_average_between_nodes
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import GATHERED_ONCE, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -65,10 +64,8 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
     and the average work on them, and FSDP2 gathers weights for a step in bf16. Gradients are
     reduced in bf16, between CPUs in fp64, and are fp32 shards afterwards.
 
-    Args:
-        job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;
-            activations keep the layout of the images.
-        config: The resolved config; `sharding` is one of `FSDP`.
+    The weights of the job, which are on their device, become contiguous, as FSDP2 requires;
+    activations keep the layout of the images.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,8 +105,21 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
         shard(trained.module)
 
 
+def let_cpus_average_between_nodes() -> None:
+    """Let FSDP2 share weights within each node on CPUs as well.
+
+    torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
+    of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
+    """
+    if torch.__version__ >= "2.11":
+        return
+    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
+
+
 def begin_microbatch(job: TrainJob, *, config: EngineConfig, is_last: bool) -> None:
     """Tell FSDP2 whether the next micro-batch reduces gradients, and to gather weights for it."""
+    if config.sharding not in FSDP:
+        return
     for trained in job.trained.values():
         module: Any = trained.module  # fully_shard has added these methods
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")
@@ -139,14 +149,7 @@ def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
 def held_weights(
     job: TrainJob, optimizer: torch.optim.Optimizer, *, sharding: str
 ) -> dict[str, torch.Tensor]:
-    """The trained weights, or their fp32 copies, whose optimizer state this rank holds, by name.
-
-    Args:
-        job: Its model has been placed or sharded.
-        optimizer: Made by `job.make_optimizer`. With fp32 copies (`masters`), the copies are
-            returned.
-        sharding: A value of --sharding; with ZeRO-1 a rank holds the state of some weights.
-    """
+    """The trained weights whose optimizer state this rank holds, or their fp32 copies, by name."""
     weights = job.trained_weights()
     # `optim` is the inner optimizer of torch's ZeroRedundancyOptimizer, for this rank's weights.
     own = optimizer.optim if sharding in ZERO1 else optimizer

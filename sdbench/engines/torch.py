@@ -65,12 +65,7 @@ class TrainingStep:
     """Forward and backward passes and the optimizer step for one batch."""
 
     def __init__(self, model: torch.nn.Module, training: Training) -> None:
-        """Prepare; nothing is computed yet.
-
-        Args:
-            model: The job's model, or the DDP wrapper around it.
-            training: Of the job.
-        """
+        """Compute nothing yet; `model` is the job's, or the DDP wrapper around it."""
         self._model = model
         self._training = training
         self._config = training.config
@@ -108,9 +103,8 @@ class TrainingStep:
 
     def _gradient_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """The context of a micro-batch: whether its gradients are averaged over the ranks."""
-        if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
-            if not is_last and self._config.grad_sync == "last":
-                return self._model.no_sync()
-        elif self._training.is_sharded:
-            begin_microbatch(self._training.job, config=self._config, is_last=is_last)
+        is_ddp = isinstance(self._model, torch.nn.parallel.DistributedDataParallel)
+        if is_ddp and not is_last and self._config.grad_sync == "last":
+            return self._model.no_sync()
+        begin_microbatch(self._training.job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()

@@ -126,13 +126,9 @@ class TrainState:
     def prepare_to_load(
         self, facts: Mapping[str, Any], *, saved: Collection[str]
     ) -> dict[str, Tensor]:
-        """The tensors to load into, as `tensors`.
+        """The tensors to load into, as `tensors`, for these facts and names of saved tensors.
 
         Random states are among them if the same number of ranks has saved them for these devices.
-
-        Args:
-            facts: What `facts` returned when the state was saved.
-            saved: Names of the saved tensors.
         """
         self.make_optimizer_state()
         named = self.tensors()

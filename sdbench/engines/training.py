@@ -6,11 +6,13 @@ it; Composer's loop, which steps the schedule itself, calls the pieces of `end_s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sdbench.engines.breakdown import LastGradient, mean_over_ranks
 from sdbench.engines.device_batches import Batches, Loader
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
@@ -18,7 +20,9 @@ from sdbench.engines.optimizers import parameter_groups, update_early
 from sdbench.engines.sharding import held_weights, shard_weights
 from sdbench.engines.train_state import TrainState
 from sdbench.measure import phases
+from sdbench.measure.phases import PhaseClock
 from sdbench.measure.watch import StepWatch
+from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, ZERO1
 
 
@@ -40,7 +44,6 @@ class Training:
 
     Attributes:
         is_sharded: Whether FSDP shards the weights.
-        optimizer: Of the job.
         ema: The suite's own moving average; None if there is none or Composer keeps it.
         last_gradient: Tells the backward pass from the wait for other ranks.
         state: What is saved and restored; made by `begin`.
@@ -72,11 +75,7 @@ class Training:
         self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def begin(self, batches: Loader) -> None:
-        """Make the state, which the hooks may restore, and the schedule from there on.
-
-        Args:
-            batches: Know the position in the data.
-        """
+        """Make the state, which the hooks may restore, and the schedule from there on."""
         self.state = TrainState(
             self.job, self.optimizer, ema=self.ema, batches=batches, config=self.config
         )
@@ -109,12 +108,7 @@ class Training:
                 self.ema.update()
 
     def end_step(self, loss: Tensor, batches: Batches) -> None:
-        """End a step whose update is done.
-
-        Args:
-            loss: Of this rank's batch, on the device; overwritten.
-            batches: The next one may be fetched now.
-        """
+        """End a step whose update is done; `loss`, of this rank's batch, is overwritten."""
         self.schedule.step()
         self.update_average()
         loss = mean_over_ranks(loss, self.watch.phases)
@@ -127,3 +121,51 @@ class Training:
         self.watch.step_ends(loss=loss)
         if self.hooks is not None:
             self.hooks.step_ended(self.state)
+
+
+class LastGradient:
+    """Switches the phase when the last gradient of a backward pass has been computed.
+
+    DDP averages finished gradients while the others are computed. Only the communication after the
+    last gradient, which includes waiting for slower ranks, makes the step longer. FSDP's gradients
+    are finished when they have been reduced; on a CPU that blocks and counts as backward pass.
+    """
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
+        """Prepare; hooks are set in profiled backward passes only."""
+        self._parameters = list(weights)
+        self._clock = clock
+        self._hooks: list[Any] = []
+        self._num_missing = 0
+
+    def backward_begins(self) -> None:
+        """Switch to the phase `BACKWARD` and begin to count gradients."""
+        self._clock.switch(phases.BACKWARD)
+        if self._clock.is_running and torch.distributed.is_initialized():
+            self._num_missing = len(self._parameters)
+            self._hooks = [
+                weight.register_post_accumulate_grad_hook(self._count)
+                for weight in self._parameters
+            ]
+
+    def backward_ends(self) -> None:
+        """Remove the hooks, so that measured steps have none, and switch to the phase `OTHER`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._clock.switch(phases.OTHER)
+
+    def _count(self, weight: torch.Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._clock.switch(phases.GRADIENT_COMMUNICATION)
+
+
+def mean_over_ranks(loss: torch.Tensor, clock: PhaseClock) -> torch.Tensor:
+    """The mean of the ranks' losses on every rank; `loss` is overwritten."""
+    world_size = Ranks.from_environment().world_size
+    if world_size == 1:
+        return loss
+    with clock.phase(phases.RANK_WAIT):
+        torch.distributed.all_reduce(loss)
+    return loss.double() / world_size

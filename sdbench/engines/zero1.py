@@ -16,10 +16,8 @@ class Zero1(ZeroRedundancyOptimizer):
 
     torch sends each of the 686 weights of a U-Net on its own: 35 ms a step of `tiny` with two gloo
     ranks, and 8 ms in one message. Its views of weights in one buffer would undo the channels_last
-    layout. `_sync_params`, a private method, is overridden.
-
-    Attributes:
-        clock: Times the wait for ranks that still update their weights, while it runs.
+    layout. `_sync_params`, a private method, is overridden. While `clock` runs, it times the wait
+    for ranks that still update their weights.
     """
 
     clock: PhaseClock | None = None

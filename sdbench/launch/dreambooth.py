@@ -318,7 +318,7 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
             flag="--model",
         )
     with blamed_on("--model"):
-        architecture, _ = resolve_architecture(flags.model)
+        architecture = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
     for name in ("clip_network", "dino_network"):

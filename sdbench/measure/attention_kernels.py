@@ -51,20 +51,15 @@ class AttentionLog:
         self._profiler.__exit__(None, None, None)
         # Not `function_events`, which makes a tree of Python objects of all events: 32,000 in a
         # step of the miniature.
-        num_calls = collections.Counter(
-            (match[1] or match[2], *_sizes(event.shapes()))
-            for event in self._profiler.kineto_results.events()
-            if (match := _OPERATOR.fullmatch(event.name()))
-        )
+        num_calls: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        for event in self._profiler.kineto_results.events():
+            if match := _OPERATOR.fullmatch(event.name()):
+                # Of queries and keys: (B, heads, length, width).
+                (_, num_heads, num_queries, width), (_, _, num_keys, _), *_ = event.shapes()
+                num_calls[match[1] or match[2], num_heads, width, num_queries, num_keys] += 1
         self._profiler = None
         names = ("kernel", "num_heads", "head_width", "num_queries", "num_keys")
         self.kernels = [
             dict(zip(names, found, strict=True)) | {"num_calls": calls}
             for found, calls in sorted(num_calls.items())
         ]
-
-
-def _sizes(shapes: list[list[int]]) -> tuple[int, int, int, int]:
-    """Sizes of one call, from the shapes (B, heads, length, width) of queries and keys."""
-    (_, num_heads, num_queries, width), (_, _, num_keys, _), *_ = shapes
-    return num_heads, width, num_queries, num_keys

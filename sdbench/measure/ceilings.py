@@ -9,6 +9,7 @@ writes, as in STREAM (McCalpin, "Memory Bandwidth and Machine Balance", 1995).
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -41,20 +42,16 @@ class Ceiling(NamedTuple):
 
 
 def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
-    """Time a product of large matrices.
+    """TFLOP/s of a product of large matrices, a multiply-add counted as two.
 
     Args:
         precision: A value of --precision; decides the type of the matrices. torch's global switch
             decides whether fp32 may use TF32.
         device_type: ``cuda`` (the current one) or ``cpu``.
-
-    Returns:
-        TFLOP/s, a multiply-add counted as two.
     """
     import torch
 
-    left, right = _make_matrices(precision, device_type=device_type)
-    product = torch.empty_like(left)
+    left, right, product = _make_matrices(precision, device_type=device_type)
     time_s = _median_time_s(lambda: torch.matmul(left, right, out=product), device_type=device_type)
     num_operations = 2 * len(left) ** 3
     if device_type == "cuda":
@@ -64,60 +61,44 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
 
 
 def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
-    """Time products of large matrices, as they are and transposed, and a convolution.
+    """The fastest of products of large matrices and a convolution, in TFLOP/s.
 
-    Args:
-        precision: As of `measure_matmul_tflops`.
-        device_type: ``cuda`` (the current one) or ``cpu``.
-
-    Returns:
-        The fastest, in TFLOP/s, a multiply-add counted as two.
+    The arguments are those of `measure_matmul_tflops`. Matrices are taken as they are and
+    transposed.
     """
     import torch
 
-    left, right = _make_matrices(precision, device_type=device_type)
-    size = len(left)
-    product = torch.empty_like(left)
-    channels, width = CONVOLUTION_CHANNELS, CONVOLUTION_SIZE
+    left, right, product = _make_matrices(precision, device_type=device_type)
+    size, channels, width = len(left), CONVOLUTION_CHANNELS, CONVOLUTION_SIZE
+    shapes = (
+        (CONVOLUTION_IMAGES[device_type], channels, width, width),
+        (channels, channels, 3, 3),
+    )
     images, weights = (
         _make_numbers(shape, precision, device_type=device_type).contiguous(
             memory_format=torch.channels_last
         )
-        for shape in (
-            (CONVOLUTION_IMAGES[device_type], channels, width, width),
-            (channels, channels, 3, 3),
-        )
+        for shape in shapes
     )
-    shape = f"{size} x {size}"
-    products = 2 * size**3
-    convolution = 2 * len(images) * width**2 * 9 * channels**2
-    return _fastest(
-        {
-            f"product {shape}": (products, lambda: torch.matmul(left, right, out=product)),
-            f"product {shape}, the left one transposed": (
-                products,
-                lambda: torch.matmul(left.T, right, out=product),
-            ),
-            f"product {shape}, the right one transposed": (
-                products,
-                lambda: torch.matmul(left, right.T, out=product),
-            ),
-            f"3 x 3 convolution of {len(images)} x {channels} x {width} x {width}": (
-                convolution,
-                lambda: torch.nn.functional.conv2d(images, weights, padding=1),
-            ),
-        },
-        unit=1e12,
-        device_type=device_type,
+    name = f"product {size} x {size}"
+    products = {
+        name: (left, right),
+        f"{name}, the left one transposed": (left.T, right),
+        f"{name}, the right one transposed": (left, right.T),
+    }
+    kernels: dict[str, tuple[int, Callable[[], object]]] = {
+        name: (2 * size**3, functools.partial(torch.matmul, *factors, out=product))
+        for name, factors in products.items()
+    }
+    kernels[f"3 x 3 convolution of {len(images)} x {channels} x {width} x {width}"] = (
+        2 * len(images) * width**2 * 9 * channels**2,
+        lambda: torch.nn.functional.conv2d(images, weights, padding=1),
     )
+    return _fastest(kernels, unit=1e12, device_type=device_type)
 
 
 def measure_bandwidth(*, device_type: str) -> Ceiling:
-    """Time a copy, an addition and a scaling in place of arrays larger than any cache.
-
-    Returns:
-        The fastest, in GB/s.
-    """
+    """The fastest of a copy, an addition and a scaling of arrays larger than any cache, in GB/s."""
     import torch
 
     num_bytes = ARRAY_BYTES[device_type]
@@ -148,10 +129,11 @@ def _fastest(
     return max(rates, key=lambda ceiling: ceiling.rate)
 
 
-def _make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, ...]:
+    """Two factors, and a place for their product."""
     size = MATRIX_SIZE[device_type]
     left, right = _make_numbers((2, size, size), precision, device_type=device_type)
-    return left, right
+    return left, right, left.new_empty(left.shape)
 
 
 def _make_numbers(shape: tuple[int, ...], precision: str, *, device_type: str) -> torch.Tensor:

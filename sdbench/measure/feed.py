@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from sdbench.measure.summary import summarize_window
@@ -18,10 +19,7 @@ BYTES_PER_MEGABYTE = 10**6
 class Feed:
     """The measured window of a loader that feeds an emulated trainer.
 
-    Attributes:
-        step_times_s: From each request for a batch to the next request.
-        waits_s: From each request to its batch.
-        stats: Counters of the loader in the window, a `LoaderStats`.
+    A step is from one request for a batch to the next. `stats` is the `LoaderStats` of the window.
     """
 
     step_times_s: tuple[float, ...]
@@ -50,12 +48,13 @@ def measure_feed(
         step_s: Time of an emulated step after each batch, also in the warm-up, so that the window
             begins with as many prefetched batches as a trainer would find.
         observe: Called after each batch.
-        clock: Host clock in seconds.
-        sleep: Waits for a number of seconds.
+        clock: The host's.
+        sleep: As of `time`.
     """
     step_times_s: list[float] = []
     waits_s: list[float] = []
-    with contextlib.closing(_repeat(loader)) as batches:
+    # Closed at the end, and with it the loader's processes.
+    with contextlib.closing(batch for _ in itertools.count() for batch in loader) as batches:
 
         def step() -> float:
             """Take a batch and emulate a step; returns when the batch arrived."""
@@ -79,11 +78,6 @@ def measure_feed(
     return Feed(tuple(step_times_s), tuple(waits_s), loader.stats)
 
 
-def _repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
 def summarize_feed(
     feed: Feed,
     *,
@@ -98,8 +92,7 @@ def summarize_feed(
         feed: The window.
         num_workers: Loading processes; 0 if the trainer's process loads.
         num_cpu_cores: Cores that these may use.
-        step_s: Time of the emulated step, or 0. With one the rate is the trainer's, and says
-            nothing about the loader's.
+        step_s: Of `measure_feed`. With a step the rate is the trainer's, not the loader's.
         target_images_per_second: The rate that the user wants, if any.
     """
     stats, window_s = feed.stats, sum(feed.step_times_s)

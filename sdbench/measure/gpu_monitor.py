@@ -54,17 +54,9 @@ OVER_RANKS = OVER_SAMPLES | {
 class GpuReadings:
     """Readings of NVML over a window. Unknown is None.
 
-    Attributes:
-        utilization_percent: Share of the time with a kernel running, mean.
-        power_w: Board power, mean.
-        power_limit_w: Power limit of the board now.
-        default_power_limit_w: Power limit that the maker has set.
-        energy_j: Energy of the board over the window.
-        temperature_c: Highest.
-        sm_clock_mhz: Mean.
-        max_sm_clock_mhz: Highest clock of this model.
-        throttle_reasons: Reasons for a lower clock, if any.
-        num_other_processes: Largest number of other processes on the GPU.
+    Utilization (share of the time with a kernel running), power of the board and clock are means,
+    temperature and the number of other processes on the GPU the largest. The default limit is the
+    maker's.
     """
 
     utilization_percent: float | None = None
@@ -110,12 +102,7 @@ class GpuMonitor:
     """Samples one GPU from `start` to `stop`; without NVML it has no readings."""
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
-        """Open the GPU.
-
-        Args:
-            device_uuid: Of the GPU, from torch: NVML may count the GPUs in another order.
-            period_s: From one sample to the next.
-        """
+        """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()

@@ -126,6 +126,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
             **common,
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+    nvml = open_nvml()
     return Machine(
         device_type="cuda",
         device_name=torch.cuda.get_device_name(local_rank),
@@ -134,7 +135,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         free_memory_gib=free_bytes / BYTES_PER_GIB,
         held_memory_gib=CUDA_CONTEXT_GIB,
         compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
-        driver=_read_driver_version(),
+        driver=None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
         cudnn_version=torch.backends.cudnn.version(),
         **common,
     )
@@ -143,20 +144,19 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 def check_gpu_code(machine: Machine) -> None:
     """Raise ConfigError for a GPU that the installed torch has no code for.
 
-    Code for sm_XY runs on GPUs of the same X with this Y or a larger one, sm_XYa on sm_XY alone,
-    and compute_XY is compiled by the driver for any GPU from sm_XY on.
+    Code for sm_XY runs on GPUs of the same X with this Y or a larger one; compute_XY is compiled
+    by the driver for any GPU from sm_XY on.
     """
     import torch
 
     built_for = torch.cuda.get_arch_list() if machine.device_type == "cuda" else []
-    code = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built_for]
-    if machine.compute_capability is None or not code or None in code:  # as with AMD's gfx942
+    code = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    if machine.compute_capability is None or not code:  # as with AMD's gfx942
         return
     gpu = tuple(map(int, machine.compute_capability.split(".")))
-    for kind, major, minor, suffix in (match.groups() for match in code):
+    for kind, major, minor in code:
         built = (int(major), int(minor))
-        is_later = built <= gpu and (kind == "compute" or built[0] == gpu[0])
-        if built == gpu or (is_later and suffix != "a"):
+        if built <= gpu and (kind == "compute" or built[0] == gpu[0]):
             return
     raise ConfigError(
         "this torch has no code for the GPU",
@@ -196,8 +196,3 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         key: round(value, 2) if isinstance(value, float) else value
         for key, value in dataclasses.asdict(machine).items()
     } | {"slug": machine.slug}
-
-
-def _read_driver_version() -> str | None:
-    nvml = open_nvml()
-    return None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion")

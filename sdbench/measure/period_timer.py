@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sdbench.measure.losses import Losses
-from sdbench.measure.timer import Timings
+from sdbench.measure.timer import Timer, Timings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,13 +17,10 @@ TRAINED = "trained"
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Consecutive steps on one rank.
+    """Consecutive steps on one rank, and their losses.
 
-    Attributes:
-        num_steps: Their number.
-        time_s: Their time, without validation and the like between steps.
-        data_wait_s: The part of it that the host waited for the data loader.
-        losses: Of each step.
+    Their time is without validation and the like between steps; for a part of it the host has
+    waited for the data loader.
     """
 
     num_steps: int
@@ -33,13 +29,12 @@ class Period:
     losses: tuple[float, ...]
 
 
-class PeriodTimer:
+class PeriodTimer(Timer):
     """Adds up the time of the steps, and reads the device only when a period ends.
 
     Replaces a `StepTimer`: a run of a million steps keeps no times of single steps.
 
     Attributes:
-        losses: Of the steps so far.
         train_s: Seconds of training in the periods that have ended.
     """
 
@@ -51,28 +46,17 @@ class PeriodTimer:
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare; `synchronize` waits for the device, and `clock` is the host's, in seconds."""
-        self.losses = Losses()
+        """Time nothing yet; `synchronize` waits for the device."""
+        super().__init__(clock)
         self.train_s = 0.0
         self._synchronize = synchronize
-        self._clock = clock
         self._since_s = 0.0
         self._time_s = 0.0
-        self._wait_start_s = 0.0
-        self._data_wait_s = 0.0
         self._num_reported = 0
 
     def start(self) -> None:
         """The loop is about to ask for its first batch, or goes on after `pause`."""
         self._since_s = self._clock()
-
-    def data_wait_begins(self) -> None:
-        """The host asks the loader for the next batch."""
-        self._wait_start_s = self._clock()
-
-    def data_wait_ends(self) -> None:
-        """The loader has delivered."""
-        self._data_wait_s += self._clock() - self._wait_start_s
 
     def step_ends(self, *, loss: Tensor) -> None:
         """The optimizer step is done (on a GPU: handed to the device)."""
@@ -93,11 +77,6 @@ class PeriodTimer:
         self.train_s += self._time_s
         self._time_s = self._data_wait_s = 0.0
         return period
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have ended so far."""
-        return len(self.losses)
 
     def phase_of(self, index: int) -> str:
         """The one phase of all steps."""

@@ -11,6 +11,7 @@ the phases `WAITS`.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -42,6 +43,8 @@ PHASES = (
     OTHER,
 )
 WAITS = (GRADIENT_COMMUNICATION, RANK_WAIT)
+# Two profiled steps on devices of one kind vary by less than a fifth.
+MIN_TIMES_MEDIAN = 1.2
 
 
 class PhaseClock:
@@ -53,7 +56,7 @@ class PhaseClock:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; `synchronize` waits for the compute stream, and `clock` is the host's."""
+        """Measure nothing yet; `synchronize` waits for the compute stream."""
         self._clock = clock
         self._synchronize = synchronize
         self._phase = OTHER
@@ -113,9 +116,7 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
     The last rank to have its gradients waits for no other while they are averaged: its time is
     communication, and the other ranks' longer times include waiting for it.
 
-    Args:
-        ranks: Seconds of each phase on each rank, over all steps.
-        num_steps: Number of profiled steps.
+    `ranks` are the seconds of each phase on each rank, over all these steps.
     """
     if num_steps == 0:
         return None
@@ -132,3 +133,37 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
         phase: sum(rank[phase] for rank in split) / len(ranks) / num_steps for phase in PHASES
     }
     return {"num_steps": num_steps, "step_time_s": sum(seconds.values()), "seconds": seconds}
+
+
+def find_stragglers(
+    ranks: Sequence[Mapping[str, float]], *, ranks_per_node: int
+) -> list[dict[str, Any]]:
+    """Ranks that work a fifth longer on a step than the median rank, the slowest first.
+
+    Ranks that average gradients end every step together, at the pace of the slowest, so step times
+    do not show which rank is slow. The time that a rank works without waiting for others does.
+
+    FSDP's waits are part of forward and backward passes: a rank that is slow in those alone may not
+    be found. With an even number of ranks the lower median is taken, so that one of two ranks can
+    be slow.
+
+    Args:
+        ranks: Seconds of each phase of a profiled step on each rank.
+        ranks_per_node: Number of ranks on each node.
+    """
+    own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
+    own_step_times_s = [sum(rank.values()) for rank in own]
+    median_s = statistics.median_low(own_step_times_s)
+    medians_s = {phase: statistics.median_low(rank[phase] for rank in own) for phase in own[0]}
+    found = [
+        {
+            "rank": rank,
+            "node": rank // ranks_per_node,
+            "own_step_time_s": own_s,
+            "times_median": own_s / median_s,
+            "slow_phase": max(medians_s, key=lambda phase: own[rank][phase] - medians_s[phase]),
+        }
+        for rank, own_s in enumerate(own_step_times_s)
+        if own_s >= MIN_TIMES_MEDIAN * median_s and own_s > median_s
+    ]
+    return sorted(found, key=lambda rank: -rank["own_step_time_s"])

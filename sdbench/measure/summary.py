@@ -11,13 +11,12 @@ import numpy as np
 
 from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
 from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
-from sdbench.measure.phases import merge_phases
+from sdbench.measure.phases import find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock
-from sdbench.measure.stragglers import find_stragglers
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
-from sdbench.statistics.intervals import Interval, within_run_interval
+from sdbench.statistics.intervals import Interval
 
 # On an idle machine the standard deviation of the step times is below a tenth of their mean.
 MAX_VARIATION = 0.10
@@ -30,9 +29,9 @@ class Measurements:
     Attributes:
         timings: Every step, and the measured window.
         num_images: Images that the loader delivered in the whole run.
-        peak_memory_gib: Peak memory: reserved on a GPU, or resident on a CPU.
-        gpu: Readings in the measured window; None without a GPU or NVML.
-        breakdown: Times of the phases of a step; None without profiled steps.
+        peak_memory_gib: Reserved on a GPU, or resident on a CPU.
+        gpu: In the measured window; None without a GPU or NVML.
+        breakdown: `merge_phases` of a step; None without profiled steps.
         attention_kernels: `AttentionLog.kernels` of the first rank.
         rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
         num_page_faults: In the measured window, of the rank with most.
@@ -57,10 +56,10 @@ def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
         timings,
         num_images,
         watch.peak_memory_gib,
-        watch.gpu,
+        watch.readings.gpu,
         breakdown,
         watch.attention.kernels,
-        num_page_faults=watch.num_page_faults,
+        num_page_faults=watch.readings.num_page_faults,
     )
 
 
@@ -103,10 +102,10 @@ def summarize(
         config: The run's settings by name.
         num_devices: Ranks that trained: GPUs, or CPU processes.
         ranks_per_node: Number of ranks on each node.
-        flops_per_image: Model FLOPs of one image; a multiply-add counts as two.
+        flops_per_image: Model FLOPs of one image.
         peak_tflops: Peak of dense matrix products on one device, None if unknown.
-        matmul_tflops: Measured rate of a large matrix product on one device, None if not measured.
-        startup: The start-up phases of the first rank.
+        matmul_tflops: Measured rate of such a product, None if not measured.
+        startup: Of the first rank.
         uses_sockets: Whether NCCL uses TCP sockets between nodes.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
@@ -182,7 +181,7 @@ def summarize_window(
     window_s: float,
 ) -> dict[str, Any]:
     """The figures of a measured window that every task has in its record's `summary`."""
-    interval = within_run_interval(step_times_s, images_per_step=images_per_step)
+    interval = intervals.within_run_interval(step_times_s, images_per_step=images_per_step)
     return {
         "images_per_second": images_per_step * len(step_times_s) / window_s,
         "images_per_second_interval": interval_for_record(interval),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench.base.errors import RunError
 from sdbench.measure.losses import Losses
 from sdbench.record.store import INVALID
+from sdbench.statistics import intervals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,11 +64,49 @@ class Timings:
         return tuple(step for step in self.steps if step.phase == MEASURED)
 
 
-class HostMarks:
-    """Timestamps of the host clock, for a CPU."""
+@dataclasses.dataclass(frozen=True)
+class WindowPolicy:
+    """Decides whether a full window closes, becomes warm-up or is extended.
+
+    A window whose step times drift becomes warm-up, and one that is not precise enough is doubled,
+    each up to a bound. All ranks decide alike, since they gather the step times of all.
+
+    Attributes:
+        max_warmup_steps: Largest number of warm-up steps.
+        max_measured_steps: Largest number of steps in the window.
+        target_precision: Wanted half-width of the within-run interval as a fraction of the mean;
+            None for a window of fixed length.
+        gather: Returns the values of all ranks on every rank.
+    """
+
+    max_warmup_steps: int
+    max_measured_steps: int
+    target_precision: float | None
+    gather: Callable[[Any], list[Any]]
+
+    def __call__(self, step_times_s: Sequence[float], num_warmup_steps: int) -> str | int:
+        """Decide on a full window: `CLOSE`, `WARM_UP`, or a longer length of the window."""
+        slowest_s = slowest_steps(self.gather(list(step_times_s)))
+        steadiness = intervals.check_steady(slowest_s)
+        num_steps = len(slowest_s)
+        has_drifted = steadiness is not None and not steadiness.is_steady
+        if has_drifted and num_warmup_steps + num_steps <= self.max_warmup_steps:
+            return WARM_UP
+        if self.target_precision is None or num_steps >= self.max_measured_steps:
+            return CLOSE
+        if intervals.is_precise(slowest_s, target=self.target_precision):
+            return CLOSE
+        return min(2 * num_steps, self.max_measured_steps)
+
+
+class HostDevice:
+    """A CPU, timed by a clock of the host: work has ended when the host goes on."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.mark = clock
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
     @staticmethod
     def elapsed_s(start: float, end: float) -> float:
@@ -75,8 +114,15 @@ class HostMarks:
         return end - start
 
 
-class CudaMarks:
-    """Events on the current CUDA stream, which need no synchronisation."""
+class CudaDevice:
+    """The current GPU, timed by events on the current stream, which need no synchronisation."""
+
+    @staticmethod
+    def synchronize() -> None:
+        """Wait until the device has finished all work."""
+        import torch
+
+        torch.cuda.synchronize()
 
     @staticmethod
     def mark() -> Any:
@@ -93,13 +139,39 @@ class CudaMarks:
         return start.elapsed_time(end) / 1000  # elapsed_time is in milliseconds
 
 
-class StepTimer:
-    """Times the steps of the warm-up, the measured window and the steps after it.
-
-    Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
+class Timer:
+    """What the timers of single steps and of periods share.
 
     Attributes:
-        losses: Of the steps so far; at each edge of the window they are read.
+        losses: Of the steps so far.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Time nothing yet, by the host's clock in seconds."""
+        self.losses = Losses()
+        self._clock = clock
+        self._wait_start_s = 0.0
+        self._data_wait_s = 0.0
+
+    def data_wait_begins(self) -> None:
+        """The host asks the loader for the next batch."""
+        self._wait_start_s = self._clock()
+
+    def data_wait_ends(self) -> None:
+        """A batch has arrived, or the epoch is over; a step may wait several times."""
+        self._data_wait_s += self._clock() - self._wait_start_s
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended so far."""
+        return len(self.losses)
+
+
+class StepTimer(Timer):
+    """Times the steps of the warm-up, the measured window and the steps after it.
+
+    Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`. At
+    each edge of the window the losses are read.
     """
 
     def __init__(
@@ -108,7 +180,10 @@ class StepTimer:
         num_warmup_steps: int,
         num_measured_steps: int,
         num_profiled_steps: int = 0,
-        policy: Callable[[Sequence[float], int], str | int] = lambda step_times_s, warmup: CLOSE,
+        policy: Callable[[Sequence[float], int], str | int] | None = None,
+        device: Any = None,
+        window_opens: Callable[[], None] = lambda: None,
+        window_is_full: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare a timer.
@@ -117,78 +192,48 @@ class StepTimer:
             num_warmup_steps: Steps before the window, 0 or more.
             num_measured_steps: Steps in the window, 1 or more.
             num_profiled_steps: Steps after it that are profiled.
-            policy: Called between two steps when the window is full, with its step times in seconds
-                and the number of warm-up steps. Returns `CLOSE`, `WARM_UP`, or a longer length of
-                the window.
+            policy: Called between two steps when the window is full, see `WindowPolicy`; None
+                closes it.
+            device: A `CudaDevice`; None: a `HostDevice`.
+            window_opens: Called before the first mark of each window, with the device idle.
+            window_is_full: Called after the last mark of a full window.
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
-        self.losses = Losses()
+        super().__init__(clock)
         self._num_measured_steps = num_measured_steps
         self._num_profiled_steps = num_profiled_steps
         self._window_start = num_warmup_steps
         self._window_end = num_warmup_steps + num_measured_steps
         self._policy = policy
-        self._window_opens: Callable[[], None] = lambda: None
-        self._window_is_full: Callable[[], None] = lambda: None
-        self._clock = clock
-        self._synchronize: Callable[[], None] = lambda: None
-        self._marks: Any = HostMarks(clock)
+        self._window_opens = window_opens
+        self._window_is_full = window_is_full
+        self._device = HostDevice(clock) if device is None else device
         self._starts: list[Any] = []
         self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
-        self._wait_start_s = 0.0
-        self._step_wait_s = 0.0
         self._edge_s = 0.0
         self._window_s = 0.0
         self._is_closed = False
 
-    def use_device(self, *, synchronize: Callable[[], None], marks: Any) -> None:
-        """Time a device that works asynchronously; to be called before `start`.
-
-        Args:
-            synchronize: Waits until the device has finished all work.
-            marks: Takes marks in the device's time, e.g. `CudaMarks()`.
-        """
-        self._synchronize = synchronize
-        self._marks = marks
-
-    def on_window(self, *, opens: Callable[[], None], is_full: Callable[[], None]) -> None:
-        """Set callbacks between steps at the edges of the window; to be called before `start`.
-
-        Args:
-            opens: Called before the first mark of each window, with the device idle.
-            is_full: Called after the last mark of a full window.
-        """
-        self._window_opens = opens
-        self._window_is_full = is_full
-
     def start(self) -> None:
         """The loop is about to ask for its first batch."""
         if self._window_start == 0:
-            self._synchronize()
+            self._device.synchronize()
             self._window_opens()
-        self._starts.append(self._marks.mark())
+        self._starts.append(self._device.mark())
         self._edge_s = self._clock()
-
-    def data_wait_begins(self) -> None:
-        """The host asks the loader for the next batch."""
-        self._wait_start_s = self._clock()
-
-    def data_wait_ends(self) -> None:
-        """A batch has arrived, or the epoch is over; a step may wait several times."""
-        self._step_wait_s += self._clock() - self._wait_start_s
 
     def step_ends(self, *, loss: Tensor) -> None:
         """The optimizer step is done, or handed to a GPU; `loss` is the global batch's mean."""
         self.losses.add(loss)
-        self._data_waits_s.append(self._step_wait_s)
-        self._step_wait_s = 0.0
+        self._data_waits_s.append(self._data_wait_s)
+        self._data_wait_s = 0.0
         is_first_edge = self.num_steps == self._window_start
         is_last_edge = self.num_steps == self._window_end
         if is_first_edge or is_last_edge:
-            self._synchronize()
-        self._ends.append(self._marks.mark())
+            self._device.synchronize()
+        self._ends.append(self._device.mark())
         if is_last_edge:
             self._window_s += self._clock() - self._edge_s
             self._window_is_full()
@@ -199,15 +244,10 @@ class StepTimer:
             self._window_opens()
         if is_first_edge or is_last_edge:
             # The time between the two marks at an edge belongs to no step.
-            self._starts.append(self._marks.mark())
+            self._starts.append(self._device.mark())
             self._edge_s = self._clock()
         else:
             self._starts.append(self._ends[-1])
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have ended so far."""
-        return len(self.losses)
 
     @property
     def num_steps_needed(self) -> int:
@@ -238,7 +278,7 @@ class StepTimer:
 
     def steps(self) -> tuple[Step, ...]:
         """The steps that have ended so far; waits for the device."""
-        self._synchronize()
+        self._device.synchronize()
         return tuple(
             Step(
                 index=index,
@@ -255,7 +295,9 @@ class StepTimer:
         """Close the full window, turn it into warm-up, or extend it."""
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
-        decision = self._policy(step_times_s, self._window_start)
+        decision: str | int = CLOSE
+        if self._policy is not None:
+            decision = self._policy(step_times_s, self._window_start)
         if decision == WARM_UP:
             self._window_start = self._window_end
             self._window_end += self._num_measured_steps
@@ -267,7 +309,7 @@ class StepTimer:
             self._window_end = self._window_start + decision
 
     def _step_time_s(self, index: int) -> float:
-        return self._marks.elapsed_s(self._starts[index], self._ends[index])
+        return self._device.elapsed_s(self._starts[index], self._ends[index])
 
 
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
@@ -300,9 +342,6 @@ def slowest_steps(ranks: Sequence[Sequence[float]]) -> list[float]:
     A global step ends when the last rank ends it, and its time is the difference of two such ends.
     The times add up to that of the slowest rank. Taking the longest time of each step instead would
     add up to more, where ranks are slow in turn.
-
-    Args:
-        ranks: Step times of each rank in seconds.
     """
     ends_s = [max(ends) for ends in zip(*(itertools.accumulate(r) for r in ranks), strict=True)]
     return [end_s - begin_s for begin_s, end_s in itertools.pairwise([0.0, *ends_s])]

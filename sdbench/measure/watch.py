@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,7 @@ from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.hardware import num_page_faults, peak_memory_gib
 from sdbench.measure.phases import DATA_WAIT, OTHER, RANK_WAIT, PhaseClock
-from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
+from sdbench.measure.timer import PROFILED, CudaDevice, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
 from sdbench.record.store import INVALID
 
@@ -59,14 +59,45 @@ class Observer(Protocol):
         """
 
 
+class WindowReadings:
+    """What is read at the edges of the measured window, besides the time.
+
+    Attributes:
+        gpu: Readings of NVML; None without a GPU or NVML.
+        num_page_faults: Of this process.
+    """
+
+    def __init__(self, gpu_monitor: GpuMonitor | None = None) -> None:
+        self.gpu: GpuReadings | None = None
+        self.num_page_faults = 0
+        self._num_before = 0
+        self._gpu_monitor = gpu_monitor
+
+    def begin(self) -> None:
+        """The window opens; one before became warm-up."""
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.start()
+        self._num_before = num_page_faults()
+
+    def read(self) -> None:
+        """The window is full, or has been extended and is full again."""
+        self.num_page_faults = num_page_faults() - self._num_before
+        if self._gpu_monitor is not None:
+            self.gpu = self._gpu_monitor.read()
+
+    def stop(self) -> None:
+        """The loop is over."""
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.stop()
+
+
 class StepWatch:
     """Watches the steps of one rank.
 
     Attributes:
         attention: Profiles the step after the profiled ones, which it would slow down.
         is_stopped: Whether a signal has ended the run before its last step.
-        gpu: Readings in the measured window; None without a GPU or NVML.
-        num_page_faults: Of this process in the measured window.
+        readings: Of the measured window.
     """
 
     def __init__(
@@ -75,43 +106,41 @@ class StepWatch:
         *,
         phases: PhaseClock,
         observers: Sequence[Observer],
-        gpu_monitor: GpuMonitor | None,
+        readings: WindowReadings | None = None,
         num_steps: int | None = None,
         has_trace: bool = False,
         trace_file: Path | None = None,
         judges_losses: bool = True,
-        looks_at_attention: bool = True,
+        records_attention: bool = True,
         stop_grace_s: float | None = None,
     ) -> None:
-        """Prepare; nothing is timed yet.
+        """Time nothing yet.
 
         Args:
             timer: Times the steps.
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
-            gpu_monitor: Is read when the window is full; None without a GPU.
+            readings: The timer begins and reads them; None where no window is measured.
             num_steps: Length of the run; None ends it when everything is measured.
             has_trace: Whether to train one more step under torch's profiler.
             trace_file: Where to write its trace; None on ranks that write none.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
                 all ranks have read it after the step at which one of them has.
-            looks_at_attention: Whether to train one more step after profiled ones, in which the
+            records_attention: Whether to train one more step after profiled ones, in which the
                 first rank records the kernels of attention.
             stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
                 current step may take as long as those before it suggest.
         """
         self.timer = timer
         self.phases = phases
-        self.gpu: GpuReadings | None = None
         self.attention = AttentionLog()
-        self.num_page_faults = self._num_page_faults_before = 0
+        self.readings = readings or WindowReadings()
         self._observers = observers
-        self._gpu_monitor = gpu_monitor
         self._num_steps = num_steps
         self._has_trace = has_trace
         self._trace_file = trace_file
         self._judges_losses = judges_losses
-        self._looks_at_attention = looks_at_attention
+        self._records_attention = records_attention
         self._stop_grace_s = stop_grace_s
         self._step_began_s = time.monotonic()
         self._longest_step_s = 0.0
@@ -158,8 +187,8 @@ class StepWatch:
         if self._num_steps is not None:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
-        has_look = self._looks_at_attention and self.timer.phase_of(last) == PROFILED
-        return last + 1 + has_look + self._has_trace
+        has_attention = self._records_attention and self.timer.phase_of(last) == PROFILED
+        return last + 1 + has_attention + self._has_trace
 
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
@@ -183,13 +212,10 @@ class StepWatch:
         self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: Tensor) -> None:
-        """An optimizer step is done.
+        """An optimizer step is done; `loss` is the mean over the global batch, on the device.
 
         Losses are read at an edge of the window, at the end, or when an observer of any rank asks.
         If this watch judges them, one that is not finite raises RunError.
-
-        Args:
-            loss: Mean over the global batch, the same on every rank, on the device.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
@@ -210,8 +236,8 @@ class StepWatch:
         # shows it in its own time.
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
-        if self.is_over and self._gpu_monitor is not None:
-            self._gpu_monitor.stop()
+        if self.is_over:
+            self.readings.stop()
         self._next_step_begins()
 
     def _agree_on_end(self) -> None:
@@ -259,25 +285,13 @@ class StepWatch:
         if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
         is_behind = phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED
-        if is_behind and self._looks_at_attention and not self.is_over:
+        if is_behind and self._records_attention and not self.is_over:
             self._peak_memory_gib = peak_memory_gib()  # on a CPU it cannot be reset
             if self._ranks.rank == 0:  # the others run the same kernels
                 self.attention.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()
-
-    def window_opens(self) -> None:
-        """The measured window opens: begin to watch the GPU and the page faults."""
-        if self._gpu_monitor is not None:
-            self._gpu_monitor.start()
-        self._num_page_faults_before = num_page_faults()
-
-    def window_is_full(self) -> None:
-        """The measured window is full, or has been extended: read both."""
-        self.num_page_faults = num_page_faults() - self._num_page_faults_before
-        if self._gpu_monitor is not None:
-            self.gpu = self._gpu_monitor.read()
 
     def _begin_trace(self) -> None:
         import torch
@@ -296,46 +310,30 @@ class StepWatch:
 
 def make_watch(
     *,
-    num_warmup_steps: int,
-    num_measured_steps: int,
-    num_profiled_steps: int = 0,
-    policy: Callable[[Sequence[float], int], str | int] | None = None,
     cuda_device: int | None,
     observers: Sequence[Observer],
+    timing: Mapping[str, Any],
     **of_watch: Any,
 ) -> StepWatch:
-    """Make a watch for the device of this rank, with a `StepTimer` of these steps and policy.
+    """Make a watch with a `StepTimer` for the device of this rank.
 
     Args:
-        num_warmup_steps: As of `StepTimer`, as the next two are.
-        num_measured_steps: In the window.
-        num_profiled_steps: After it.
-        policy: None closes the first full window.
         cuda_device: Index of this rank's GPU, None on a CPU.
         observers: Are called for every step.
-        of_watch: Further arguments of `StepWatch`.
+        timing: The numbers of steps and the policy of `StepTimer`.
+        **of_watch: Further arguments of `StepWatch`.
     """
-    timer = StepTimer(
-        num_warmup_steps=num_warmup_steps,
-        num_measured_steps=num_measured_steps,
-        num_profiled_steps=num_profiled_steps,
-        **({} if policy is None else {"policy": policy}),
-    )
-    phases, gpu_monitor = PhaseClock(), None
+    phases, device, gpu_monitor = PhaseClock(), None, None
     if cuda_device is not None:
         import torch
 
-        timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
+        device = CudaDevice()
         # The current stream only, since gradients are communicated on another one.
         phases = PhaseClock(synchronize=lambda: torch.cuda.current_stream().synchronize())
         uuid = str(torch.cuda.get_device_properties(cuda_device).uuid)
         gpu_monitor = GpuMonitor(device_uuid=uuid)
-    watch = StepWatch(
-        timer,
-        phases=phases,
-        observers=observers,
-        gpu_monitor=gpu_monitor,
-        **of_watch,
+    readings = WindowReadings(gpu_monitor)
+    timer = StepTimer(
+        device=device, window_opens=readings.begin, window_is_full=readings.read, **timing
     )
-    timer.on_window(opens=watch.window_opens, is_full=watch.window_is_full)
-    return watch
+    return StepWatch(timer, phases=phases, observers=observers, readings=readings, **of_watch)

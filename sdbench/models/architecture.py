@@ -7,8 +7,8 @@ needs the network. torch is not imported here.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,6 @@ REVISION_FLAG = "--model_revision"
 # it, because no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model.
 # 2: one for each block of 2^18 values.
 DRAWING = 2
-
-# Time-out of the request for a model's files on the hub.
-HUB_TIMEOUT_S = 5.0
 
 CONFIG_FILES = {
     "unet": "unet/config.json",
@@ -109,18 +106,12 @@ class Architecture:
         """Side in pixels that the U-Net was configured for, 64 x 8 = 512 for SD2-base."""
         return self.unet["sample_size"] * self.latent_factor
 
-    @property
-    def image_size_multiple(self) -> int:
-        """Image sides must be multiples of this: 8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
-        return self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
-
     def check_image_size(self, size: int) -> None:
-        """Check that the side of a square image, in pixels, suits VAE and U-Net.
+        """Raise a ConfigError unless the side of a square image, in pixels, suits VAE and U-Net.
 
-        Raises:
-            ConfigError: It is not a positive multiple of `image_size_multiple`.
+        It is a multiple of 8 (VAE) x 8 (U-Net, four blocks) = 64 for SD.
         """
-        multiple = self.image_size_multiple
+        multiple = self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
         if size > 0 and size % multiple == 0:
             return
         below = max(size // multiple, 1) * multiple
@@ -140,7 +131,7 @@ def built_in_names() -> list[str]:
 
 def resolve_architecture(
     model_name: str, *, revision: str | None = None, random_weights: bool = False
-) -> tuple[Architecture, str | None]:
+) -> Architecture:
     """Find the architecture and the weights of a model.
 
     Args:
@@ -149,50 +140,42 @@ def resolve_architecture(
         random_weights: Do not load the weights of a folder or hub id. Hub ids of built-in
             architectures then need no network.
 
-    Returns:
-        The architecture, and a note for the user or None.
-
     Raises:
         ConfigError: There is no such model, a part of it is missing, its weights are in a format
             that can carry code, or it is not a Stable Diffusion 1 or 2.
     """
-    is_folder = Path(model_name).is_dir()
-    is_built_in = model_name in built_in_names()
-    if revision is not None and (is_built_in or is_folder):
+    names = built_in_names()
+    folder = Path(model_name).resolve()
+    if revision is not None and (model_name in names or folder.is_dir()):
         raise ConfigError(
             "only a model from the hub has revisions",
             value=revision,
             allowed=f"no revision with {model_name}",
             flag=REVISION_FLAG,
         )
-    if is_built_in:
-        return _load_built_in(model_name), None
-    if is_folder:
-        folder = Path(model_name).resolve()
-        return _load_folder(folder, name=folder.name, random_weights=random_weights), None
-    if not _is_hub_id(model_name):
-        raise _unknown_model(model_name)
-    built_in = _built_in_of_hub_id(model_name)
+    if model_name in names:
+        return _load_built_in(model_name)
+    if folder.is_dir():
+        return _load_folder(folder, name=folder.name, random_weights=random_weights)
+    if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
+        meant = nearest(model_name, names)
+        allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
+        allowed += f", the nearest is {meant}" if meant else ""
+        raise _refusal("there is no such model", model_name, allowed)
+    built_in = next((name for name in names if model_name in _read_built_in(name)["hub_ids"]), None)
     if random_weights and built_in is not None and revision is None:
-        return _load_built_in(built_in), None
-    return _load_from_hub(model_name, revision=revision, random_weights=random_weights)
-
-
-def _is_hub_id(model_name: str) -> bool:
-    owner, _, name = model_name.partition("/")
-    return bool(owner) and bool(name) and "/" not in name and owner not in (".", "..", "~")
+        return _load_built_in(built_in)
+    folder = _download(
+        model_name, revision=revision, random_weights=random_weights, built_in=built_in
+    )
+    # A folder of the hub's cache is named after the commit.
+    return _load_folder(
+        folder, name=model_name, random_weights=random_weights, revision=folder.name
+    )
 
 
 def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
-
-
-def _unknown_model(model_name: str) -> ConfigError:
-    names = built_in_names()
-    meant = nearest(model_name, names)
-    allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
-    allowed += f", the nearest is {meant}" if meant else ""
-    return _refusal("there is no such model", model_name, allowed)
 
 
 def _read_built_in(name: str) -> dict[str, Any]:
@@ -205,20 +188,22 @@ def _load_built_in(name: str) -> Architecture:
     return Architecture(name=name, **{part: content[part] for part in CONFIG_FILES})
 
 
-def _built_in_of_hub_id(hub_id: str) -> str | None:
-    names = built_in_names()
-    return next((name for name in names if hub_id in _read_built_in(name)["hub_ids"]), None)
-
-
 def _load_folder(
     folder: Path, *, name: str, random_weights: bool, revision: str | None = None
 ) -> Architecture:
     parts = {part: _read_part(folder, file) for part, file in CONFIG_FILES.items()}
-    if not random_weights:
-        for part, stem in WEIGHT_STEMS.items():
-            _check_weights(folder / part, stem=stem)
-    _check_parts(parts, folder=folder)
-    parts["tokenizer"] = {"pad_token_id": _pad_token_id(parts["tokenizer"], folder=folder)}
+    for part, stem in WEIGHT_STEMS.items() if not random_weights else ():
+        files = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
+        if not any((folder / part / file).is_file() for file in files):
+            raise _refusal(
+                "the model folder has no safetensors weights, and other formats can carry code",
+                str(folder / part),
+                " or ".join(files),
+            )
+    token = parts["tokenizer"].get("pad_token")
+    token = token["content"] if isinstance(token, dict) else token
+    _check_parts(parts, pad_token=token, folder=folder)
+    parts["tokenizer"] = {"pad_token_id": PAD_TOKEN_IDS[token]}
     return Architecture(
         name=name,
         weights_folder=None if random_weights else folder,
@@ -229,31 +214,17 @@ def _load_folder(
 
 
 def _read_part(folder: Path, file: str) -> dict[str, Any]:
-    path = folder / file
-    if not path.is_file():
-        allowed = f"a diffusers folder with {', '.join(CONFIG_FILES.values())}"
-        raise _refusal(f"the model folder has no {file}", str(folder), allowed)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads((folder / file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise _refusal(
-            f"{file} of the model folder is not JSON ({error})",
+            f"the model folder has no {file} that can be read ({error})",
             str(folder),
-            "the file as diffusers or transformers saved it",
+            f"a folder as diffusers saves it, with {', '.join(CONFIG_FILES.values())}",
         ) from error
 
 
-def _check_weights(folder: Path, *, stem: str) -> None:
-    names = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
-    if not any((folder / name).is_file() for name in names):
-        raise _refusal(
-            "the model folder has no safetensors weights, and other formats can carry code",
-            str(folder),
-            " or ".join(names),
-        )
-
-
-def _check_parts(parts: dict[str, dict[str, Any]], *, folder: Path) -> None:
+def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Path) -> None:
     """Check that a folder holds a Stable Diffusion 1 or 2."""
     unet, text_encoder = parts["unet"], parts["text_encoder"]
     # Schedulers that were saved before the key existed mean "epsilon".
@@ -266,84 +237,37 @@ def _check_parts(parts: dict[str, dict[str, Any]], *, folder: Path) -> None:
         ("text encoder type", text_encoder.get("model_type"), ("clip_text_model",)),
         ("prediction type", prediction_type, PREDICTION_TYPES),
         ("U-Net's cross_attention_dim", unet.get("cross_attention_dim"), width),
+        ("pad token", pad_token, PAD_TOKEN_IDS),
     ]
     for what, value, allowed in facts:
         if value not in allowed:
             raise _refusal(
                 f"the {what} of {folder} is not that of a Stable Diffusion 1 or 2 model",
                 value,
-                " or ".join(str(item) for item in allowed),
+                " or ".join(map(str, allowed)),
             )
 
 
-def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
-    token = tokenizer.get("pad_token")
-    content = token["content"] if isinstance(token, dict) else token
-    if content not in PAD_TOKEN_IDS:
-        raise _refusal(
-            f"the tokenizer of {folder} pads with a token that no Stable Diffusion model uses",
-            content,
-            " or ".join(PAD_TOKEN_IDS),
-        )
-    return PAD_TOKEN_IDS[content]
+def _download(
+    model_name: str, *, revision: str | None, random_weights: bool, built_in: str | None
+) -> Path:
+    """Download a model, or take it from the hub's cache if the hub cannot be reached.
 
-
-def _load_from_hub(
-    model_name: str, *, revision: str | None, random_weights: bool
-) -> tuple[Architecture, str | None]:
-    """Download a model, or take it from the hub's cache if the hub cannot be reached."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    note = None
-    try:
-        folder = _download(model_name, revision=revision, random_weights=random_weights)
-    except GatedRepoError as error:
-        allowed = "a model that you may read, with your token in HF_TOKEN"
-        raise _refusal("this hub model asks for a login", model_name, allowed) from error
-    except RepositoryNotFoundError as error:
-        raise _out_of_reach(model_name, why="the hub has no such model") from error
-    except _connection_errors() as error:
-        cached = _cached(model_name, revision=revision)
-        if cached is None:
-            why = f"the hub cannot be reached ({type(error).__name__})"
-            raise _out_of_reach(model_name, why=why) from error
-        folder = cached
-        note = f"The hub cannot be reached: {model_name} comes from the local cache."
-    # A folder of the hub's cache is named after the commit.
-    architecture = _load_folder(
-        folder, name=model_name, random_weights=random_weights, revision=folder.name
-    )
-    return architecture, note
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """Errors of huggingface_hub: subclasses of OSError, and of httpx's error from 1.0 on."""
-    if importlib.util.find_spec("httpx") is None:
-        return (OSError,)
-    import httpx
-
-    return (OSError, httpx.TransportError)
-
-
-def _wanted_files(*, random_weights: bool) -> list[str]:
-    """Patterns of configurations, tokenizer and fp32 safetensors, which cannot carry code."""
-    weights = [
-        f"{part}/{stem}{end}"
-        for part, stem in WEIGHT_STEMS.items()
-        if not random_weights
-        for end in (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
-    ]
-    return [*CONFIG_FILES.values(), *weights, "tokenizer/*.json", "tokenizer/*.txt"]
-
-
-def _download(model_name: str, *, revision: str | None, random_weights: bool) -> Path:
-    """Download a model into the hub's cache."""
+    Only configurations, tokenizer and fp32 safetensors, which cannot carry code.
+    """
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
 
+    weights = [
+        f"{part}/{stem}{end}"
+        for part, stem in WEIGHT_STEMS.items()
+        for end in (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
+    ]
+    wanted = [*CONFIG_FILES.values(), "tokenizer/*.json", "tokenizer/*.txt"]
+    wanted += [] if random_weights else weights
     try:
-        info = huggingface_hub.HfApi().model_info(
-            model_name, revision=revision, timeout=HUB_TIMEOUT_S
+        return Path(
+            huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=wanted)
         )
     except RevisionNotFoundError as error:
         raise ConfigError(
@@ -352,35 +276,10 @@ def _download(model_name: str, *, revision: str | None, random_weights: bool) ->
             allowed="one of its branches, tags or commits",
             flag=REVISION_FLAG,
         ) from error
-    files = {sibling.rfilename for sibling in info.siblings or []}
-    missing = sorted(set(CONFIG_FILES.values()) - files)
-    if missing:
-        allowed = "a repository in the layout of diffusers"
-        raise _refusal(f"the hub model lacks {', '.join(missing)}", model_name, allowed)
-    return Path(
-        huggingface_hub.snapshot_download(
-            model_name,
-            revision=info.sha,
-            allow_patterns=_wanted_files(random_weights=random_weights),
-        )
-    )
-
-
-def _cached(model_name: str, *, revision: str | None) -> Path | None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(model_name, revision=revision, local_files_only=True)
-        )
-    except LocalEntryNotFoundError:
-        return None
-
-
-def _out_of_reach(model_name: str, *, why: str) -> ConfigError:
-    built_in = _built_in_of_hub_id(model_name)
-    random = f", or --random_weights, which builds {built_in} with random weights"
-    allowed = f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach"
-    allowed += random if built_in else ""
-    return _refusal(f"the model cannot be loaded: {why}", model_name, allowed)
+    except Exception as error:  # of the hub, or of the library by which it is asked
+        allowed = f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach, "
+        allowed += "with your token in HF_TOKEN where a login is asked for"
+        if built_in is not None:
+            allowed += f", or --random_weights, which builds {built_in} with random weights"
+        what = f"the model cannot be loaded from the hub ({type(error).__name__})"
+        raise _refusal(what, model_name, allowed) from error

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_vae
+from sdbench.models.components import make_part
 from sdbench.models.precision import PRECISIONS, autocast
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
@@ -81,9 +81,9 @@ def build_autoencoder(
     architecture: Architecture,
     *,
     seed: int | None,
-    precision: str,
-    memory_format: str,
-    attention: str,
+    precision: str = "fp32",
+    memory_format: str = "contiguous",
+    attention: str = "sdpa",
     kl_weight: float,
     device: str | torch.device = "cpu",
 ) -> Autoencoder:
@@ -94,7 +94,7 @@ def build_autoencoder(
     numbers, layout = PRECISIONS[precision], MEMORY_FORMATS[memory_format]
     weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
     model = Autoencoder(
-        make_vae(architecture, attention=attention, weights=weights),
+        make_part("vae", architecture, attention=attention, weights=weights),
         kl_weight=kl_weight,
         autocast_dtype=numbers.autocast,
         memory_format=layout,

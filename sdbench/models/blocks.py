@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-from sdbench.models.compat import change_class
+from sdbench.models.weights import change_class
 
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
@@ -188,13 +188,11 @@ def checkpoint_activations(
     which: str,
     recompute: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Recompute activations in the backward pass instead of keeping them.
+    """Recompute activations of a U-Net in the backward pass instead of keeping them.
 
-    Args:
-        unet: diffusers' U-Net; changed in place.
-        which: ``none``, ``transformer`` (the transformer blocks, with most of the activations) or
-            ``full`` (these and the residual blocks).
-        recompute: Makes the context around each recomputed block; not with torch.compile.
+    `which` is ``none``, ``transformer`` (the transformer blocks, with most of the activations) or
+    ``full`` (these and the residual blocks). `recompute` makes the context around each recomputed
+    block; not with torch.compile.
     """
     if which == "none":
         return
@@ -211,12 +209,7 @@ def checkpoint_activations(
 
 
 def compile_blocks(model: nn.Module, *, mode: str) -> None:
-    """Compile each block of a sub-model in place; blocks of one kind and shape share their code.
-
-    Args:
-        model: A U-Net, text encoder or the encoder of a VAE.
-        mode: Of torch.compile.
-    """
+    """Compile each block of a sub-model in place; blocks of one kind and shape share their code."""
     torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for module in model.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +25,14 @@ from sdbench.models.weights import Weights, draw_weights
 
 @dataclass(frozen=True)
 class Attention:
-    """Implementations of attention in each sub-model.
+    """Implementations of attention: diffusers' processors, and transformers' name of one.
 
-    Attributes:
-        unet: diffusers' processor for the U-Net.
-        vae: diffusers' processor for the VAE, whose one head is too wide, 512, for the kernels of
-            flash attention and cuDNN.
-        text: transformers' name of the implementation for the text encoder.
+    The VAE's one head is too wide, 512, for the kernels of flash attention and cuDNN.
     """
 
     unet: Callable[[], Any]
     vae: Callable[[], Any]
-    text: str
+    text_encoder: str
 
 
 def _by_kernel(kernel: SDPBackend) -> Attention:
@@ -53,86 +50,59 @@ ATTENTION = {
 }
 
 
-def make_unet(
-    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
-) -> UNet2DConditionModel:
-    """Make the U-Net.
+# How weights are read from a folder.
+SAFE = {"use_safetensors": True, "local_files_only": True}
+PARTS = ("unet", "vae", "text_encoder")
+
+
+def make_part(
+    part: str,
+    architecture: Architecture,
+    *,
+    attention: str = "sdpa",
+    weights: Weights | None = None,
+) -> Any:
+    """Make a sub-model.
 
     Args:
+        part: One of `PARTS`.
         architecture: With a weights folder its weights are loaded, else drawn.
         attention: One of `ATTENTION`.
         weights: None makes shapes only, on the meta device.
     """
-    unet = _make_diffusers_model(UNet2DConditionModel, architecture, part="unet", weights=weights)
-    unet.set_attn_processor(ATTENTION[attention].unet())
-    return unet
-
-
-def make_vae(
-    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
-) -> AutoencoderKL:
-    """Make the VAE, as `make_unet` makes the U-Net."""
-    vae = _make_diffusers_model(AutoencoderKL, architecture, part="vae", weights=weights)
-    vae.set_attn_processor(ATTENTION[attention].vae())
-    return vae
-
-
-def make_text_encoder(
-    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
-) -> CLIPTextModel:
-    """Make the text encoder, as `make_unet` makes the U-Net."""
-    implementation = ATTENTION[attention].text
-    config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
-    return _make(
-        architecture,
-        part="text_encoder",
-        weights=weights,
-        load=functools.partial(
-            CLIPTextModel.from_pretrained, attn_implementation=implementation, dtype=torch.float32
-        ),
-        make=lambda: CLIPTextModel(config),
-        initialize=lambda text_encoder: text_encoder._init_weights,
-    )
-
-
-MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
-    "unet": make_unet,
-    "vae": make_vae,
-    "text_encoder": make_text_encoder,
-}
-
-
-def _make_diffusers_model(
-    model_class: Any, architecture: Architecture, *, part: str, weights: Weights | None
-) -> Any:
-    # low_cpu_mem_usage=True, the default, needs accelerate.
-    load = functools.partial(
-        model_class.from_pretrained, torch_dtype=torch.float32, low_cpu_mem_usage=False
-    )
-    make = functools.partial(model_class.from_config, getattr(architecture, part))
-    return _make(architecture, part=part, weights=weights, load=load, make=make)
-
-
-def _make(
-    architecture: Architecture,
-    *,
-    part: str,
-    weights: Weights | None,
-    load: Callable[..., Any],
-    make: Callable[[], Any],
-    initialize: Callable[[Any], Callable[..., object] | None] = lambda model: None,
-) -> Any:
-    """Load a sub-model from its folder, or make it on the meta device and draw its weights."""
+    implementation = getattr(ATTENTION[attention], part)
     folder = architecture.weights_folder_of(part)
-    if weights is not None and folder is not None:
-        model = load(folder / part, use_safetensors=True, local_files_only=True)
+    loads = weights is not None and folder is not None
+    if part == "text_encoder":
+        model = _make_text_encoder(architecture, implementation, folder=folder if loads else None)
+        initialize = model._init_weights
+    else:
+        model_class = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[part]
+        if loads:
+            # low_cpu_mem_usage=True, the default, needs accelerate.
+            options = {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
+            model = model_class.from_pretrained(folder / part, **SAFE, **options)
+        else:
+            with torch.device("meta"):
+                model = model_class.from_config(getattr(architecture, part))
+        model.set_attn_processor(implementation())
+        initialize = None
+    if loads:
         weights.place(model)
-        return model
-    with torch.device("meta"):
-        model = make()
-    if weights is not None:
-        draw_weights(model, weights, initialize=initialize(model))
+    elif weights is not None:
+        draw_weights(model, weights, initialize=initialize)
     return model
+
+
+def _make_text_encoder(
+    architecture: Architecture, implementation: str, *, folder: Path | None
+) -> CLIPTextModel:
+    if folder is not None:
+        options = {"attn_implementation": implementation, "dtype": torch.float32}
+        return CLIPTextModel.from_pretrained(folder / "text_encoder", **SAFE, **options)
+    config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
+    with torch.device("meta"):
+        return CLIPTextModel(config)
 
 
 class ParameterCount(NamedTuple):
@@ -146,7 +116,7 @@ class ParameterCount(NamedTuple):
 def count_parameters(architecture: Architecture) -> list[ParameterCount]:
     """Count the weights of U-Net (all trained), VAE and text encoder (frozen), by their shapes."""
     counts = []
-    for part, make in MAKERS.items():
-        number = sum(parameter.numel() for parameter in make(architecture).parameters())
+    for part in PARTS:
+        number = sum(weight.numel() for weight in make_part(part, architecture).parameters())
         counts.append(ParameterCount(part, number, number if part == "unet" else 0))
     return counts

@@ -13,38 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sdbench.models.compat import change_class
+from sdbench.models.weights import change_class
 
 
 class ProductConv2d(nn.Conv2d):
-    """A 3 x 3 convolution; a matrix product where reading the weights takes most of the time."""
+    """A 3 x 3 convolution; a matrix product where reading the weights takes most of the time.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve (B, C, H, W).
-
-        Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as
-        many pixels as output channels, reading the weights takes most of the time; with more,
-        torch's convolution is used, which makes no patches.
-        """
-        if 2 * _count_pixels(self, x) > self.out_channels:
-            return super().forward(x)
-        return _apply(_Product, self, x)
-
-
-class WideProductConv2d(nn.Conv2d):
-    """As `ProductConv2d`, and with products for the gradients of larger images.
-
-    With as many output channels as pixels torch's convolution is as fast as a product, but its
-    gradients are not.
+    Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as many
+    pixels as output channels, reading the weights takes most of the time; with more, torch's
+    convolution is used, which makes no patches. A wide one uses products for the gradients of up to
+    as many pixels, where torch's convolution is as fast as a product, but its gradients are not.
     """
+
+    is_wide = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (B, C, H, W)."""
-        num_pixels = _count_pixels(self, x)
-        if num_pixels > self.out_channels:
+        stride = self.stride[0]
+        num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
+        if 2 * num_pixels <= self.out_channels:
+            function = _Product
+        elif self.is_wide and num_pixels <= self.out_channels:
+            function = _ProductGradients
+        else:
             return super().forward(x)
-        is_small = 2 * num_pixels <= self.out_channels
-        return _apply(_Product if is_small else _ProductGradients, self, x)
+        weight, bias = self.weight, self.bias
+        # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return function.apply(x, weight, bias, stride)
 
 
 class PixelConv2d(nn.Conv2d):
@@ -55,22 +54,6 @@ class PixelConv2d(nn.Conv2d):
         pixels = x.permute(0, 2, 3, 1)
         result = nn.functional.linear(pixels, _as_matrix(self.weight), self.bias)
         return result.permute(0, 3, 1, 2)
-
-
-def _count_pixels(module: nn.Conv2d, x: Tensor) -> int:
-    """Pixels of a module's output for all images of `x`."""
-    stride = module.stride[0]
-    return x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
-
-
-def _apply(function: type[_Product], module: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
-    # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return function.apply(x, weight, bias, module.stride[0])
 
 
 class _Product(torch.autograd.Function):
@@ -153,7 +136,7 @@ def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
 
     Args:
         model: Weights that are not channels_last are copied in each pass.
-        wide: Replace them by `WideProductConv2d`, and 1 x 1 convolutions by `PixelConv2d`.
+        wide: Make them wide, and replace 1 x 1 convolutions by `PixelConv2d`.
     """
     for module in model.modules():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros":
@@ -162,6 +145,7 @@ def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
             continue
         form = (module.kernel_size, module.padding, module.stride)
         if form in (((3, 3), (1, 1), (1, 1)), ((3, 3), (1, 1), (2, 2))):
-            change_class(module, WideProductConv2d if wide else ProductConv2d)
+            change_class(module, ProductConv2d)
+            module.is_wide = wide
         elif wide and form == ((1, 1), (0, 0), (1, 1)):
             change_class(module, PixelConv2d)

@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
-from sdbench.models.samplers import SAMPLERS, check_sampler
+from sdbench.models.objective import SAMPLERS, check_sampler
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -40,14 +40,9 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """How pictures are generated.
+    """How pictures are generated: square ones of a side in pixels, so many per call of the model.
 
-    Attributes:
-        image_size: Side of the square pictures in pixels.
-        sampler: A key of `samplers.SAMPLERS`.
-        num_steps: Steps of the sampler.
-        guidance_scale: Weight of the prompt in classifier-free guidance; none up to 1.
-        batch_size: Pictures per call of the model.
+    The sampler is a key of `objective.SAMPLERS`. Up to a guidance scale of 1 there is no guidance.
     """
 
     image_size: int
@@ -58,11 +53,7 @@ class DrawingSettings:
 
 
 def make_sampler(name: str, schedule: Mapping[str, Any]) -> Any:
-    """Make a scheduler of diffusers, a key of `SAMPLERS`, for the noise schedule of a training.
-
-    Raises:
-        ConfigError: As `check_sampler`.
-    """
+    """Make a sampler for the noise schedule of a training; a ConfigError as `check_sampler`."""
     check_sampler(name, schedule)
     kind = getattr(diffusers, SAMPLERS[name])
     known = inspect.signature(kind.__init__).parameters
@@ -92,12 +83,6 @@ def draw(
         tokenize: Turns prompts into token ids.
         settings: How to generate; `batch_size` has no effect.
         check: Called after each step of the sampler; may raise.
-
-    Returns:
-        A picture per prompt, RGB.
-
-    Raises:
-        ConfigError: As `check_sampler`.
     """
     assert model.text_encoder is not None and len(prompts) == len(seeds)
     pipeline = StableDiffusionPipeline(
@@ -113,15 +98,15 @@ def draw(
     )
     pipeline.set_progress_bar_config(disable=True)
     device = next(model.unet.parameters()).device
+    side = settings.image_size // pipeline.vae_scale_factor
+    shape = (model.unet.config.in_channels, side, side)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     was_training = model.training
-
-    def step_ended(*step: Any) -> dict[str, Any]:
-        check()
-        return {}
 
     model.eval()
     try:
-        with torch.no_grad(), model.unobserved(), model.autocast(device):
+        with torch.no_grad(), model.autocast(device):
             states, empty_states = (
                 model.text_states({"input_ids": torch.from_numpy(tokenize(texts)).to(device)})
                 for texts in (prompts, [""] * len(prompts))
@@ -129,14 +114,12 @@ def draw(
             latents = pipeline(
                 prompt_embeds=states.to(model.unet.dtype),
                 negative_prompt_embeds=empty_states.to(model.unet.dtype),
-                latents=_draw_noise(model, seeds, image_size=settings.image_size).to(
-                    device, model.unet.dtype
-                ),
+                latents=noise.to(device, model.unet.dtype),
                 height=settings.image_size,
                 width=settings.image_size,
                 num_inference_steps=settings.num_steps,
                 guidance_scale=settings.guidance_scale,
-                callback_on_step_end=step_ended,
+                callback_on_step_end=lambda *_: check() or {},
                 output_type="latent",
             ).images
             images = model.decode(latents.float())
@@ -145,42 +128,16 @@ def draw(
     return VaeImageProcessor().postprocess(images, output_type="pil")
 
 
-def _draw_noise(model: StableDiffusion, seeds: Sequence[int], *, image_size: int) -> torch.Tensor:
-    """Standard normal noise (B, 4, H/8, W/8) in fp32, each sample by its seed."""
-    side = image_size // 2 ** (len(model.vae.config.block_out_channels) - 1)
-    shape = (model.unet.config.in_channels, side, side)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-
-
 def draw_samples(
-    model: StableDiffusion,
-    prompts: Sequence[str],
-    *,
-    seed: int,
-    tokenize: Tokenize,
-    settings: DrawingSettings,
-    ranks: Ranks,
-    check: Callable[[], None] = lambda: None,
+    model: StableDiffusion, prompts: Sequence[str], *, ranks: Ranks, **options: Any
 ) -> list[Image.Image]:
-    """Generate a picture for each prompt, on all ranks together; picture i has the seed `seed` + i.
-
-    Args:
-        model: The same on every rank, or sharded.
-        prompts: One per picture.
-        seed: Of the first picture.
-        tokenize: Turns prompts into token ids.
-        settings: How to generate.
-        ranks: The place of this process; every rank has to call.
-        check: Called after each step of the sampler, equally often on all ranks; may raise.
+    """Generate a picture for each prompt, on all ranks together; the arguments of `draw_share`.
 
     Returns:
         All pictures in order, on every rank.
     """
     drawn: dict[int, np.ndarray] = {}
-    for indices, pictures in draw_share(
-        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
-    ):
+    for indices, pictures in draw_share(model, prompts, ranks=ranks, **options):
         drawn |= zip(indices, map(np.asarray, pictures), strict=True)
     return [Image.fromarray(picture) for picture in distributed.gather_numbered(drawn, ranks)]
 
@@ -190,24 +147,30 @@ def draw_share(
     prompts: Sequence[str],
     *,
     seed: int,
-    tokenize: Tokenize,
-    settings: DrawingSettings,
     ranks: Ranks,
-    check: Callable[[], None] = lambda: None,
+    settings: DrawingSettings,
+    **options: Any,
 ) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
-    """Generate this rank's share of the pictures of `draw_samples`, which has the same arguments.
+    """Generate this rank's share of the pictures.
 
     The batches are the same for any number of ranks, and so are the pictures to the bit. All ranks
     call the model equally often, which sharded weights need: some generate a batch again, and drop
     it. Every rank has to go on to the end.
 
+    Args:
+        model: The same on every rank, or sharded.
+        prompts: One per picture, of all ranks.
+        seed: Of the first picture; picture i has the seed `seed` + i.
+        ranks: The place of this process; every rank has to call.
+        settings: How to generate.
+        **options: `tokenize` and `check` of `draw`.
+
     Yields:
         Numbers of prompts, and their pictures; each number on one rank.
     """
-    batches = [
-        range(first, min(first + settings.batch_size, len(prompts)))
-        for first in range(0, len(prompts), settings.batch_size)
-    ]
+    size = settings.batch_size
+    numbers = range(len(prompts))
+    batches = [numbers[first : first + size] for first in range(0, len(prompts), size)]
     num_rounds = math.ceil(len(batches) / ranks.world_size)
     for number in range(ranks.rank, num_rounds * ranks.world_size, ranks.world_size):
         is_kept = number < len(batches)
@@ -216,9 +179,8 @@ def draw_share(
             model,
             [prompts[index] for index in indices],
             [seed + index for index in indices],
-            tokenize=tokenize,
             settings=settings,
-            check=check,
+            **options,
         )
         if is_kept:
             yield indices, pictures
@@ -237,6 +199,8 @@ def make_grid(
         num_columns: Pictures in a row; None makes about a square.
         captions: A line below each picture, cut to its width; empty: no captions.
     """
+    import matplotlib  # for its font, with most Latin, Greek and Cyrillic letters
+
     if num_columns is None:
         num_columns = math.ceil(math.sqrt(len(pictures)))
     num_columns = min(num_columns, len(pictures))
@@ -247,7 +211,8 @@ def make_grid(
     num_rows = math.ceil(len(pictures) / num_columns)
     size = (num_columns * cell_width + GRID_MARGIN_PX, num_rows * cell_height + GRID_MARGIN_PX)
     grid = Image.new("RGB", size, "white")
-    font = _load_font(CAPTION_HEIGHT_PX - 4)
+    font_file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    font = ImageFont.truetype(font_file, CAPTION_HEIGHT_PX - 4)
     for index, picture in enumerate(pictures):
         row, column = divmod(index, num_columns)
         place = (column * cell_width + GRID_MARGIN_PX, row * cell_height + GRID_MARGIN_PX)
@@ -257,11 +222,3 @@ def make_grid(
             ImageDraw.Draw(strip).text((0, 0), captions[index], fill="black", font=font)
             grid.paste(strip, (place[0], place[1] + height))
     return grid
-
-
-def _load_font(size_px: int) -> ImageFont.FreeTypeFont:
-    """Matplotlib's font, with most Latin, Greek and Cyrillic letters."""
-    import matplotlib
-
-    file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
-    return ImageFont.truetype(file, size_px)

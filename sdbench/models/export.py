@@ -24,6 +24,23 @@ from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
 
 CARD_NAME = "README.md"
+CARD = """\
+---
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+
+# {name}
+
+{told}
+
+```python
+from diffusers import StableDiffusionPipeline
+
+{loading}
+pipeline("a prompt").images[0].save("picture.png")
+```
+"""
 
 
 def export(
@@ -44,14 +61,10 @@ def export(
         folder: New or empty.
         trained: Replace weights of the model, by the name ``<module>.<parameter>``.
         tokenizer: With its pad token.
-        dtype: Type of the weights: fp32, fp16 or bf16.
-        sampler: A key of `samplers.SAMPLERS`, diffusers' default for this model.
+        dtype: Type of the weights: fp32, fp16 or bf16. One that is not finite there is a RunError.
+        sampler: A key of `objective.SAMPLERS`, diffusers' default for this model.
         card: Text of README.md.
         learned: Rows (D,) of learned tokens, by token, for a separate file.
-
-    Raises:
-        ConfigError: The folder holds something or cannot be made, or as `check_sampler`.
-        RunError: A weight is not finite in this type.
     """
     assert model.vae is not None and model.text_encoder is not None
     check_folder(folder)
@@ -63,8 +76,13 @@ def export(
             "vae": AutoencoderKL.from_config(model.vae.config),
             "text_encoder": CLIPTextModel(model.text_encoder.config),
         }
-    for name, module in modules.items():
-        _fill(module, weights, prefix=f"{name}.", dtype=dtype)
+    for part, module in modules.items():
+        own = {
+            name.removeprefix(f"{part}."): convert(name, weight, dtype=dtype)
+            for name, weight in weights.items()
+            if name.startswith(f"{part}.")
+        }
+        module.load_state_dict(own, assign=True)
     pipeline = StableDiffusionPipeline(
         **modules,
         scheduler=make_sampler(sampler, model.scheduler.config),
@@ -93,11 +111,7 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
-    """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -116,24 +130,11 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
 
 
 def convert(name: str, weight: Tensor, *, dtype: str) -> Tensor:
-    """Convert a weight to a type, contiguous on the CPU.
-
-    Raises:
-        RunError: It is not finite in this type.
-    """
+    """Convert a weight to a type, contiguous on the CPU; a RunError if it is not finite there."""
     converted = weight.detach().to("cpu", ENCODER_DTYPES[dtype]).contiguous()
     if not torch.isfinite(converted).all():
         raise RunError(f"the weight {name} is not finite in {dtype}")
     return converted
-
-
-def _fill(module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: str) -> None:
-    """Assign converted weights to a module on the meta device."""
-    own = {}
-    for name, weight in weights.items():
-        if name.startswith(prefix):
-            own[name.removeprefix(prefix)] = convert(name, weight, dtype=dtype)
-    module.load_state_dict(own, assign=True)
 
 
 def make_card(
@@ -150,42 +151,25 @@ def make_card(
         name: Of the model.
         sections: Facts by heading (Data, Settings, Figures).
         commit: Of the suite that trained it; None if unknown.
-        sampler: What the model was exported with.
-        lora_file: Name of the file with its LoRA; None: the folder has the whole model.
+        sampler: Of the folder of a whole model.
+        lora_file: File of a folder with LoRA alone.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (
         f"A Stable Diffusion model {trained}, with the sampler {sampler}. It has no safety checker."
     )
-    pipeline = 'StableDiffusionPipeline.from_pretrained("THIS_FOLDER", local_files_only=True)'
-    loading = [f"pipeline = {pipeline}"]
-    if lora_file is not None:
+    loading = 'pipeline = StableDiffusionPipeline.from_pretrained("{}"{})'
+    if lora_file is None:
+        loading = loading.format("THIS_FOLDER", ", local_files_only=True")
+    else:
         told = f"LoRA for a Stable Diffusion model, {trained}."
-        loading = [
-            'pipeline = StableDiffusionPipeline.from_pretrained("THE_MODEL")',
-            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")',
-        ]
-    lines = [
-        "---",
-        "library_name: diffusers",
-        "pipeline_tag: text-to-image",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        told,
-        "",
-        "```python",
-        "from diffusers import StableDiffusionPipeline",
-        "",
-        *loading,
-        'pipeline("a prompt").images[0].save("picture.png")',
-        "```",
-    ]
+        loading = loading.format("THE_MODEL", "")
+        loading += f'\npipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")'
+    tables = ""
     for heading, facts in redact_values(sections).items():
-        lines += ["", f"## {heading}", "", "| what | value |", "|---|---|"]
-        lines += [f"| {_cell(what)} | {_cell(value)} |" for what, value in facts.items()]
-    return "\n".join(lines) + "\n"
+        rows = [f"| {_cell(what)} | {_cell(value)} |\n" for what, value in facts.items()]
+        tables += f"\n## {heading}\n\n| what | value |\n|---|---|\n{''.join(rows)}"
+    return CARD.format(name=name, told=told, loading=loading) + tables
 
 
 def _cell(value: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import PARTS, make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 
@@ -23,10 +23,7 @@ from sdbench.models.lora import Lora
 class FlopsPerImage(NamedTuple):
     """Floating-point operations for one image; a multiply-add counts as two.
 
-    Attributes:
-        unet_forward_backward: U-Net.
-        vae_encode: Encoder of the VAE.
-        text_encode: Text encoder, with its backward pass if it is trained.
+    Those of the text encoder include its backward pass if it is trained.
     """
 
     unet_forward_backward: int
@@ -45,18 +42,12 @@ def count_flops(
 ) -> FlopsPerImage:
     """Count matrix products and convolutions of one image, without computing them.
 
-    Args:
-        architecture: The model.
-        image_size: Side of the square image in pixels.
-        trained: The U-Net, with or without the text encoder.
-        lora: Trained in place of their weights, whose gradients are not computed.
-        learns_token: Only a new token of the text encoder is trained.
+    The arguments are those of `replay.Step`; weights without gradients take no work for these.
     """
     latent_size = image_size // architecture.latent_factor
     num_tokens = architecture.text_encoder["max_position_embeddings"]
     width = architecture.unet["cross_attention_dim"]
-    unet, vae = make_unet(architecture), make_vae(architecture)
-    text_encoder = make_text_encoder(architecture)
+    unet, vae, text_encoder = (make_part(part, architecture) for part in PARTS)
     if lora is not None:
         lora.add_to({"unet": unet, "text_encoder": text_encoder}, seed=None)
     if learns_token:
@@ -86,7 +77,7 @@ def count_flops(
 @functools.cache
 def count_vae_flops(architecture: Architecture, *, image_size: int) -> int:
     """Count the operations of training the VAE on one image, as `count_flops`."""
-    vae = make_vae(architecture)
+    vae = make_part("vae", architecture)
     with torch.device("meta"):
         image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
         return _count(lambda: vae(image).sample.sum().backward())

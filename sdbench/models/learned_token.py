@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPTextModel
 
-from sdbench.models.compat import change_class
+from sdbench.models.weights import change_class
 
 # What diffusers' `load_textual_inversion` looks for in a folder.
 LEARNED_FILE_NAME = "learned_embeds.safetensors"

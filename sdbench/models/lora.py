@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.compat import change_class
-from sdbench.models.weights import Weights, drawing_by
+from sdbench.models.weights import Weights, change_class, seeded_generator
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -58,18 +57,12 @@ class Lora:
         )
 
     def add_to(self, parts: Mapping[str, nn.Module], *, seed: int | None) -> None:
-        """Add LoRA to sub-models in place, and freeze all their other weights.
+        """Add LoRA to sub-models on their device in place, and freeze all their other weights.
 
         The matrices A (rank, in) and B (out, rank) are in fp32, whatever the type of W. A is drawn
         on the CPU, as peft draws it, and B is 0: the output of the module stays as it is. The
-        caller's random generators keep their state.
-
-        Args:
-            parts: U-Net of diffusers, CLIP text encoder of transformers, on their device.
-            seed: Of the model, the same on every rank; None draws nothing, for fake tensors.
-
-        Raises:
-            ConfigError: A name is that of no layer, or of one that is not linear.
+        caller's random generators keep their state. Without a seed nothing is drawn, for fake
+        tensors. A name of no linear layer is a ConfigError.
         """
         for part, layers in self.layers:
             _check_layers(parts[part], layers, flag=LAYERS_FLAGS[part])
@@ -84,7 +77,7 @@ class Lora:
         with torch.device("meta"):
             inject_adapter_in_model(config, module, ADAPTER)
         module.requires_grad_(False)
-        with drawing_by(seed, torch.device("cpu")):
+        with seeded_generator(seed, torch.device("cpu")):
             for layer in lora_layers(module).values():
                 weights = Weights(seed=seed, device=layer.get_base_layer().weight.device)
                 matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])

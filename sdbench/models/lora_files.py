@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import shorten
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import MAKERS
+from sdbench.models.components import make_part
 from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.settings.lora import LoraFile
@@ -82,10 +82,7 @@ def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> N
         ConfigError: A file is not there, is no LoRA, or is one of another model.
     """
     for file in files:
-        if not Path(file.path).is_file():
-            raise _refusal("there is no such file", file)
-        parts = {part: MAKERS[part](architecture) for part in KOHYA_PREFIXES}
-        _load(file, parts)
+        _load(file, {part: make_part(part, architecture) for part in KOHYA_PREFIXES})
 
 
 def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
@@ -103,75 +100,50 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
     """Load the LoRA of a file beside the weights of sub-models, by diffusers."""
-    path = Path(file.path)
-    try:
-        with safe_open(path, "pt") as stored:
-            names = list(stored.keys())
-        with _quiet_diffusers():
-            tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
-                str(path.parent),
-                weight_name=path.name,
-                use_safetensors=True,  # a pickle is never loaded
-                local_files_only=True,
-                return_lora_metadata=True,
-            )
-    except Exception as error:  # diffusers raises any kind
-        raise _refusal(f"diffusers cannot read it as LoRA ({_first_line(error)})", file) from None
-    if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
-        raise _refusal("it is DoRA, whose scales diffusers would leave out", file)
-    loaders = {
-        "unet": StableDiffusionPipeline.load_lora_into_unet,
-        "text_encoder": StableDiffusionPipeline.load_lora_into_text_encoder,
-    }
-    if not tensors or not all("lora" in name for name in tensors):
-        raise _refusal("it has other weights than those of LoRA", file)
-    for part, module in parts.items():
-        own = [name for name in tensors if name.startswith(f"{part}.")]
-        if not own:
-            continue
-        options = {part: module, "network_alphas": alphas, "metadata": metadata}
-        try:
-            with _quiet_diffusers():
-                loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
-        except Exception as error:
-            what = f"it is of another model, or damaged ({_first_line(error)})"
-            raise _refusal(what, file) from None
-        num_layers = sum(".down." in name or ".lora_A." in name for name in own)
-        num_found = len(lora_layers(module))
-        if num_found != num_layers:
-            raise _refusal(
-                f"it is LoRA of another model: of {num_layers} layers of its {part}, this one has "
-                f"{num_found}",
-                file,
-            )
-    strange = [name for name in tensors if name.partition(".")[0] not in parts]
-    if strange:
-        raise _refusal(f"it is LoRA of another model, which has {strange[0]}", file)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message below its heading, if it has one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = next((line for line in lines if not line.endswith(":")), "it does not say why")
-    return first.rstrip(".")
-
-
-@contextlib.contextmanager
-def _quiet_diffusers() -> Iterator[None]:
-    """Silence diffusers' log: an error is told in one sentence."""
     logger = logging.getLogger("diffusers")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL)  # an error is told in one sentence
     try:
-        yield
+        _load_by_diffusers(Path(file.path), parts)
+    except Exception as error:  # diffusers raises any kind
+        raise ConfigError(
+            f"this LoRA cannot be used: {shorten(' '.join(str(error).split()), length=200)}",
+            value=file.path,
+            allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
+            flag="--lora",
+        ) from error
     finally:
         logger.setLevel(level)
 
 
-def _refusal(what: str, file: LoraFile) -> ConfigError:
-    return ConfigError(
-        f"this LoRA cannot be used: {what}",
-        value=file.path,
-        allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
-        flag="--lora",
+def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module]) -> None:
+    with safe_open(path, "pt") as stored:
+        names = list(stored.keys())
+    if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
+        raise ValueError("it is DoRA, whose scales diffusers would leave out")
+    tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
+        str(path.parent),
+        weight_name=path.name,
+        use_safetensors=True,  # a pickle is never loaded
+        local_files_only=True,
+        return_lora_metadata=True,
     )
+    strange = [
+        name for name in tensors if "lora" not in name or name.partition(".")[0] not in parts
+    ]
+    if strange or not tensors:
+        raise ValueError(f"it has weights that are no LoRA of this model: {strange[:1]}")
+    loaders = {
+        "unet": StableDiffusionPipeline.load_lora_into_unet,
+        "text_encoder": StableDiffusionPipeline.load_lora_into_text_encoder,
+    }
+    for part, module in parts.items():
+        own = [name for name in tensors if name.startswith(f"{part}.")]
+        if own:
+            options = {part: module, "network_alphas": alphas, "metadata": metadata}
+            loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
+        num_layers = sum(".down." in name or ".lora_A." in name for name in own)
+        num_found = len(lora_layers(module))
+        if num_found != num_layers:
+            # diffusers leaves out the layers that a model has not.
+            raise ValueError(f"of {num_layers} layers of its {part}, this model has {num_found}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -111,8 +112,7 @@ class MemoryEstimate:
         ]
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(NamedTuple):
     """Bytes at one time of a step, without weights and state."""
 
     phase: str
@@ -120,29 +120,21 @@ class _Moment:
     activations: float
     temporaries: float
 
-    @property
-    def num_bytes(self) -> float:
-        return self.gradients + self.activations + self.temporaries
-
 
 def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
-    """Estimate the peak memory of one rank in training with AdamW.
+    """Estimate the peak memory of one rank in training with AdamW, by its parts.
 
     Args:
         step: What is computed.
         options: What this rank has of it.
-
-    Returns:
-        The peak by its parts.
     """
     profile, shards = profile_step(step), options.num_shards
     weights = float(profile.trained_weights)
     state_weights = 2 * weights if options.master_weights else weights
-    peak = max(_moments(profile, step, options), key=lambda moment: moment.num_bytes)
+    peak = max(_moments(profile, step, options), key=lambda moment: sum(moment[1:]))
     lost = CUDA_FRAGMENTATION * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
-    has_buckets = not (options.gradient_as_bucket_view or options.is_fsdp)
-    gradients = peak.gradients + (weights if options.num_ranks > 1 and has_buckets else 0.0)
-    frozen_weights = float(profile.frozen_weights)
+    held_weights, frozen_weights = weights, float(profile.frozen_weights)
+    gradients = peak.gradients
     if options.is_fsdp:
         # The frozen weights beside LoRA are sharded as well. grad_op gathers all weights for the
         # whole step, the others a block at a time.
@@ -157,23 +149,26 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
         if options.num_microbatches == 1:
             of_shards = peak.gradients * (state_weights / weights)
             gradients = of_shards / shards + profile.gathered_weights
-    else:
-        held_weights = weights
+    elif options.num_ranks > 1 and not options.gradient_as_bucket_view:
+        gradients += weights  # DDP's buckets
     # Adam's means of the gradient and of its square, and master weights.
     state = (2 + options.master_weights) * state_weights
     # The average is in fp32, as the weights of LoRA and of a token are.
     has_bf16 = step.precision == "bf16" and step.lora is None and not step.learns_token
-    ema_weights = weights * 2 if has_bf16 else weights
+    ema = options.use_ema * (weights * 2 if has_bf16 else weights)
+    sizes = {
+        "trained_weights": held_weights,
+        "frozen_weights": frozen_weights,
+        "optimizer_state": state / shards,
+        "ema": ema / shards,
+        "gradients": gradients,
+        "activations": peak.activations,
+        "temporaries": peak.temporaries + lost,
+    }
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB,
-        trained_weights=held_weights / BYTES_PER_GIB,
-        frozen_weights=frozen_weights / BYTES_PER_GIB,
-        optimizer_state=state / shards / BYTES_PER_GIB,
-        ema=options.use_ema * ema_weights / shards / BYTES_PER_GIB,
-        gradients=gradients / BYTES_PER_GIB,
-        activations=peak.activations / BYTES_PER_GIB,
-        temporaries=(peak.temporaries + lost) / BYTES_PER_GIB,
         phase=peak.phase,
+        **{name: size / BYTES_PER_GIB for name, size in sizes.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""The training objective: what the U-Net predicts, and how much each time step counts."""
+"""The training objective, and the samplers that can follow its noise schedule."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ SPACING_KEY = "timestep_spacing"
 # Noise, velocity, or the latents themselves.
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 EPSILON, VELOCITY, SAMPLE = PREDICTION_TYPES
+# The samplers by name, classes of diffusers.
+SAMPLERS = {
+    "ddim": "DDIMScheduler",
+    "pndm": "PNDMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "dpm": "DPMSolverMultistepScheduler",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +48,7 @@ class Objective:
     def schedule(self, scheduler: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the changes of this objective to the configuration of a scheduler of diffusers.
 
-        Raises:
-            ConfigError: The last time step is pure noise, and the U-Net does not predict v.
+        A last time step of pure noise is a ConfigError, unless v is predicted.
         """
         config = dict(scheduler)
         if self.prediction_type is not None:
@@ -66,28 +72,6 @@ class Objective:
 PLAIN = Objective()
 
 
-def target_of(
-    prediction_type: str,
-    *,
-    latents: Tensor,
-    noise: Tensor,
-    signal_scale: Tensor,
-    noise_scale: Tensor,
-) -> Tensor:
-    """The target of the U-Net, of the shape of the latents (B, 4, H/8, W/8).
-
-    The noised latents are `signal_scale` x `latents` + `noise_scale` x `noise`; the scales are
-    (B, 1, 1, 1).
-    """
-    if prediction_type == SAMPLE:
-        return latents
-    if prediction_type == VELOCITY:
-        # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
-        return signal_scale * noise - noise_scale * latents
-    assert prediction_type == EPSILON, prediction_type
-    return noise
-
-
 def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str) -> Tensor:
     """Weights of the squared error at each time step.
 
@@ -99,3 +83,20 @@ def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str)
     snr = signal_power / (1.0 - signal_power)
     divisors = {EPSILON: snr, VELOCITY: snr + 1.0, SAMPLE: 1.0}
     return snr.clamp(max=gamma) / divisors[prediction_type]
+
+
+def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
+    """Check that a sampler, a key of `SAMPLERS`, can follow the schedule of a diffusers scheduler.
+
+    Raises:
+        ConfigError: It supports neither prediction of the sample nor zero terminal SNR.
+    """
+    predicts_sample = schedule.get("prediction_type") == SAMPLE
+    if name == "pndm" and (predicts_sample or schedule.get(ZERO_TERMINAL_SNR_KEY)):
+        kind = "that predicts the sample" if predicts_sample else "with zero terminal SNR"
+        raise ConfigError(
+            f"this sampler cannot draw by a model {kind}",
+            value=name,
+            allowed=" | ".join(other for other in SAMPLERS if other != name),
+            flag="--scheduler",
+        )

@@ -20,19 +20,13 @@ PARTS_FLAG = "--model_parts"
 
 def replace_parts(
     architecture: Architecture, parts: Mapping[str, Mapping[str, Any]]
-) -> tuple[Architecture, list[str]]:
+) -> Architecture:
     """Put other parts into a model.
 
     Args:
         architecture: Of the model.
         parts: By part, ``{"pretrained": model}``, whose configuration and weights it gets, or
             ``{"params": configuration}``, with random weights.
-
-    Returns:
-        The architecture, and notes for the user.
-
-    Raises:
-        ConfigError: There is no such model, or the parts do not fit together.
     """
     unknown = sorted(parts.keys() - CONFIG_FILES.keys())
     if unknown:
@@ -42,7 +36,6 @@ def replace_parts(
             allowed=" | ".join(CONFIG_FILES),
             flag=PARTS_FLAG,
         )
-    notes = []
     for part, given in parts.items():
         if "params" in given:
             params = dict(given["params"])
@@ -51,16 +44,15 @@ def replace_parts(
             if part != "tokenizer":
                 _check_params(part, params)
         else:
-            source, note = resolve_architecture(given["pretrained"])
+            source = resolve_architecture(given["pretrained"])
             changes = {part: getattr(source, part)}
             folder, tokenizer_folder = source.weights_folder, source.tokenizer_folder
-            notes += [] if note is None else [note]
         if part == "tokenizer":
             changes["tokenizer_folder"] = tokenizer_folder
         folders = {**architecture.part_folders, part: folder}
         architecture = dataclasses.replace(architecture, part_folders=folders, **changes)
     _check_widths(architecture)
-    return architecture, notes
+    return architecture
 
 
 def _pad_token(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,20 +80,18 @@ def _check_params(part: str, params: Mapping[str, Any]) -> None:
     }[part]
     known = inspect.signature(part_class.__init__).parameters
     unknown = sorted(params.keys() - known.keys())
-    problem = f"no such parameter: {unknown[0]}" if unknown else None
-    if problem is None:
-        try:
-            with torch.device("meta"):
-                part_class(**params)
-        except Exception as error:  # diffusers raises any kind
-            problem = str(error)
-    if problem is not None:
+    try:
+        if unknown:
+            raise ValueError(f"no such parameter: {unknown[0]}")
+        with torch.device("meta"):
+            part_class(**params)
+    except Exception as error:  # diffusers raises any kind
         raise ConfigError(
-            f"no {part} can be made from these numbers ({problem})",
+            f"no {part} can be made from these numbers ({error})",
             value=dict(params),
             allowed=f"parameters of {part_class.__name__} that fit together",
             flag=PARTS_FLAG,
-        )
+        ) from error
 
 
 def _check_widths(architecture: Architecture) -> None:

@@ -12,12 +12,9 @@ import torch
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Types of one precision.
+    """Types of trained weights, their gradients and state, and of autocast, if there is one.
 
-    Attributes:
-        weights: Type of trained weights, their gradients and optimizer state; with LoRA, which is
-            in fp32, type of the frozen weights beside it.
-        autocast: Type that autocast computes in; None: no autocast.
+    LoRA is in fp32; the frozen weights beside it have the type of weights.
     """
 
     weights: torch.dtype

@@ -175,6 +175,13 @@ class _CudaAutocastRules(TorchFunctionMode):
 @functools.cache
 def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or read the replay of an earlier process from the cache."""
+    # Nothing of it depends on where the weights come from.
+    bare = dataclasses.replace(
+        step.architecture,
+        **{"name": "", "weights_folder": None, "part_folders": {}},
+        **{"tokenizer_folder": None, "revision": None},
+    )
+    step = dataclasses.replace(step, architecture=bare)
     try:
         folder = private_folder(REPLAYS_FOLDER)
     except ConfigError:  # the plan has a note of it
@@ -191,42 +198,31 @@ def profile_step(step: Step) -> StepProfile:
 
 def _fingerprint(step: Step) -> str:
     """Hash of what a replay depends on: the step, this code, and the libraries."""
-    model = _without_weights(step.architecture)
-    known = repr(dataclasses.replace(step, architecture=dataclasses.replace(model, name="")))
     modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
-    digest = hashlib.sha256(repr((known, versions)).encode())
+    digest = hashlib.sha256(repr((step, versions)).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _without_weights(architecture: Architecture) -> Architecture:
-    """The architecture without the files of a folder, which a replay does not need."""
-    return dataclasses.replace(
-        architecture, weights_folder=None, part_folders={}, tokenizer_folder=None, revision=None
-    )
-
-
 def _replay_step(step: Step) -> StepProfile:
-    bare, trained = _without_weights(step.architecture), step.trained
+    trained = step.trained
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
     attention, vae_attention = (
         kind if kind in ("eager", "by_shape") else "sdpa"
         for kind in (step.attention, step.vae_attention)
     )
-    alike: dict[str, Any] = {
-        "seed": None,
-        "precision": step.precision,
-        "memory_format": "contiguous",
-    }
+    alike: dict[str, Any] = {"seed": None, "precision": step.precision}
     with FakeTensorMode():
         model: StableDiffusion | Autoencoder
         if "vae" in trained:
-            model = build_autoencoder(bare, kl_weight=1.0, attention=vae_attention, **alike)
+            model = build_autoencoder(
+                step.architecture, kl_weight=1.0, attention=vae_attention, **alike
+            )
         else:
             model = build_stable_diffusion(
-                bare,
+                step.architecture,
                 encoder_dtype=step.encoder_dtype,
                 attention=attention,
                 vae_attention=vae_attention,
@@ -254,22 +250,17 @@ def _replay_step(step: Step) -> StepProfile:
         )
 
 
-def _choose_num_images(model: torch.nn.Module) -> int:
-    """Images of the replayed step: a prime that divides the size of no weight.
-
-    It tells tensors that are proportional to the images from those with the size of a weight (a
-    gradient, a copy in another type).
-    """
-    sizes = {tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
-    return next(prime for prime in PRIMES if all(size % prime for size in sizes))
-
-
 def _replay(
     model: Any, trained: Sequence[torch.nn.Module], step: Step
 ) -> tuple[list[tuple[int, int, int]], int]:
     """Run one step on fake tensors; returns `timeline` and `trained_start` of its profile."""
-    num_images = _choose_num_images(model)
-    log = _AllocationLog([*model.parameters(), *model.buffers()], num_images=num_images)
+    weights = [*model.parameters(), *model.buffers()]
+    # A prime that divides the size of no weight tells tensors that are proportional to the images
+    # from those with the size of a weight (a gradient, a copy in another type).
+    num_images = next(
+        prime for prime in PRIMES if all(weight.numel() % prime for weight in weights)
+    )
+    log = _AllocationLog(weights, num_images=num_images)
     starts: list[int] = []
     handles = []
     for module in trained:

@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,17 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
-from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
+from sdbench.models.objective import (
+    EPSILON,
+    PLAIN,
+    SAMPLE,
+    VELOCITY,
+    Objective,
+    min_snr_weights,
+)
 from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS, autocast
 from sdbench.models.weights import Weights
 
@@ -32,10 +39,6 @@ LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 
 # Makes the context around a phase of the step: vae_encode, text_encode or unet_forward.
 PhaseObserver = Callable[[str], contextlib.AbstractContextManager[Any]]
-
-
-def _unobserved(phase: str) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
 
 
 class StableDiffusion(nn.Module):
@@ -52,7 +55,7 @@ class StableDiffusion(nn.Module):
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
         objective: Objective = PLAIN,
-        phase: PhaseObserver = _unobserved,
+        phase: PhaseObserver = contextlib.nullcontext,
     ) -> None:
         """Join the sub-models.
 
@@ -131,13 +134,7 @@ class StableDiffusion(nn.Module):
     def predict(
         self, latents: Tensor, text_states: Tensor, *, timesteps: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Noise latents and predict what the objective asks for.
-
-        Args:
-            latents: (B, 4, H/8, W/8), scaled.
-            text_states: (B, 77, D).
-            timesteps: (B,).
-            noise: Of the shape of the latents.
+        """Noise latents (B, 4, H/8, W/8), scaled, and predict what the objective asks for.
 
         Returns:
             The prediction in the compute type and the target in fp32, of the same shape.
@@ -145,13 +142,11 @@ class StableDiffusion(nn.Module):
         signal_scale = self.signal_scale[timesteps].view(-1, 1, 1, 1)
         noise_scale = self.noise_scale[timesteps].view(-1, 1, 1, 1)
         noised = signal_scale * latents + noise_scale * noise
-        target = target_of(
-            self.prediction_type,
-            latents=latents,
-            noise=noise,
-            signal_scale=signal_scale,
-            noise_scale=noise_scale,
-        )
+        if self.prediction_type == VELOCITY:
+            # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
+            target = signal_scale * noise - noise_scale * latents
+        else:
+            target = {EPSILON: noise, SAMPLE: latents}[self.prediction_type]
         with self._phase("unet_forward"), self.autocast(latents.device):
             prediction = self.unet(
                 noised.to(self.unet.dtype, memory_format=self.memory_format),
@@ -162,12 +157,7 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode_means(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Encode a batch of `forward` without random numbers.
-
-        Returns:
-            The scaled means of the latents (B, 4, H/8, W/8) in fp32, or the latents themselves if
-            the batch has no moments, and the text states (B, 77, D).
-        """
+        """The scaled means of a batch's latents, and its text states, without random numbers."""
         return self._latents(batch, draw=torch.zeros_like), self.text_states(batch)
 
     @torch.no_grad()
@@ -178,27 +168,17 @@ class StableDiffusion(nn.Module):
             unscaled = (latents / self.scaling_factor).to(self.vae.dtype)
             return self.vae.decode(unscaled).sample.float().clamp(-1.0, 1.0)
 
-    @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Enter no phases within the block, which is no part of a training step."""
-        phase, self._phase = self._phase, _unobserved
-        try:
-            yield
-        finally:
-            self._phase = phase
-
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
-        """Encode the images and captions of a batch by frozen encoders, ahead of training on it.
-
-        Captions stay token ids if the text encoder is trained.
+        """Encode `image` and `input_ids` by frozen encoders, ahead of training on them.
 
         Args:
-            batch: `image` and `input_ids`, as for `forward`.
+            batch: As for `forward`.
             encoder_batch_size: Images per call of an encoder.
 
         Returns:
-            `latent_mean`, `latent_logvar` and `text_embedding` or `input_ids`, as for `forward`.
+            `latent_mean` and `latent_logvar`, and `text_embedding` or, if the text encoder is
+            trained, `input_ids`.
         """
         assert self.text_encoder is not None
         moments = [self.moments(images) for images in batch["image"].split(encoder_batch_size)]
@@ -257,7 +237,7 @@ class StableDiffusion(nn.Module):
             return batch["text_embedding"]
         assert self.text_encoder is not None, "captions need a model built with its encoders"
         with self._phase("text_encode"), self._encoder_autocast(self.text_encoder):
-            return encode_captions(self.text_encoder, batch["input_ids"])
+            return self.text_encoder(batch["input_ids"])[0]
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -267,12 +247,7 @@ def _is_trained(module: nn.Module) -> bool:
 def encode_images(
     vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
 ) -> tuple[Tensor, Tensor]:
-    """Encode images.
-
-    Args:
-        vae: The VAE.
-        images: (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
-        memory_format: Layout of the VAE's input.
+    """Encode images (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
 
     Returns:
         Mean and log-variance of the latents, both (B, 4, H/8, W/8) in fp32, not scaled.
@@ -294,11 +269,6 @@ def to_pixels(
     return images.to(dtype, memory_format=memory_format)
 
 
-def encode_captions(text_encoder: CLIPTextModel, input_ids: Tensor) -> Tensor:
-    """Last hidden states (B, 77, D) of captions given as token ids (B, 77)."""
-    return text_encoder(input_ids)[0]
-
-
 def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor, scaling_factor: float) -> Tensor:
     """Latents of these moments, (mean + deviation * noise) * scaling_factor, (B, 4, H/8, W/8)."""
     deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
@@ -314,10 +284,10 @@ def build_stable_diffusion(
     architecture: Architecture,
     *,
     seed: int | None,
-    precision: str,
-    encoder_dtype: str,
-    memory_format: str,
-    attention: str,
+    precision: str = "fp32",
+    encoder_dtype: str = "fp32",
+    memory_format: str = "contiguous",
+    attention: str = "sdpa",
     vae_attention: str | None = None,
     encoders: bool = True,
     trained: Collection[str] = ("unet",),
@@ -325,7 +295,7 @@ def build_stable_diffusion(
     initial_token_id: int | None = None,
     device: str | torch.device = "cpu",
     objective: Objective = PLAIN,
-    phase: PhaseObserver = _unobserved,
+    phase: PhaseObserver = contextlib.nullcontext,
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
@@ -333,7 +303,7 @@ def build_stable_diffusion(
     with LoRA those of the U-Net, on the CPU, see `build_encoders`.
 
     Args:
-        architecture: What to build; with a weights folder its weights are loaded, else drawn.
+        architecture: With a weights folder its weights are loaded, else drawn.
         seed: Of the random weights; None draws nothing, for fake tensors. The caller's random
             generators keep their state.
         precision: One of `PRECISIONS`. The caller sets torch's global switch for TF32.
@@ -363,9 +333,9 @@ def build_stable_diffusion(
         device=device,
         dtype=numbers.weights,
         memory_format=layout,
-        drawn_on=None if "unet" in trained and lora is None else "cpu",
+        generator_device=None if "unet" in trained and lora is None else "cpu",
     )
-    unet = make_unet(architecture, attention=attention, weights=weights)
+    unet = make_part("unet", architecture, attention=attention, weights=weights)
     vae = text_encoder = None
     if encoders:
         vae, text_encoder = build_encoders(
@@ -407,9 +377,9 @@ def build_encoders(
     architecture: Architecture,
     *,
     seed: int | None,
-    encoder_dtype: str,
-    memory_format: str,
-    attention: str,
+    encoder_dtype: str = "fp32",
+    memory_format: str = "contiguous",
+    attention: str = "sdpa",
     vae_attention: str | None = None,
     device: str | torch.device = "cpu",
     text_dtype: torch.dtype | None = None,
@@ -417,30 +387,32 @@ def build_encoders(
     """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
-    export, or a run that goes on elsewhere, has to draw the same.
-
-    Args:
-        architecture: What to build.
-        seed: As for `build_stable_diffusion`, as the other arguments.
-        encoder_dtype: One of `ENCODER_DTYPES`.
-        memory_format: Of the VAE.
-        attention: One of `components.ATTENTION`.
-        vae_attention: The same for the VAE; None: as the text encoder.
-        device: Device of both.
-        text_dtype: Type of the text encoder's weights; None: that of `encoder_dtype`.
+    export, or a run that goes on elsewhere, has to draw the same. Arguments are those of
+    `build_stable_diffusion`; `text_dtype` is the type of the text encoder's weights if it is not
+    `encoder_dtype`.
 
     Returns:
         Both frozen and in evaluation mode.
     """
+
+    def weights(seed_offset: int, dtype: torch.dtype, layout: torch.memory_format) -> Weights:
+        # A seed each, so that the weights of a sub-model do not depend on another one's size.
+        own_seed = None if seed is None else seed + seed_offset
+        return Weights(
+            seed=own_seed, device=device, dtype=dtype, memory_format=layout, generator_device="cpu"
+        )
+
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    # A seed each, so that the weights of a sub-model do not depend on another one's size.
-    vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
-    vae_weights = Weights(
-        seed=vae_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
+    vae = make_part(
+        "vae",
+        architecture,
+        attention=vae_attention or attention,
+        weights=weights(1, dtype, layout),
     )
-    vae = make_vae(architecture, attention=vae_attention or attention, weights=vae_weights)
-    text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype, drawn_on="cpu")
-    text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
-    for encoder in (vae, text_encoder):
-        encoder.requires_grad_(False).eval()
-    return vae, text_encoder
+    text_encoder = make_part(
+        "text_encoder",
+        architecture,
+        attention=attention,
+        weights=weights(2, text_dtype or dtype, torch.preserve_format),
+    )
+    return vae.requires_grad_(False).eval(), text_encoder.requires_grad_(False).eval()

@@ -34,7 +34,7 @@ class Weights:
         device: Device of the weights.
         dtype: Type of floating-point weights.
         memory_format: Layout of four-dimensional weights.
-        drawn_on: Device whose generator draws; None: `device`. The numbers depend on the kind of
+        generator_device: Whose generator draws; None: `device`. The numbers depend on the kind of
             GPU.
     """
 
@@ -42,7 +42,7 @@ class Weights:
     device: str | torch.device = "cpu"
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.preserve_format
-    drawn_on: str | torch.device | None = None
+    generator_device: str | torch.device | None = None
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place."""
@@ -69,26 +69,21 @@ def draw_weights(
     *,
     initialize: Callable[[nn.Module], object] | None = None,
 ) -> None:
-    """Draw the weights of a model that is on the meta device, in place.
+    """Draw the weights of a model that was made under ``torch.device("meta")``, in place.
 
     Other types round the fp32 numbers that a seed gives. On a CPU these depend only on the seed,
     not on the number of threads; `architecture.DRAWING` is their version. The caller's random
-    generators keep their state.
-
-    Args:
-        model: Made under ``torch.device("meta")``.
-        weights: Seed, devices, type and layout.
-        initialize: Called for each module after its children, to set its weights; None calls
-            `reset_parameters`, as the module's constructor does.
+    generators keep their state. `initialize` is called for each module after its children; None
+    calls `reset_parameters`, as the module's constructor does.
     """
     parts = list(_parts(model))
-    ours = {id(tensor) for part in parts for _, tensor in _tensors(part)}
-    outside = [name for name, tensor in _tensors(model) if id(tensor) not in ours]
+    ours = {id(weight) for part in parts for weight in part.parameters()}
+    outside = [name for name, weight in model.named_parameters() if id(weight) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
-    device = torch.device(weights.drawn_on or weights.device)
+    device = torch.device(weights.generator_device or weights.device)
     with contextlib.ExitStack() as drawing:
         drawing.enter_context(torch.no_grad())
-        drawing.enter_context(drawing_by(weights.seed, device))
+        drawing.enter_context(seeded_generator(weights.seed, device))
         if weights.seed is not None and device.type == "cpu":
             # As many as the plan gives this rank.
             threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
@@ -100,7 +95,10 @@ def draw_weights(
             part.to_empty(device=device)
             part.apply(initialize or _reset)
             weights.place(part)
-    _fill_buffers(model)
+    # The only buffers of the sub-models are position_ids: 0, 1, 2, ...
+    for name, buffer in model.named_buffers():
+        assert name.endswith("position_ids"), f"the content of the buffer {name} is not known"
+        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -112,20 +110,9 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _reset(module: nn.Module) -> None:
     if next(module.parameters(recurse=False), None) is not None:
         module.reset_parameters()
-
-
-def _fill_buffers(model: nn.Module) -> None:
-    """Compute the buffers; the only ones of the sub-models are position_ids: 0, 1, 2, ..."""
-    for name, buffer in model.named_buffers():
-        assert name.endswith("position_ids"), f"the content of the buffer {name} is not known"
-        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
 
 
 class _DrawingByBlocks(TorchDispatchMode):
@@ -166,7 +153,7 @@ class _DrawingByBlocks(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
+def seeded_generator(seed: int | None, device: torch.device) -> Iterator[None]:
     """Seed the device's random generator, and restore its state after the block."""
     if seed is None:
         yield
@@ -178,3 +165,12 @@ def drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             yield
+
+
+def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module another `forward` in place; its weights, their names and its hooks stay.
+
+    `kind` is derived from the module's class, without a constructor, which would not be run.
+    """
+    assert kind.__bases__ == (type(module),) and kind.__init__ is type(module).__init__
+    module.__class__ = kind

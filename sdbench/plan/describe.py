@@ -10,7 +10,7 @@ from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
 from sdbench.plan.resolve import Plan
 from sdbench.ranks.launcher import launcher_name
-from sdbench.record.devices import count_devices
+from sdbench.record.configuration import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request

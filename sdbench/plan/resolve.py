@@ -141,13 +141,11 @@ def _resolve_architecture(
     draft: Draft, model_parts: Mapping[str, Mapping[str, Any]] | None
 ) -> None:
     config = draft.config
-    draft.architecture, note = resolve_architecture(
+    draft.architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
-    draft.notes += [] if note is None else [note]
     if model_parts is not None:
-        draft.architecture, notes = replace_parts(draft.architecture, model_parts)
-        draft.notes += notes
+        draft.architecture = replace_parts(draft.architecture, model_parts)
 
 
 def _resolve_image_size(draft: Draft) -> None:

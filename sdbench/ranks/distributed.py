@@ -88,15 +88,10 @@ def num_restarts() -> int:
 
 
 def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
-    """Join the process group, if there are several ranks.
+    """Join the process group of NCCL (``cuda``) or gloo (``cpu``), if there are several ranks.
 
-    Args:
-        ranks: The rank of this process.
-        device_type: ``cuda`` or ``cpu``, for which the backend is NCCL or gloo.
-        timeout_s: How long ranks wait for each other, here and later in each collective.
-
-    Raises:
-        RunError: A rank is missing.
+    They wait for each other so long, here and later in each collective. A missing rank is a
+    RunError.
     """
     if ranks.world_size == 1:
         return
@@ -134,8 +129,8 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
     """Open a new connection to the ranks' store, for keys with the prefix `name`.
 
     The ranks of one node meet on the loopback, which no other machine reaches. Only torchrun's own
-    store listens on all networks of the machine. RunError is raised if the store does not answer,
-    or its port cannot be opened.
+    store listens on all networks of the machine. A store that does not answer, or whose port cannot
+    be opened, is a RunError.
     """
     import torch
 

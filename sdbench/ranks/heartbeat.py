@@ -144,7 +144,7 @@ class Heartbeat:
     def _talk(self) -> None:
         """Beat and read the others' beats; blocks while the store does not answer.
 
-        `_find_silent` notices a store that is gone. It is not asked again, since torch prints some
+        `_name_lost` notices a store that is gone. It is not asked again, since torch prints some
         20 lines each time; nor is a store of a first rank that has failed, which ends with it.
         """
         with contextlib.suppress(RuntimeError):
@@ -186,25 +186,18 @@ class Heartbeat:
         if not self._is_over.wait(GRACE_S):
             on_loss(lost)
 
-    def _find_silent(self, silence_s: float) -> list[int]:
-        """Ranks that have not ended and whose last beat is older than that."""
-        if self._is_store_silent(silence_s):
-            return [0]  # the first rank ran the store
+    def _name_lost(self, silence_s: float) -> str | None:
+        """Name the ranks that have not ended and whose last beat is older than that, if any."""
         now_s = time.monotonic()
-        return [
+        lost = [
             rank
             for rank, heard in sorted(self._heard.items())
             if heard.ended is None and now_s - heard.since_s > silence_s
         ]
-
-    def _is_store_silent(self, silence_s: float) -> bool:
-        return time.monotonic() - self._last_answer_s > silence_s
-
-    def _name_lost(self, silence_s: float) -> str | None:
-        is_on_one_node = self._ranks.num_nodes == 1
-        if is_on_one_node and is_store_of_torchrun() and self._is_store_silent(silence_s):
-            return f"torchrun, which runs the ranks' store, has been silent for {silence_s:g} s"
-        lost = self._find_silent(silence_s)
+        if now_s - self._last_answer_s > silence_s:
+            if self._ranks.num_nodes == 1 and is_store_of_torchrun():
+                return f"torchrun, which runs the ranks' store, has been silent for {silence_s:g} s"
+            lost = [0]  # the first rank ran the store
         if not lost:
             return None
         names = name_ranks(lost, self._ranks)

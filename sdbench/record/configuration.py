@@ -60,6 +60,14 @@ def describe_model(record: Mapping[str, Any]) -> str:
     return name if rank is None else f"{name}, LoRA {rank}"
 
 
+def count_devices(machine: Mapping[str, Any], ranks: Mapping[str, Any]) -> str:
+    """The devices of a record, e.g. ``8 x NVIDIA H200``; several ranks share the CPU of a node."""
+    num_ranks, num_nodes, name = ranks["world_size"], ranks["num_nodes"], machine["device_name"]
+    if machine["device_type"] != "cpu" or num_ranks == num_nodes:
+        return f"{num_ranks} x {name}"
+    return f"{num_ranks} ranks on {'' if num_nodes == 1 else f'{num_nodes} x '}{name}"
+
+
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
     """Every setting of a training run, and the size of its machines, by name.
 

@@ -116,12 +116,7 @@ def _energy_per_image(record: dict[str, Any]) -> float | None:
 
 
 def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
-    """Rows as CSV with a header, unrounded.
-
-    Args:
-        rows: Values by column; a missing column is an empty cell.
-        columns: The header.
-    """
+    """Rows, by column, as CSV with a header, unrounded; a missing value is an empty cell."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([for_csv(column) for column in columns])

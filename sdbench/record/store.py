@@ -85,15 +85,10 @@ class RunFolder:
 
     @staticmethod
     def create(results_dir: str, *, machine: str, name: str) -> Path:
-        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>``.
-
-        Args:
-            results_dir: Parent folder, made if it does not exist.
-            machine: Hardware slug.
-            name: Of what runs, safe in a file name.
+        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` below `results_dir`.
 
         Raises:
-            ConfigError: The parent folder cannot be written.
+            ConfigError: That cannot be written.
         """
         try:
             Path(results_dir).mkdir(parents=True, exist_ok=True)
@@ -159,10 +154,9 @@ class RunFolder:
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Read a record of any kind. Settings added since are filled in with the behaviour before.
+    """Read a record of any kind: record.json, or that of a run folder.
 
-    Args:
-        path: record.json, or the run folder that holds it.
+    Settings added since are filled in with the behaviour before.
 
     Raises:
         OSError: The file cannot be read.
@@ -184,7 +178,7 @@ def load_record(path: Path) -> dict[str, Any]:
             f"{file} is a record of kind {reprlib.repr(kind_of(record))}; "
             f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
         )
-    fault = next(make_validator(kind_of(record)).iter_errors(record), None)
+    fault = next(load_schema(SCHEMA_FILES[kind_of(record)]).iter_errors(record), None)
     if fault is not None:
         raise ValueError(f"{file}: {describe_fault(fault)}")
     if kind_of(record) == BENCHMARK:
@@ -195,11 +189,6 @@ def load_record(path: Path) -> dict[str, Any]:
 def kind_of(record: Mapping[str, Any]) -> str:
     """The kind of a record: a key of `SCHEMA_FILES`."""
     return record.get("kind", BENCHMARK)
-
-
-def make_validator(kind: str) -> Any:
-    """The ``jsonschema`` validator of a kind, a key of `SCHEMA_FILES`."""
-    return load_schema(SCHEMA_FILES[kind])
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
-from sdbench.record.configuration import place_of_encoders
-from sdbench.record.devices import count_devices
+from sdbench.record.configuration import count_devices, place_of_encoders
 from sdbench.report.markers import BEGIN, fill_blocks
 from sdbench.report.runs import group_runs, notes_cell, rates_cell, summary_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.escape import for_plot
-from sdbench.record.configuration import group, place_of_encoders
-from sdbench.record.devices import count_devices
+from sdbench.record.configuration import count_devices, group, place_of_encoders
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_devices, group_runs, read_steps, tell_apart, use_each

@@ -14,13 +14,13 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import (
     as_key,
+    count_devices,
     describe_model,
     group,
     other_settings,
     place_of_encoders,
     settings_of,
 )
-from sdbench.record.devices import count_devices
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, median_cell, optional_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_rates

@@ -16,7 +16,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sdbench.base.cause import LOST
 from sdbench.base.errors import (
@@ -33,6 +34,9 @@ from sdbench.ranks.distributed import is_about_connections
 from sdbench.ranks.heartbeat import Heartbeat
 from sdbench.record import provenance, store
 from sdbench.record.store import RunFolder
+
+if TYPE_CHECKING:
+    from sdbench.run.task import Task
 
 TERMINATION_REASONS = {
     signal.SIGTERM: "a scheduler stopped the run, or its launcher ended or lost another rank",
@@ -54,35 +58,21 @@ class RunRecord:
     """The record of a run of any task, from its start to its end."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        command: Sequence[str],
-        described: Mapping[str, Any],
-        program: str,
-        kind: str,
+        self, task: Task, folder: Path, *, command: Sequence[str], num_restarts: int
     ) -> None:
-        """Begin a record, which is not written yet.
-
-        Args:
-            folder: Of the run.
-            command: Arguments of the program.
-            described: Fields that are known before the run, as of `Task.for_record`.
-            program: The command before the arguments, e.g. ``benchmark.py``.
-            kind: As of `Task.kind`.
-        """
-        self._folder = folder
+        """Begin a record, which is not written yet; `command` are the program's arguments."""
+        self._folder = RunFolder(folder, record_name=task.record_name)
         self._started_s = time.perf_counter()
         self._content = {
             "schema_version": store.SCHEMA_VERSION,
-            **({} if kind == store.BENCHMARK else {"kind": kind}),
-            "run_id": folder.path.name,
+            **({} if task.kind == store.BENCHMARK else {"kind": task.kind}),
+            "run_id": folder.name,
             "status": store.FAILED,
             "reason": store.UNFINISHED_REASON,
             "started_utc": store.utc_now(),
             "duration_s": None,
-            "command": [*program.split(), *command],
-            **described,
+            "command": [*task.program.split(), *command],
+            **task.for_record(num_restarts=num_restarts),
             "versions": provenance.package_versions(),
             "git": provenance.git_state(),
             "environment": provenance.speed_environment(),
@@ -107,11 +97,8 @@ class RunRecord:
     def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return the record of a run that has succeeded, without secrets.
 
-        Args:
-            fields: Further fields; mappings are merged into existing ones.
-
-        Raises:
-            RunError: The record cannot be written.
+        Mappings among the further fields are merged into existing ones. A record that cannot be
+        written is a RunError.
         """
         merged = dict(fields)
         for name, value in fields.items():
@@ -154,14 +141,10 @@ def warn_if_not_written(name: str) -> Iterator[None]:
 def explain(
     error: BaseException, *, rank: int | None = None, heartbeat: Heartbeat | None = None
 ) -> Failure:
-    """Turn the error that ended a run into a status, a reason and an exit code.
+    """Turn the error that ended a run, on a rank if it has ranks, into a status and a reason.
 
-    Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored.
-
-    Args:
-        error: The error.
-        rank: The rank that raised it; None for a task without ranks.
-        heartbeat: Has listened for the other ranks; names the one that caused the error.
+    Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored. The
+    heartbeat, which has listened for the other ranks, names the one that caused the error.
     """
     failure = _classify(error, rank=rank)
     # A launcher ends ranks by SIGTERM when another one is lost, and never by SIGHUP.

@@ -22,7 +22,7 @@ class StepProgress:
         first_step: int = 0,
         steps_per_period: int | None = None,
     ) -> None:
-        """Prepare; nothing is shown yet.
+        """Show nothing yet.
 
         Args:
             images_per_step: Global batch.

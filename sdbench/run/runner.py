@@ -57,7 +57,7 @@ def run(
     began: Callable[[Path], None] | None = None,
     launch: Callable[..., int] | None = None,
 ) -> int:
-    """Run a task as a command line asks, as one of its ranks or as the driver of its ranks.
+    """Run a task as a command line asks, and return the exit code: 0 ok, 1 failed, 2 bad input.
 
     A stop signal before there is a record is the caller's, see `stop.stoppable`.
 
@@ -67,9 +67,6 @@ def run(
         argv: Command-line arguments; None takes those of the process.
         began: Called with the folder of the run, on the first rank.
         launch: `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
-
-    Returns:
-        The exit code: 0 ok, 1 the run failed, 2 bad input, 130 stopped.
     """
     end_with_launcher()
     command = list(sys.argv[1:] if argv is None else argv)
@@ -122,7 +119,6 @@ def _run(
             if ranks.rank == 0:
                 print(config)
             return EXIT_OK
-        num_restarts = max(distributed.gather(distributed.num_restarts(), ranks))
 
         def begin() -> Path:
             folder = task.make_folder()
@@ -132,10 +128,7 @@ def _run(
             print(task.for_person(), flush=True)
             return folder
 
-        make_record = functools.partial(
-            _make_record, task, command=command, num_restarts=num_restarts
-        )
-        return _work(task, begin, make_record, clock=clock, heartbeat=heartbeat, ranks=ranks)
+        return _work(task, begin, command=command, clock=clock, heartbeat=heartbeat, ranks=ranks)
 
 
 @contextlib.contextmanager
@@ -212,11 +205,11 @@ def _find_differences(task: Task, ranks: Ranks) -> str:
 
 def _record_failure(task: Task, failure: RunError, *, ranks: Ranks, command: list[str]) -> None:
     """Write the record of a run that fails before the ranks agree on it; on the first rank."""
-    from sdbench.run.outcome import explain
+    from sdbench.run.outcome import RunRecord, explain
 
     if ranks.rank == 0:
         num_restarts = distributed.num_restarts()
-        record = _make_record(task, task.make_folder(), command=command, num_restarts=num_restarts)
+        record = RunRecord(task, task.make_folder(), command=command, num_restarts=num_restarts)
         record.end_badly(explain(failure, rank=0))
 
 
@@ -235,24 +228,11 @@ def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
     return answer
 
 
-def _make_record(task: Task, folder: Path, *, command: list[str], num_restarts: int) -> RunRecord:
-    from sdbench.record.store import RunFolder
-    from sdbench.run.outcome import RunRecord
-
-    return RunRecord(
-        RunFolder(folder, record_name=task.record_name),
-        kind=task.kind,
-        program=task.program,
-        command=command,
-        described=task.for_record(num_restarts=num_restarts),
-    )
-
-
 def _work(
     task: Task,
     begin: Callable[[], Path],
-    make_record: Callable[[Path], RunRecord],
     *,
+    command: list[str],
     clock: StartupClock,
     heartbeat: Heartbeat,
     ranks: Ranks,
@@ -260,9 +240,10 @@ def _work(
     """Begin the record, do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
     from sdbench.record.store import TIMEOUT
-    from sdbench.run.outcome import Failure, explain
+    from sdbench.run.outcome import Failure, RunRecord, explain
     from sdbench.run.task import Run
 
+    num_restarts = max(distributed.gather(distributed.num_restarts(), ranks))
     record: RunRecord | None = None
     has_begun = False
 
@@ -281,7 +262,7 @@ def _work(
     try:
         with stop_signals_ask():  # or a stop would leave a folder without a record
             folder = _on_first_rank(begin, ranks)
-            record = make_record(folder)
+            record = RunRecord(task, folder, command=command, num_restarts=num_restarts)
             _on_first_rank(record.write_unfinished, ranks)
             has_begun = True
         heartbeat.watch(end_as_one_is_lost)

@@ -162,15 +162,10 @@ class Checkpoint:
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
 
-        Checksums are checked first, unless they have been. If one rank finds a fault, nothing is
-        loaded.
-
-        Args:
-            tensors: Saved tensors, by name, on any device. DTensors may have other placements, or
-                another number of ranks, than when they were saved.
-
-        Raises:
-            ConfigError: A file is damaged, or a tensor was not saved or had another size or dtype.
+        Checksums are checked first, unless they have been. DTensors may have other placements, or
+        another number of ranks, than when they were saved. If one rank finds that a file is
+        damaged, or that a tensor was not saved or had another size or dtype, nothing is loaded, and
+        all raise its ConfigError.
         """
         fault = None
         try:
@@ -224,17 +219,10 @@ class Checkpoint:
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor], *, use_ema: bool) -> dict[str, torch.Tensor]:
-    """The trained weights among the tensors of a checkpoint, and the frozen ones that it keeps.
+    """The trained weights in a checkpoint and the frozen ones that it keeps, by their own names.
 
-    Args:
-        tensors: By their names in the checkpoint. fp32 copies take the place of bf16 weights.
-        use_ema: Take the moving averages.
-
-    Returns:
-        By the name ``<module>.<parameter>``.
-
-    Raises:
-        ConfigError: There are no averages.
+    fp32 copies take the place of bf16 weights, and with `use_ema` the moving averages. If there are
+    none, that is a ConfigError.
     """
     if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
         raise ConfigError(

@@ -64,11 +64,6 @@ class SaveReport:
     error: str | None
     not_finite: str | None
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values were finite, as far as they were checked."""
-        return self.not_finite is None
-
 
 class Checkpoints:
     """The checkpoints of one run folder.
@@ -89,11 +84,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
         """Write nothing yet. All ranks do this together, when they have joined.
 
-        Args:
-            folder: Of the run; seen by all ranks.
-            ranks: The place of this process.
-            keep: How many of the newest checkpoints are kept; at least 1.
-            keep_every: Checkpoints of multiples of this many steps are kept too.
+        The `keep` newest checkpoints are kept, and those of multiples of `keep_every` steps.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
@@ -117,10 +108,8 @@ class Checkpoints:
         """The newest checkpoint that is whole to its last byte, the same on all ranks, which call.
 
         All checksums are checked, and the values if the save has not; a file that one rank cannot
-        read counts for all. What is passed over is printed.
-
-        Raises:
-            ConfigError: All checkpoints are damaged.
+        read counts for all. What is passed over is printed. If all are damaged, that is a
+        ConfigError.
         """
         steps = broadcast(_list_steps(self.folder), self._ranks)
         found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
@@ -145,10 +134,6 @@ class Checkpoints:
                 tensors under a name that only this rank gives. Must not change until
                 `wait_until_read` returns; those of at most 64 KiB may at once.
             facts: More about the run, as JSON has it; those of the first rank are saved.
-
-        Raises:
-            ValueError: The facts have a number that is not finite.
-            TypeError: They are not JSON.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))
         self._collect()
@@ -197,7 +182,7 @@ class Checkpoints:
         if report is not None and report.error is not None:
             raise RunError(
                 f"the checkpoint of step {report.step} was not saved: {report.error}",
-                status=FAILED if report.is_finite else INVALID,
+                status=FAILED if report.not_finite is None else INVALID,
             )
 
     def poll(self) -> list[SaveReport]:
@@ -314,13 +299,7 @@ class Checkpoints:
 
 
 def find_newest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run whose files have the right sizes, for this process alone.
-
-    Only its description has been read.
-
-    Raises:
-        ConfigError: All checkpoints are damaged.
-    """
+    """The newest checkpoint of a run whose files have the right sizes, for this process alone."""
     folder = run / FOLDER_NAME
     return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
 

@@ -20,9 +20,6 @@ def lock(folder: Path) -> Iterator[None]:
 
     The system frees the lock when the process ends, however it ends. Forked workers do not keep it
     (with `fcntl.flock` they would). The process must not lock the folder a second time.
-
-    Raises:
-        ConfigError: Another process has the lock.
     """
     with (folder / LOCK_NAME).open("a+") as file:
         try:

@@ -54,14 +54,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         facts: Mapping[str, Any],
         make_room: Callable[[int], None],
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            folder: Of the checkpoint when it is whole.
-            step: As in `Checkpoint`.
-            facts: As in `Checkpoint`.
-            make_room: Removes older checkpoints, if it may, until this many bytes are free.
-        """
+        """Write nothing yet; `make_room` removes older checkpoints until so many bytes are free."""
         # Files are synced to disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
         super().__init__(hidden, sync_files=False, per_thread_copy_ahead=0)
@@ -145,9 +138,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
     def __init__(self, buffers: dict[Any, torch.Tensor], *, num_sharing: int) -> None:
         """Copy nothing yet; the GPU's work up to now comes before the copies.
 
-        Args:
-            buffers: Host memory of the copies of earlier saves, which is used again.
-            num_sharing: Ranks that share the host's memory.
+        The buffers of earlier saves are used again; so many ranks share the host's memory.
         """
         super().__init__(flatten_state_dict=False)
         self._buffers = buffers

@@ -24,7 +24,7 @@ from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.wandb_log import WandbLog
+from sdbench.run.trackers import WandbLog
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _measure_peak(plan: Plan) -> float:
 
 def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepWatch:
     """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
+    from sdbench.measure.timer import WindowPolicy
     from sdbench.measure.watch import make_watch
-    from sdbench.measure.window import WindowPolicy
 
     config, ranks = plan.config, plan.ranks
     policy = WindowPolicy(
@@ -156,15 +156,17 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         gather=lambda value: distributed.gather(value, ranks),
     )
     return make_watch(
-        num_warmup_steps=config.warmup_batches,
-        num_measured_steps=config.measure_batches,
-        num_profiled_steps=config.profile_batches,
-        policy=policy,
+        timing={
+            "num_warmup_steps": config.warmup_batches,
+            "num_measured_steps": config.measure_batches,
+            "num_profiled_steps": config.profile_batches,
+            "policy": policy,
+        },
         num_steps=None if config.max_duration is None else plan.num_steps,
         cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
         observers=observers,
         has_trace=config.profile_trace,
         trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
-        looks_at_attention=looks_at_attention(config, ranks),
+        records_attention=looks_at_attention(config, ranks),
         stop_grace_s=config.stop_grace_s,
     )

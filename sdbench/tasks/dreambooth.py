@@ -57,11 +57,10 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
         for reader in map(subject.open_pictures, sources)
         for index in range(reader.num_samples)
     ]
-    with model.unobserved():
-        encoded = _encode_pictures(model, pictures, batch_size=batch_size, ranks=plan.ranks)
-        tables = {name: table.to(device) for name, table in encoded.items()}
-        if not trains_text:
-            tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
+    encoded = _encode_pictures(model, pictures, batch_size=batch_size, ranks=plan.ranks)
+    tables = {name: table.to(device) for name, table in encoded.items()}
+    if not trains_text:
+        tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
     if not keeps_encoders:
         model.vae = None
         if not trains_text:

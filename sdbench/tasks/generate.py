@@ -20,7 +20,7 @@ from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.samplers import check_sampler
+from sdbench.models.objective import check_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -77,7 +77,7 @@ class GenerateFlags:
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "how noise is taken away"
+        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "how noise is taken away"
     )
     num_steps: int = setting(POSITIVE, 25, "steps in which it is taken away")
     guidance_scale: float = setting(
@@ -152,7 +152,6 @@ class Generate(Task):
     _machine: Machine
     _ranks: Ranks
     _architecture: Architecture
-    _note: str | None
     _pictures: list[Picture]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -160,9 +159,7 @@ class Generate(Task):
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
         prompts = read_prompts(flags)
-        self._architecture, self._note = resolve_architecture(
-            flags.model_name, revision=flags.model_revision
-        )
+        self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_sampler(flags.scheduler, self._architecture.scheduler)
         on_gpu = machine.device_type == "cuda"
         if flags.dtype == "fp16" and not on_gpu:
@@ -253,8 +250,6 @@ class Generate(Task):
             lines.append(f"With LoRA: {files}.")
         if self._architecture.weights_folder is None:
             lines.append(f"{self._architecture.name} has random weights: the pictures will be too.")
-        if self._note is not None:
-            lines.append(self._note)
         return "\n".join(lines)
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:

@@ -278,9 +278,8 @@ def _rate_of_one(
 
 
 def _architecture(settings: FeedSettings) -> Architecture:
-    architecture, _ = resolve_architecture(
+    return resolve_architecture(
         settings.model_name,
         revision=settings.model_revision,
         random_weights=settings.random_weights,
     )
-    return architecture

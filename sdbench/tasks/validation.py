@@ -106,9 +106,8 @@ def validation_loss(
     timesteps = [
         int((part + 0.5) / NUM_TIMESTEPS * len(model.signal_scale)) for part in range(NUM_TIMESTEPS)
     ]
-    with model.unobserved():
-        errors_of = functools.partial(_errors, model, timesteps=timesteps)
-        rows = _measure(model, batches, errors_of, ranks=ranks)
+    errors_of = functools.partial(_errors, model, timesteps=timesteps)
+    rows = _measure(model, batches, errors_of, ranks=ranks)
     return {
         "loss": rows.mean().item(),
         "by_timestep": rows.mean(0).tolist(),

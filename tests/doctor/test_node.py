@@ -150,14 +150,14 @@ def model(tmp_path_factory) -> Path:
     from diffusers import DDPMScheduler
 
     from sdbench.models.architecture import resolve_architecture
-    from sdbench.models.components import make_text_encoder, make_unet, make_vae
+    from sdbench.models.components import PARTS, make_part
     from sdbench.models.weights import Weights
 
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     folder = tmp_path_factory.mktemp("models") / "mine"
-    parts = {"unet": make_unet, "vae": make_vae, "text_encoder": make_text_encoder}
-    for part, make in parts.items():
-        make(architecture, weights=Weights(seed=1)).save_pretrained(folder / part)
+    for part in PARTS:
+        model = make_part(part, architecture, weights=Weights(seed=1))
+        model.save_pretrained(folder / part)
     DDPMScheduler.from_config(architecture.scheduler).save_pretrained(folder / "scheduler")
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer_config.json").write_text('{"pad_token": "!"}')

@@ -125,11 +125,19 @@ def make_config(**changes) -> SimpleNamespace:
     return SimpleNamespace(**plain | changes)
 
 
+def watch_of(warmup, measured, profiled=0, *, observers=(), **of_watch):
+    """A watch on a CPU of so many steps."""
+    timing = {
+        "num_warmup_steps": warmup,
+        "num_measured_steps": measured,
+        "num_profiled_steps": profiled,
+    }
+    return make_watch(cuda_device=None, observers=observers, timing=timing, **of_watch)
+
+
 def watch_with(*observers):
     """Two steps of warm-up, three measured."""
-    return make_watch(
-        num_warmup_steps=2, num_measured_steps=3, cuda_device=None, observers=observers
-    )
+    return watch_of(2, 3, observers=observers)
 
 
 class Hooks:

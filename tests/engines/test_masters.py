@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import functools
 import itertools
 
 import pytest
 import torch
 
-import benchmark
 from sdbench.engines import load_engine
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.setting import BF16
 from tests.engines.linear import (
     NUM_STEPS,
     SCHEDULE,
@@ -26,7 +22,7 @@ from tests.engines.linear import (
     make_parts,
     watch_with,
 )
-from tests.forked import exit_codes, forked_ranks, log_of, run_in_group
+from tests.forked import run_in_group
 
 # Two nodes of two ranks each, and one rank.
 NUM_RANKS, NUM_NODES = 4, 2
@@ -124,47 +120,3 @@ def test_copies_and_their_average_are_those_of_the_closed_forms(sharding, reques
         average = average_by_hand(expected, half_life=2, interval=2)
         torch.testing.assert_close(found[0]["average"][name].double(), average, rtol=0, atol=2e-7)
     assert set().union(*(of_rank["fp32."][-1] for of_rank in found)) == names
-
-
-TINY = (
-    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
-    *("--num_threads", "1", "--no_measure_peak", "--use_ema", "--profile_batches", "0"),
-    *("--warmup_batches", "0", "--max_warmup_batches", "0", "--measure_batches", "3"),
-    *("--batch_size", "8", "--device_train_microbatch_size", "1"),
-    *("--precision", "bf16", "--master_weights", "fp32"),
-)
-
-
-@pytest.fixture(scope="module")
-def losses_of_tiny(tmp_path_factory):
-    """Losses of the miniature on two nodes of two ranks, which each draw their own noise."""
-    load_engine("torch")
-
-    @functools.cache
-    def run(sharding):
-        folder = tmp_path_factory.mktemp(sharding)
-        argv = [*TINY, "--sharding", sharding, "--results_dir", str(folder)]
-        program = functools.partial(benchmark.main, argv)
-        with forked_ranks(program, folder, num_ranks=NUM_RANKS, num_nodes=NUM_NODES) as ranks:
-            assert exit_codes(ranks) == [0] * NUM_RANKS, log_of(folder, 0).read_text()
-        (path,) = folder.glob("*/steps.csv")
-        with path.open() as file:
-            return [float(row["loss"]) for row in csv.DictReader(file)]
-
-    return run
-
-
-# Four whole runs; the closed forms above find the same faults sooner.
-# ZeRO-1 makes the same update of each weight, elsewhere. DDP averages gradients in bf16, and FSDP2
-# on a CPU in fp64: what is rounded is different.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sharding", "tolerance"),
-    [("hybrid_zero1", 0.0), ("grad_op", BF16), ("hybrid_grad_op", BF16)],
-)
-def test_the_miniature_has_the_losses_of_copies_that_nobody_shares(
-    sharding, tolerance, losses_of_tiny
-):
-    plain = losses_of_tiny("none")
-    assert len(set(plain)) == 3
-    assert losses_of_tiny(sharding) == pytest.approx(plain, rel=tolerance, abs=0)

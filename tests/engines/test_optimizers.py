@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sdbench.base.errors import RunError
 from sdbench.engines.job import TrainedModule
-from sdbench.engines.optimizers import make_optimizer, parameter_groups
-from sdbench.engines.torch_compat import AdamW
+from sdbench.engines.optimizers import AdamW, make_optimizer, parameter_groups
 
 
 def train(optimizer_class, *, fused, has_alike_gradients=True):

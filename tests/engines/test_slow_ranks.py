@@ -10,14 +10,20 @@ import time
 import pytest
 import torch
 
-from sdbench.engines import ENGINES, load_engine
+from sdbench.engines import load_engine
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.measure.summary import merge_measurements, summarize
-from sdbench.measure.watch import make_watch
 from sdbench.ranks.distributed import Ranks, gather
-from tests.engines.linear import BATCH_SIZE, SCHEDULE, LinearModel, Pairs, make_config, make_parts
+from tests.engines.linear import (
+    BATCH_SIZE,
+    SCHEDULE,
+    LinearModel,
+    Pairs,
+    make_config,
+    make_parts,
+    watch_of,
+)
 from tests.forked import NUM_RANKS, run_in_group
-from tests.marks import quick_and_slow
 
 # A profiled step of the linear model takes some milliseconds.
 SLEEP_S = 0.5
@@ -32,9 +38,8 @@ PLACES = {
     "schedule": "other",  # of the host, in Composer behind the average of the losses
     "observer": "other",  # of the host, when the step has ended
 }
-OF_SHARDS = [("zero1", "optimizer"), ("full", "loader"), ("full", "optimizer")]
 # Each place once, each engine and each rank.
-QUICK_CASES = [
+CASES = [
     ("torch", "none", "loader", 1),
     ("composer", "none", "forward", 0),
     ("torch", "none", "backward", 0),
@@ -44,12 +49,6 @@ QUICK_CASES = [
     ("torch", "zero1", "optimizer", 0),
     ("ray", "full", "loader", 0),
     ("composer", "full", "optimizer", 1),
-]
-CASES = [
-    (engine, sharding, place, rank)
-    for engine in ENGINES
-    for sharding, place in [*(("none", place) for place in PLACES), *OF_SHARDS]
-    for rank in range(NUM_RANKS)
 ]
 
 
@@ -84,14 +83,8 @@ def train(engine, sharding, place):
 
         return slowed
 
-    watch = make_watch(
-        num_warmup_steps=2,
-        num_measured_steps=1,
-        num_profiled_steps=1,
-        num_steps=4,
-        cuda_device=None,
-        observers=[Observer(functools.partial(nap, "observer"))],
-    )
+    observers = [Observer(functools.partial(nap, "observer"))]
+    watch = watch_of(2, 1, 1, num_steps=4, observers=observers)
     config = make_config(sharding=sharding, optimizer="adamw")
     job = make_parts(
         model=WithBuffer(),
@@ -111,17 +104,13 @@ def train(engine, sharding, place):
 
 
 @pytest.fixture(scope="module")
-def summaries_of(tmp_path_factory):
-    """The figures of each of some cases, and the phases of both ranks."""
-    return functools.cache(functools.partial(_summaries_of, tmp_path_factory))
-
-
-def _summaries_of(tmp_path_factory, cases):
+def summaries(tmp_path_factory):
+    """The figures of each case, and the phases of both ranks."""
     folder = tmp_path_factory.mktemp("slow")
 
     def run(rank):
         found = []
-        for engine, sharding, place, slow_rank in cases:
+        for engine, sharding, place, slow_rank in CASES:
             own = train(engine, sharding, place if rank == slow_rank else None)
             merged = merge_measurements(gather(own, Ranks.from_environment()))
             summary = summarize(
@@ -137,18 +126,14 @@ def _summaries_of(tmp_path_factory, cases):
             (folder / "found.json").write_text(json.dumps(found))
 
     run_in_group(run, folder)
-    return dict(zip(cases, json.loads((folder / "found.json").read_text()), strict=True))
+    return dict(zip(CASES, json.loads((folder / "found.json").read_text()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("engine", "sharding", "place", "rank"), quick_and_slow(CASES, quick=QUICK_CASES)
-)
+@pytest.mark.parametrize(("engine", "sharding", "place", "rank"), CASES)
 def test_a_slow_rank_is_named_and_not_the_one_that_waits_for_it(
-    engine, sharding, place, rank, summaries_of
+    engine, sharding, place, rank, summaries
 ):
-    case = (engine, sharding, place, rank)
-    others = [one for one in CASES if one not in QUICK_CASES]
-    summary, phases = summaries_of(tuple(QUICK_CASES if case in QUICK_CASES else others))[case]
+    summary, phases = summaries[engine, sharding, place, rank]
     named = [(one["rank"], one["slow_phase"]) for one in summary["stragglers"]]
     assert named == [(rank, PLACES[place])]
     assert "straggler" in summary["flags"]

@@ -14,7 +14,6 @@ from sdbench.engines.device_batches import make_batches
 from sdbench.engines.job import EmaSpec
 from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import VAE_ENCODE
-from sdbench.measure.watch import make_watch
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
@@ -26,6 +25,7 @@ from tests.engines.linear import (
     losses_of,
     make_config,
     make_parts,
+    watch_of,
     watch_with,
 )
 
@@ -52,13 +52,8 @@ def train(engine, hooks, *, num_steps=NUM_STEPS, num_before=0):
         ema=EmaSpec("foreach", half_life_batches=2, interval_batches=2),
         num_steps=num_steps,
     )
-    watch = make_watch(
-        num_warmup_steps=0,
-        num_measured_steps=num_steps - num_before,
-        num_steps=num_steps - num_before,
-        cuda_device=None,
-        observers=[],
-    )
+    num_left = num_steps - num_before
+    watch = watch_of(0, num_left, num_steps=num_left)
     return losses_of(load_engine(engine)(job, make_config(master_weights="fp32"), watch, hooks))
 
 
@@ -114,13 +109,7 @@ def test_the_position_is_that_of_the_batch_in_training(copy_stream, encode_ahead
 
 def test_each_profiled_step_encodes_one_batch_also_ahead(fake_stream, sleep):
     """The last of them that of the step that shows the kernels of attention."""
-    watch = make_watch(
-        num_warmup_steps=1,
-        num_measured_steps=1,
-        num_profiled_steps=2,
-        cuda_device=None,
-        observers=[],
-    )
+    watch = watch_of(1, 1, 2)
 
     def prepare(batch):
         sleep(3)

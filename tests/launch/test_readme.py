@@ -189,7 +189,7 @@ def subject_and_model(workplace, monkeypatch):
     Path("my-images").rename("my-dog")
     for caption in Path("my-dog").glob("*.txt"):
         caption.unlink()
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     how = dict(precision="fp32", encoder_dtype="fp32", memory_format="contiguous")
     model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
     tokenizer = make_tokenizer(architecture).for_diffusers()

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from sdbench.engines import ENGINES
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
-from sdbench.engines.torch_compat import let_cpus_average_between_nodes
+from sdbench.engines.sharding import let_cpus_average_between_nodes
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,

@@ -83,11 +83,9 @@ def test_readings_have_our_units(monitor):
 @pytest.mark.parametrize("reasons", [0x8, 0x20, 0x40, 0x80, 0x44])
 def test_heat_and_hardware_are_throttling(monitor, reasons):
     assert monitor(CurrentClocksThrottleReasons=reasons).read().is_throttled
-
-
-def test_a_lowered_power_limit_is_throttling():
+    # As is a lowered power limit; whether it is lower is not known without the default.
     assert GpuReadings(power_limit_w=400.0, default_power_limit_w=700.0).is_throttled
-    assert not GpuReadings(power_limit_w=400.0).is_throttled  # whether it is lower is not known
+    assert not GpuReadings(power_limit_w=400.0).is_throttled
 
 
 def test_a_neighbour_makes_a_gpu_shared(monitor):
@@ -125,15 +123,10 @@ def test_without_nvml_there_are_no_readings(monkeypatch):
 
 
 def test_the_gpus_of_a_run_are_merged():
-    first = GpuReadings(
-        power_w=600.0, energy_j=10.0, temperature_c=60, num_other_processes=0, throttle_reasons=()
-    )
-    second = GpuReadings(
-        power_w=700.0,
-        energy_j=20.0,
-        temperature_c=80,
-        num_other_processes=1,
-        throttle_reasons=("power cap",),
+    names = ("power_w", "energy_j", "temperature_c", "num_other_processes", "throttle_reasons")
+    first, second = (
+        GpuReadings(**dict(zip(names, values, strict=True)))
+        for values in ((600.0, 10.0, 60, 0, ()), (700.0, 20.0, 80, 1, ("power cap",)))
     )
     merged = merge_readings([first, second])
     assert (merged.power_w, merged.energy_j, merged.temperature_c) == (650.0, 30.0, 80)

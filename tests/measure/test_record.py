@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -15,21 +16,18 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import is_secret_name, redact
 from sdbench.measure.hardware import as_dict
+from sdbench.record.history import cost_of_stops, read_history
 from sdbench.record.provenance import other_versions, speed_environment
-from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record
+from sdbench.record.store import FEED, OutputLog, RunFolder, load_record
 from sdbench.run.outcome import RunRecord, explain
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
+from tests.refusals import refused
 from tests.report.test_feed_table import make_config, make_summary
 from tests.schemas import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-
-
-def test_two_runs_in_one_second_get_two_folders(tmp_path):
-    folders = {RunFolder.create(str(tmp_path), machine="m", name="n") for _ in range(3)}
-    assert len(folders) == 3
 
 
 def test_copies_of_packages_within_another_one_are_not_what_is_installed(tmp_path, monkeypatch):
@@ -57,6 +55,13 @@ def test_a_reader_never_sees_half_a_record(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_each_run_has_a_folder_and_one_rank_claims_its_failure(tmp_path):
+    folders = {RunFolder.create(str(tmp_path), machine="m", name="n") for _ in range(3)}
+    assert len(folders) == 3
+    assert [RunFolder(tmp_path).claim_failure() for _ in range(3)] == [True, False, False]
+    assert RunFolder(tmp_path / "on another node").claim_failure() is False
+
+
 def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
     RunFolder(tmp_path).write_record({"value": "old"})
     script = (
@@ -66,18 +71,9 @@ def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
     )
     completed = subprocess.run([sys.executable, "-c", script], cwd=RESULTS.parent, check=False)
     assert completed.returncode == 9
-    assert json.loads((tmp_path / "record.json").read_text()) == {"value": "old"}
-
-
-def test_a_record_holds_no_nan(tmp_path):
     with pytest.raises(ValueError):
         RunFolder(tmp_path).write_record({"loss": float("nan")})
-    assert not list(tmp_path.iterdir())
-
-
-def test_only_the_first_rank_claims_a_failure(tmp_path):
-    assert [RunFolder(tmp_path).claim_failure() for _ in range(3)] == [True, False, False]
-    assert RunFolder(tmp_path / "on another node").claim_failure() is False
+    assert json.loads((tmp_path / "record.json").read_text()) == {"value": "old"}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +92,13 @@ def test_a_record_that_this_version_does_not_know_is_refused(tmp_path, content, 
 def begin_feed_record(tmp_path):
     path = RunFolder.create(str(tmp_path), machine="2-core-cpu", name="feed-mds-512px")
     described = {"config": make_config(), "machine": as_dict(make_cpu_machine())}
-    record = RunRecord(
-        RunFolder(path), kind=FEED, program="data.py", command=["--seed", "1"], described=described
+    task = SimpleNamespace(
+        kind=FEED,
+        program="data.py",
+        record_name="record.json",
+        for_record=lambda num_restarts: described,
     )
-    return path, record
+    return path, RunRecord(task, path, command=["--seed", "1"], num_restarts=0)
 
 
 def test_a_record_of_another_kind_says_so_from_start_to_end(tmp_path):
@@ -130,6 +129,23 @@ def fault_of(record):
     return caught.value.validator, list(caught.value.path)
 
 
+def test_the_events_of_a_run_are_read_without_damaged_lines_and_refused_if_they_are_strange(
+    tmp_path,
+):
+    begin = {"event": "begin", "step": 0, "time_utc": "2026-11-21T05:00:00+00:00"}
+    begin |= {"num_lost_steps": 0, "lost_s": 0.0, "down_s": 0.0, "passed_over": []}
+    restart = begin | {"step": 3, "num_lost_steps": 2, "lost_s": 1.5, "down_s": 4.0}
+    file = tmp_path / "history.jsonl"
+    assert read_history(tmp_path) == []
+    file.write_text(f"{json.dumps(begin)}\n{{cut off\n[]\n")
+    assert read_history(tmp_path) == [begin]
+    file.write_text('{"event": 7}\n')
+    with refused("the folder of the run", value=str(file)):
+        read_history(tmp_path)
+    costs = {"num_restarts": 2, "num_lost_steps": 4, "lost_s": 3.0, "down_s": 8.0}
+    assert cost_of_stops([begin, restart, {"event": "validation"}, restart]) == costs
+
+
 @pytest.mark.parametrize(
     ("error", "status", "exit_code"),
     [
@@ -149,11 +165,6 @@ def test_a_record_of_another_kind_says_how_its_run_ended(tmp_path, error, status
     assert explain(error, rank=3).reason == f"rank 3: {content['reason']}"
 
 
-@pytest.mark.parametrize("path", SCHEMA_FILES.values(), ids=lambda path: path.name)
-def test_every_kind_has_a_schema(path):
-    jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))
-
-
 def test_the_log_holds_what_was_printed_before_its_folder_was_known(tmp_path, capsys):
     log = OutputLog()
     with log.capture():
@@ -169,18 +180,11 @@ def test_the_log_holds_what_was_printed_before_its_folder_was_known(tmp_path, ca
 @pytest.mark.parametrize(
     ("device", "bf16"),
     [
-        ("NVIDIA A10G", 70),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362.05),
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 990),
-        ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
         ("AMD Instinct MI250X", 191.5),
-        ("AMD Instinct MI300X", 1307.4),
         ("Tesla V100-SXM2-16GB", None),
         ("NVIDIA X9000", None),
     ],
@@ -190,35 +194,16 @@ def test_the_peaks_are_dense_and_of_one_device(device, bf16):
     assert machine.peak_tflops("amp_bf16") == machine.peak_tflops("bf16") == bf16
 
 
-def test_every_peak_has_a_source():
-    rows = json.loads((RESULTS.parent / "sdbench/measure/peaks.json").read_text())
-    for row in rows:
-        assert row["source"] and row["date"] and row["per"] and row["unit"] == "TFLOP/s, dense"
-        assert row["peaks"] and all(peak > 0 for peak in row["peaks"].values())
-
-
 @pytest.mark.parametrize(
     ("machine", "slug", "precisions"),
     [
-        (
-            make_machine(),
-            "8x-nvidia-h100-80gb-hbm3",
-            ("fp32", "amp_fp16", "tf32", "amp_bf16", "bf16"),
-        ),
-        (
-            make_machine(compute_capability="7.0", device_name="V100"),
-            "8x-v100",
-            ("fp32", "amp_fp16"),
-        ),
-        (
-            make_cpu_machine(device_name="Intel(R) Xeon"),
-            "2-core-intel-r-xeon",
-            ("fp32", "amp_bf16", "bf16"),
-        ),
+        (make_machine(), "8x-nvidia-h100-80gb-hbm3", "fp32 amp_fp16 tf32 amp_bf16 bf16"),
+        (make_machine(compute_capability="7.0", device_name="V100"), "8x-v100", "fp32 amp_fp16"),
+        (make_cpu_machine(device_name="Xeon(R)"), "2-core-xeon-r", "fp32 amp_bf16 bf16"),
     ],
 )
 def test_name_and_precisions_follow_from_the_device(machine, slug, precisions):
-    assert (machine.slug, machine.supported_precisions()) == (slug, precisions)
+    assert (machine.slug, machine.supported_precisions()) == (slug, tuple(precisions.split()))
 
 
 def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):

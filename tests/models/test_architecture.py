@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 import benchmark
-from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.models.stable_diffusion import build_stable_diffusion
-
-OPTIONS = dict(precision="fp32", encoder_dtype="fp32", memory_format="contiguous", attention="sdpa")
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
 def hub_out_of_reach(monkeypatch) -> None:
-    def refuse(*args, **kwargs):
-        raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """The tiny model as diffusers saves it."""
-    architecture, _ = resolve_architecture("tiny")
-    model = build_stable_diffusion(architecture, seed=9, **OPTIONS)
+    architecture = resolve_architecture("tiny")
+    model = build_stable_diffusion(architecture, seed=9)
     folder = tmp_path / "mine"
     for part in ("unet", "vae", "text_encoder"):
         getattr(model, part).save_pretrained(folder / part)
@@ -49,77 +45,62 @@ def folder(tmp_path) -> Path:
 
 
 def test_built_ins() -> None:
-    assert built_in_names() == ["mini", "sd1-base", "sd2-768-v", "sd2-base", "small", "tiny"]
     facts = {}
     for name in built_in_names():
-        architecture, note = resolve_architecture(name)
-        assert note is None
+        architecture = resolve_architecture(name)
         assert architecture.weights_folder is None
         facts[name] = (
             architecture.default_image_size,
-            architecture.image_size_multiple,
             architecture.tokenizer["pad_token_id"],
             architecture.scheduler["prediction_type"],
         )
     assert facts == {
-        "mini": (64, 32, 0, "epsilon"),
-        "sd1-base": (512, 64, 49407, "epsilon"),
-        "sd2-768-v": (768, 64, 0, "v_prediction"),
-        "sd2-base": (512, 64, 0, "epsilon"),
-        "small": (128, 64, 0, "epsilon"),
-        "tiny": (64, 64, 0, "epsilon"),
+        "mini": (64, 0, "epsilon"),
+        "sd1-base": (512, 49407, "epsilon"),
+        "sd2-768-v": (768, 0, "v_prediction"),
+        "sd2-base": (512, 0, "epsilon"),
+        "small": (128, 0, "epsilon"),
+        "tiny": (64, 0, "epsilon"),
     }
 
 
-def test_resolving_a_built_in_imports_no_torch() -> None:
-    code = (
-        "import sys; from sdbench.models.architecture import resolve_architecture; "
-        "resolve_architecture('sd2-base'); sys.exit('torch' in sys.modules)"
-    )
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("name", "size", "allowed"),
+    [
+        ("sd2-base", 0, "64, nearest 64"),
+        ("sd2-base", 32, "64, nearest 64"),
+        ("sd2-base", 100, "64, nearest 64 or 128"),
+        ("sd2-base", 500, "64, nearest 448 or 512"),
+        ("mini", 100, "32, nearest 96 or 128"),
+    ],
+)
+def test_image_size_that_cannot_be_halved_is_refused(name, size, allowed) -> None:
+    architecture = resolve_architecture(name)
+    with refused("--image_size", value=size, allowed=f"multiples of {allowed}"):
+        architecture.check_image_size(size)
+    architecture.check_image_size(64)
 
 
 @pytest.mark.parametrize(
-    ("size", "nearest"), [(0, "64"), (32, "64"), (100, "64 or 128"), (500, "448 or 512")]
+    ("name", "revision", "flag"),
+    [
+        ("sd2-bas", None, "--model_name"),
+        ("a/b/c", None, "--model_name"),
+        ("../x", None, "--model_name"),
+        ("tiny", "main", "--model_revision"),
+    ],
 )
-def test_image_size_that_cannot_be_halved_is_refused(size, nearest) -> None:
-    architecture, _ = resolve_architecture("sd2-base")
-    with pytest.raises(ConfigError) as caught:
-        architecture.check_image_size(size)
-    assert (caught.value.value, caught.value.flag) == (size, "--image_size")
-    assert caught.value.allowed == f"multiples of 64, nearest {nearest}"
+def test_a_name_of_no_model_or_a_revision_of_a_built_in_is_refused(name, revision, flag) -> None:
+    with refused(flag, value=revision or name):
+        resolve_architecture(name, revision=revision)
 
 
-def test_image_size_that_fits_is_accepted() -> None:
-    architecture, _ = resolve_architecture("sd2-base")
-    for size in (64, 256, 512, 768):
-        architecture.check_image_size(size)
+def let_hub_raise(monkeypatch, kind: type[Exception]) -> None:
+    """Raise an error of the hub, without the server's answer that it is usually made of."""
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", Mock(side_effect=kind.__new__(kind)))
 
 
-def refusal_of(model_name, **options) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        resolve_architecture(str(model_name), **options)
-    return caught.value
-
-
-def test_unknown_name_is_refused_with_the_nearest() -> None:
-    error = refusal_of("sd2-bas")
-    assert (error.value, error.flag) == ("sd2-bas", "--model_name")
-    assert error.allowed.endswith("the nearest is sd2-base")
-
-
-def test_built_in_has_no_revision() -> None:
-    error = refusal_of("tiny", revision="main")
-    assert (error.value, error.flag) == ("main", "--model_revision")
-
-
-class Gone(huggingface_hub.errors.RepositoryNotFoundError):
-    def __init__(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("problem", [OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), Gone()])
+@pytest.mark.parametrize("problem", [OfflineModeIsEnabled, RepositoryNotFoundError])
 @pytest.mark.parametrize(
     ("hub_id", "offer"),
     [
@@ -128,13 +109,13 @@ class Gone(huggingface_hub.errors.RepositoryNotFoundError):
     ],
 )
 def test_a_hub_model_that_cannot_be_had_is_an_error(hub_id, offer, problem, monkeypatch) -> None:
-    def refuse(*args, **kwargs):
-        raise problem
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
-    error = refusal_of(hub_id)
-    assert (error.value, error.flag) == (hub_id, "--model_name")
-    assert offer in error.allowed
+    let_hub_raise(monkeypatch, problem)
+    with refused("--model_name", value=hub_id) as caught:
+        resolve_architecture(hub_id)
+    assert offer in caught.value.allowed
+    let_hub_raise(monkeypatch, RevisionNotFoundError)
+    with refused("--model_revision", value="other"):
+        resolve_architecture(hub_id, revision="other")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +126,8 @@ def test_a_hub_model_that_cannot_be_had_is_an_error(hub_id, offer, problem, monk
     ],
 )
 def test_random_weights_of_a_known_hub_id_need_no_hub(hub_id, built_in) -> None:
-    architecture, note = resolve_architecture(hub_id, random_weights=True)
-    assert (architecture.name, architecture.weights_folder, note) == (built_in, None, None)
+    architecture = resolve_architecture(hub_id, random_weights=True)
+    assert (architecture.name, architecture.weights_folder) == (built_in, None)
 
 
 @pytest.mark.parametrize("random_weights", [False, True])
@@ -154,73 +135,72 @@ def test_hub_model_is_loaded_at_its_commit(monkeypatch, folder, random_weights) 
     commit = "0123abcd" * 5
     snapshot = folder.rename(folder.with_name(commit))
     files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    info = SimpleNamespace(sha=commit, siblings=[SimpleNamespace(rfilename=file) for file in files])
     fetched = []
 
     def download(model_name, *, revision, allow_patterns):
-        assert revision == commit
+        assert (model_name, revision) == ("someone/mine", "main")
         fetched.extend(
             file for file in files if any(fnmatch(file, pattern) for pattern in allow_patterns)
         )
         return str(snapshot)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    architecture, note = resolve_architecture(
+    architecture = resolve_architecture(
         "someone/mine", revision="main", random_weights=random_weights
     )
-    assert (architecture.name, architecture.revision, note) == ("someone/mine", commit, None)
+    assert (architecture.name, architecture.revision) == ("someone/mine", commit)
     assert architecture.weights_folder == (None if random_weights else snapshot)
     assert {Path(file).suffix for file in fetched} == (
         {".json"} if random_weights else {".json", ".safetensors"}
     )
 
 
-def test_folder_comes_back_with_the_same_weights(folder) -> None:
-    architecture, note = resolve_architecture(str(folder))
-    assert note is None
+def test_a_model_of_the_hub_that_was_loaded_before_needs_no_hub(monkeypatch, folder) -> None:
+    commit = "0123abcd" * 5
+    place = folder.parent / "models--someone--mine"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    (place / "snapshots").mkdir()
+    folder.rename(place / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place.parent))
+    assert resolve_architecture("someone/mine").revision == commit
+
+
+def parameters_of(architecture, *, seed):
+    return dict(build_stable_diffusion(architecture, seed=seed).named_parameters())
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_folder_comes_back_with_its_weights_or_random_ones(folder, random_weights) -> None:
+    for weights in folder.rglob("*.safetensors") if random_weights else ():
+        weights.unlink()
+    architecture = resolve_architecture(str(folder), random_weights=random_weights)
     assert (architecture.name, architecture.revision) == ("mine", None)
-    assert architecture.weights_folder == folder
+    assert architecture.weights_folder == (None if random_weights else folder)
     assert architecture.tokenizer_folder == folder / "tokenizer"
     assert architecture.default_image_size == 64
     assert architecture.tokenizer == {"pad_token_id": 49407}
-    tiny, _ = resolve_architecture("tiny")
-    saved = dict(build_stable_diffusion(tiny, seed=9, **OPTIONS).named_parameters())
-    loaded = dict(build_stable_diffusion(architecture, seed=1, **OPTIONS).named_parameters())
-    assert saved.keys() == loaded.keys()
-    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    expected = parameters_of(resolve_architecture("tiny"), seed=4 if random_weights else 9)
+    found = parameters_of(architecture, seed=4)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_random_weights_of_a_folder_are_drawn_in_its_architecture(folder) -> None:
-    for weights in folder.rglob("*.safetensors"):
-        weights.unlink()
-    architecture, _ = resolve_architecture(str(folder), random_weights=True)
-    assert architecture.weights_folder is None
-    assert architecture.tokenizer_folder == folder / "tokenizer"
-    tiny, _ = resolve_architecture("tiny")
-    drawn = dict(build_stable_diffusion(architecture, seed=4, **OPTIONS).named_parameters())
-    expected = dict(build_stable_diffusion(tiny, seed=4, **OPTIONS).named_parameters())
-    assert drawn.keys() == expected.keys()
-    assert all(torch.equal(drawn[name], expected[name]) for name in drawn)
-
-
-def test_folder_with_a_piece_missing_is_refused(folder) -> None:
+@pytest.mark.parametrize("random_weights", [False, True])
+@pytest.mark.parametrize("content", [None, "{"])
+def test_folder_with_a_piece_missing_is_refused(folder, random_weights, content) -> None:
     (folder / "vae" / "config.json").unlink()
-    for random_weights in (False, True):
-        error = refusal_of(folder, random_weights=random_weights)
-        assert (error.value, error.flag) == (str(folder), "--model_name")
+    if content is not None:
+        (folder / "vae" / "config.json").write_text(content)
+    with refused("--model_name", value=str(folder)):
+        resolve_architecture(str(folder), random_weights=random_weights)
 
 
 def test_folder_with_pickled_weights_is_refused(folder) -> None:
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    error = refusal_of(folder)
-    assert (error.value, error.flag) == (str(folder / "unet"), "--model_name")
-
-
-def test_folder_with_a_damaged_configuration_is_refused(folder) -> None:
-    (folder / "unet" / "config.json").write_text("{")
-    assert refusal_of(folder).value == str(folder)
+    with refused("--model_name", value=str(folder / "unet")):
+        resolve_architecture(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +215,8 @@ def test_folder_with_a_damaged_configuration_is_refused(folder) -> None:
 def test_folder_with_another_kind_of_model_is_refused(folder, file, key, value) -> None:
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    error = refusal_of(folder)
-    assert (error.value, error.flag) == (value, "--model_name")
+    with refused("--model_name", value=value):
+        resolve_architecture(str(folder))
 
 
 RUN = (

@@ -8,19 +8,12 @@ import torch
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 
-MINI, _ = resolve_architecture("mini")
+MINI = resolve_architecture("mini")
 KL_WEIGHT = 0.01
 
 
 def build(precision: str = "fp32") -> Autoencoder:
-    return build_autoencoder(
-        MINI,
-        seed=3,
-        precision=precision,
-        memory_format="contiguous",
-        attention="sdpa",
-        kl_weight=KL_WEIGHT,
-    )
+    return build_autoencoder(MINI, seed=3, precision=precision, kl_weight=KL_WEIGHT)
 
 
 @pytest.fixture(scope="module")

@@ -1,47 +1,116 @@
-"""Blocks that are compiled one by one."""
+"""Blocks of the U-Net: those for a CPU compute diffusers' numbers; compiled ones share code."""
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from sdbench.models.architecture import resolve_architecture
-from sdbench.models.blocks import COMPILED_BLOCKS, compile_blocks
-from sdbench.models.components import make_unet
-from sdbench.models.weights import Weights
+from sdbench.models import blocks
 
 
-def test_blocks_with_the_same_shapes_share_their_code(monkeypatch) -> None:
-    compile_module = nn.Module.compile
-    unet = make_unet(resolve_architecture("tiny")[0], weights=Weights(seed=0))
-    blocks = [module for module in unet.modules() if isinstance(module, COMPILED_BLOCKS)]
-    shapes = []
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, None), (9, 77), (8, 8), (7, 9), (10, 7)])
+def test_attention_is_eager_up_to_so_many_scores(num_queries, num_keys, monkeypatch):
+    monkeypatch.setattr(blocks, "MAX_EAGER_SCORES", 64)
+    torch.manual_seed(0)
+    attention = Attention(
+        query_dim=8, cross_attention_dim=None if num_keys is None else 5, heads=2, dim_head=4
+    )
+    x = torch.randn(3, num_queries, 8)
+    states = None if num_keys is None else torch.randn(3, num_keys, 5)
+    attention.set_processor(AttnProcessor2_0())
+    expected = attention(x, encoder_hidden_states=states)
+    kernel, calls = nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs),
+    )
+    attention.set_processor(blocks.ByShapeAttnProcessor())
+    found = attention(x, encoder_hidden_states=states)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    num_scores = num_queries * (num_queries if num_keys is None else num_keys)
+    assert len(calls) == (num_scores > 64)
 
-    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        weights = [weight.shape for weight in module.parameters()]
-        shapes.append((type(module), tuple(weights), tuple(inputs[0].shape)))
 
-    @torch.no_grad()
-    def predict() -> torch.Tensor:
-        return unet(latents, torch.zeros(2), states).sample
+@pytest.mark.parametrize("use_linear_projection", [False, True])
+def test_a_transformer_hands_on_the_layout_that_it_gets(use_linear_projection):
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        Transformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=4,
+            in_channels=8,
+            norm_num_groups=2,
+            use_linear_projection=use_linear_projection,
+        )
+    ).to(memory_format=torch.channels_last)
+    keeping = copy.deepcopy(plain)
+    blocks.keep_layout(keeping)
+    assert list(keeping.state_dict()) == list(plain.state_dict())
+    x = torch.randn(2, 8, 5, 3).to(memory_format=torch.channels_last)
+    gradient = torch.randn(2, 8, 5, 3)
+    results = []
+    for model in (plain, keeping):
+        inputs = x.clone().requires_grad_()
+        output = model(inputs).sample
+        output.backward(gradient)
+        weights = [weight.grad for weight in model.parameters()]
+        results.append([output.detach(), inputs.grad, *weights])
+    # Without linear layers a convolution is the last, which goes by its weights.
+    is_kept = not use_linear_projection
+    assert results[0][0].is_contiguous(memory_format=torch.channels_last) == is_kept
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
-    latents, states = torch.randn(2, 4, 16, 16), torch.randn(2, 77, 32)
-    hooks = [block.register_forward_pre_hook(note) for block in blocks]
-    expected = predict()
-    for hook in hooks:
-        hook.remove()
-    assert len(shapes) == len(blocks) == 24
 
-    # Without the code generator, which takes minutes and has no part in what is shared.
-    def compile_eagerly(module: nn.Module, *, mode: str, dynamic: bool) -> None:
-        compile_module(module, backend="eager", dynamic=dynamic)
+NUM_SHAPES = 25  # of a step of SD2
 
-    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+
+class SmallBlock(ResnetBlock2D):
+    """A block without weights, which is compiled at once."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, x):
+        """The double."""
+        return 2 * x
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What torch.compile is given is traced, and not compiled; the sizes of each are kept."""
+    sizes, compile_any = [], torch.compile
+
+    def backend(graph, inputs):
+        sizes.append(len(inputs[-1]))
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, mode, **kw: compile_any(*args, backend=backend, **kw)
+    )
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_blocks(unet, mode="default")
-    torch.testing.assert_close(predict(), expected)
-    # Those of the same shapes whose inputs lie differently in memory may have codes of their own.
-    num_codes = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert len(set(shapes)) == 15 and 15 <= num_codes <= 18
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        yield sizes
     torch._dynamo.reset()
+
+
+def test_training_and_validation_with_a_smaller_last_batch_each_keep_their_codes(counted):
+    model = nn.Sequential(SmallBlock())
+    blocks.compile_blocks(model, mode="default")
+    last = [*range(1, NUM_SHAPES + 1)]
+    whole = [size + NUM_SHAPES for size in last]
+    for _ in range(2):
+        for sizes, is_training in ((whole, True), (last, True), (whole, False), (last, False)):
+            model.train(is_training)
+            for size in sizes:
+                with torch.set_grad_enabled(is_training):
+                    model(torch.ones(size, requires_grad=True))
+    assert counted == [*whole, *last] * 2

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.components import make_unet
+from sdbench.models.components import make_part
 from sdbench.models.drawing import make_sampler
 from sdbench.models.flops import count_flops
 from sdbench.models.lora import Lora, is_lora
@@ -22,7 +22,7 @@ from sdbench.models.weights import Weights
 from sdbench.settings.lora import LoraFile
 from tests.refusals import refused
 
-TINY, _ = resolve_architecture("tiny")
+TINY = resolve_architecture("tiny")
 UNET_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 LORA = Lora(
     rank=4,
@@ -36,9 +36,6 @@ def build(lora: Lora | None = None) -> StableDiffusion:
     return build_stable_diffusion(
         TINY,
         seed=3,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
         attention="eager",
         trained=("unet", "text_encoder"),
         lora=lora,
@@ -89,7 +86,7 @@ def test_it_begins_as_the_model_and_draws_nothing_of_the_callers() -> None:
 def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
     drawn = {}
     for dtype in (torch.float32, torch.bfloat16):
-        unet = make_unet(TINY, weights=Weights(seed=1, dtype=dtype))
+        unet = make_part("unet", TINY, weights=Weights(seed=1, dtype=dtype))
         Lora(4, 4.0, (("unet", UNET_LAYERS),)).add_to({"unet": unet}, seed=0)
         assert unet.dtype == dtype
         latents = torch.zeros(1, 4, 8, 8, dtype=dtype)
@@ -108,7 +105,9 @@ def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
 @pytest.mark.parametrize("layer", ["nope", "conv1", "o_q"])
 def test_a_name_of_no_linear_layer_is_refused(layer) -> None:
     with refused("--lora_layers", value=layer):
-        Lora(4, 4.0, (("unet", ("to_q", layer)),)).add_to({"unet": make_unet(TINY)}, seed=None)
+        Lora(4, 4.0, (("unet", ("to_q", layer)),)).add_to(
+            {"unet": make_part("unet", TINY)}, seed=None
+        )
 
 
 def test_the_flops_are_those_of_a_step() -> None:
@@ -167,26 +166,9 @@ def test_a_file_is_added_to_the_weights_by_its_share_and_files_add_up(trained, f
             torch.testing.assert_close(fused[name], expected, msg=name)
 
 
-def test_a_reader_of_kohyas_names_finds_every_layer(trained, tmp_path) -> None:
-    stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
-    WRITERS["kohya"](lora_weights(stored, LORA), tmp_path / "one.safetensors", lora=LORA)
-    tensors = load_file(tmp_path / "one.safetensors")
-    model = build()
-    for prefix, part in (("lora_unet", model.unet), ("lora_te", model.text_encoder)):
-        for name, layer in part.named_modules():
-            key = f"{prefix}_{name.replace('.', '_')}"
-            if f"{key}.lora_down.weight" in tensors:
-                up, down = (tensors.pop(f"{key}.lora_{way}.weight") for way in ("up", "down"))
-                layer.weight.data += tensors.pop(f"{key}.alpha") / len(down) * up @ down
-    assert not tensors
-    expected = added_by_hand(weights_of(build()), trained)
-    for name, weight in weights_of(model).items():
-        torch.testing.assert_close(weight, expected[name], msg=name)
-
-
 def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
     check_lora_files([file], TINY)
-    mini, _ = resolve_architecture("mini")
+    mini = resolve_architecture("mini")
     with refused("--lora", value=file.path):
         check_lora_files([file], mini)
     tensors, metadata = load_file(file.path), {"format": "pt"}

@@ -68,7 +68,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     two_microbatches = ("--batch_size", "4", "--device_train_microbatch_size", "2")
     content, operators = profile_tiny(tmp_path / "out", *recipe, *two_microbatches, "--top", "5")
     step, phases = content["step"], content["phases"]
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     model_gflop = 4 * sum(count_flops(architecture, image_size=64)) / 1e9
     counted_gflop = model_gflop + attention_flop_done_twice(operators) / 1e9
     assert step["model_gflop"] == pytest.approx(model_gflop, rel=1e-12)
@@ -115,7 +115,7 @@ def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path)
     recipe = ("--precision", "bf16", "--master_weights", "fp32", "--optimizer", "adamw_one_pass")
     content, operators = profile_tiny(tmp_path / "out", *recipe)
     rows = [row for row in operators if row["operator"] == "sdbench::adamw_one_pass"]
-    architecture, _ = resolve_architecture("tiny")
+    architecture = resolve_architecture("tiny")
     num_trained = sum(count.trainable for count in count_parameters(architecture))
     assert sum(float(row["gb"]) for row in rows) == pytest.approx(28 * num_trained / 1e9)
     assert {row["phase"] for row in rows} == {"backward"}

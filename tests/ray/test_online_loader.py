@@ -27,7 +27,7 @@ from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
 
-TINY = resolve_architecture("tiny", revision=None, random_weights=False)[0]
+TINY = resolve_architecture("tiny", revision=None, random_weights=False)
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
 NUM_BATCHES = datasets.NUM_SAMPLES // BATCH_SIZE  # of an epoch: 6
 ENCODER = "EncodeStage"

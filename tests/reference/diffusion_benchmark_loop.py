@@ -64,30 +64,16 @@ TEXT_ENCODER = {
     "num_attention_heads": 16,
     "hidden_act": "gelu",
 }
-# The same code in seconds, for the test of this file.
-TINY_UNET = UNET | {
-    "block_out_channels": (32, 32, 32, 32),
-    "attention_head_dim": (1, 1, 1, 1),
-    "cross_attention_dim": 32,
-}
-TINY_VAE = VAE | {"block_out_channels": (32, 32, 32, 32)}
-TINY_TEXT_ENCODER = TEXT_ENCODER | {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-}
 
 
 class LatentDiffusion(ComposerModel):
     """U-Net that predicts the noise, behind a frozen VAE and a frozen text encoder."""
 
-    def __init__(self, *, is_tiny: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.unet = UNet2DConditionModel(**(TINY_UNET if is_tiny else UNET))
-        self.vae = AutoencoderKL(**(TINY_VAE if is_tiny else VAE)).requires_grad_(False)
-        text_config = CLIPTextConfig(**(TINY_TEXT_ENCODER if is_tiny else TEXT_ENCODER))
-        self.text_encoder = CLIPTextModel(text_config).requires_grad_(False)
+        self.unet = UNet2DConditionModel(**UNET)
+        self.vae = AutoencoderKL(**VAE).requires_grad_(False)
+        self.text_encoder = CLIPTextModel(CLIPTextConfig(**TEXT_ENCODER)).requires_grad_(False)
         self.scheduler = DDPMScheduler(
             num_train_timesteps=NUM_TRAIN_TIMESTEPS,
             beta_start=0.00085,
@@ -165,7 +151,7 @@ def make_loader(arguments: argparse.Namespace) -> DataLoader:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train and return the measured steps."""
-    model = LatentDiffusion(is_tiny=arguments.tiny)
+    model = LatentDiffusion()
     clock = BatchClock()
     num_batches = arguments.warmup_batches + arguments.measure_batches
     trainer = Trainer(
@@ -207,7 +193,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup_batches", type=int, default=2)
     parser.add_argument("--measure_batches", type=int, default=10)
     parser.add_argument("--use_ema", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a model of the same shape in seconds")
     result = measure(parser.parse_args(argv))
     if dist.get_global_rank() == 0:
         print(json.dumps(result), flush=True)

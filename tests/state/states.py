@@ -25,10 +25,9 @@ def make_state(value=0):
     }
 
 
-def save(checkpoints, step, *, value=None, facts=None):
+def save(checkpoints, step, *, value=None):
     """Save a state, whose value is the step, and wait for it."""
-    state = make_state(step if value is None else value)
-    checkpoints.begin_save(step, state, facts or {})
+    checkpoints.begin_save(step, make_state(step if value is None else value), {})
     checkpoints.finish()
 
 

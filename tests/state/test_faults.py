@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import multiprocessing
@@ -12,7 +11,6 @@ import resource
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,15 +84,12 @@ def save_too_much(folder, handler):
 
 
 def test_a_kill_in_the_middle_of_a_file_leaves_the_checkpoint_before(tmp_path, capsys):
+    """And after a write that fails, the next save works."""
     save(make_checkpoints(tmp_path), 10)
     assert in_fork(save_too_much, tmp_path, signal.SIG_DFL) == -signal.SIGXFSZ
     assert names(tmp_path) == [".step_00000020.writing", "step_00000010"]
     assert holds(make_checkpoints(tmp_path).newest(), 10)
     assert ".step_00000020.writing" in capsys.readouterr().out
-
-
-def test_a_failed_write_leaves_the_checkpoint_before_and_the_next_save_works(tmp_path):
-    save(make_checkpoints(tmp_path), 10)
     assert in_fork(save_too_much, tmp_path, signal.SIG_IGN) == 0
     assert names(tmp_path) == ["step_00000010", "step_00000030"]
 
@@ -134,34 +129,11 @@ def test_a_checkpoint_with_a_flipped_byte_is_passed_over(two_checkpoints, name, 
     (reason,) = newest.passed_over
     assert str(path) in reason
     assert reason in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", (".metadata", "__0_0.distcp"))
-def test_nothing_is_loaded_of_a_checkpoint_with_a_flipped_byte(two_checkpoints, name):
-    path = two_checkpoints.folder / "step_00000020" / name
-    flip_byte(path)
-    state = make_state(-1)
-    with refused("--resume", value=str(path)):
-        Checkpoint.open(path.parent).load_into(state)
-    assert all(torch.equal(state[name], tensor) for name, tensor in make_state(-1).items())
-
-
-def load_and_count(checkpoints):
-    """Load the checkpoint before the damaged one; each opening of a file reads it once."""
-    num_opened = collections.Counter()
-
-    def hook(event, arguments):
-        if event == "open" and str(arguments[0]).endswith(".distcp"):
-            num_opened[Path(arguments[0]).parent.name] += 1
-
-    sys.addaudithook(hook)
-    assert holds(checkpoints.newest(), 10)
-    assert num_opened == {"step_00000020": 1, "step_00000010": 2}
-
-
-def test_a_checkpoint_is_read_twice_at_most(two_checkpoints):
-    flip_byte(two_checkpoints.folder / "step_00000020" / "__0_0.distcp")
-    assert in_fork(load_and_count, two_checkpoints) == 0
+    if name != "checkpoint.json":  # nothing of it is loaded
+        state = make_state(-1)
+        with refused("--resume", value=str(path)):
+            Checkpoint.open(path.parent).load_into(state)
+        assert all(torch.equal(state[key], tensor) for key, tensor in make_state(-1).items())
 
 
 def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):
@@ -170,7 +142,6 @@ def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):
         flip_byte(path)
     with pytest.raises(ConfigError) as caught:
         two_checkpoints.newest()
-    assert len(caught.value.value) == 2
     assert all(str(path) in fault for path, fault in zip(paths, caught.value.value, strict=True))
 
 

@@ -215,7 +215,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, has_room, monkeypatch
             with pytest.raises(Exception, match=name) as caught:
                 checkpoints.finish()
             assert caught.value.status == "invalid"
-    assert not any(report.is_finite for report in checkpoints.poll()[1:])
+    assert all(report.not_finite for report in checkpoints.poll()[1:])
     assert names(tmp_path) == ["step_00000010"]
 
 

@@ -13,7 +13,7 @@ from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffus
 def build_tiny(seed: int) -> StableDiffusion:
     """The tiny model with random weights in fp32."""
     return build_stable_diffusion(
-        resolve_architecture("tiny")[0],
+        resolve_architecture("tiny"),
         seed=seed,
         precision="fp32",
         encoder_dtype="fp32",

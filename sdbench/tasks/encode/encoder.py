@@ -20,7 +20,6 @@ from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
     build_encoders,
-    encode_captions,
     encode_images,
     sample_latents,
 )
@@ -173,7 +172,7 @@ class Encoder:
     @torch.inference_mode()
     def encode_captions(self, input_ids: Tensor) -> np.ndarray:
         """Encode captions given as token ids (B, 77): float16 (B, 77, D)."""
-        return _as_float16(encode_captions(self._text_encoder, input_ids.to(self._device)))
+        return _as_float16(self._text_encoder(input_ids.to(self._device))[0])
 
 
 def _as_float16(values: Tensor) -> np.ndarray:

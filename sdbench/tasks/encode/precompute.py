@@ -206,7 +206,6 @@ class Precompute(Task):
     _machine: Machine
     _ranks: Ranks
     _config: PrecomputeSettings
-    _note: str | None
     _on_gpu: bool
     _keeps_memory: bool
     _job: EncodeJob
@@ -226,7 +225,7 @@ class Precompute(Task):
         self._keeps_memory = not self._on_gpu and can_keep_freed_memory()
         _choose(draft, on_gpu=self._on_gpu)
         config = draft.config
-        architecture, self._note = resolve_architecture(
+        architecture = resolve_architecture(
             config.model_name, revision=config.model_revision, random_weights=config.random_weights
         )
         default_size = default_image_size(architecture, on_gpu=self._on_gpu)
@@ -330,8 +329,6 @@ class Precompute(Task):
             lines.append(
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
-        if self._note is not None:
-            lines.append(self._note)
         if self._reader.num_dropped:
             lines.append(f"{self._reader.num_dropped} samples are left out by --filters.")
         if num_missing < job.num_shards:

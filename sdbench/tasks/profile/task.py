@@ -236,7 +236,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     import torch
 
     from sdbench.engines import load_engine
-    from sdbench.measure.timer import CudaMarks, StepTimer
+    from sdbench.measure.timer import CudaDevice, StepTimer
     from sdbench.measure.watch import StepWatch
     from sdbench.tasks import dreambooth, pretrain, tuning
     from sdbench.tasks.profile.roofline import Profile, join
@@ -259,15 +259,14 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     )
     progress = StepProgress(images_per_step=config.batch_size, enabled=True)
     timer = StepTimer(
-        num_warmup_steps=config.warmup_batches, num_measured_steps=config.measure_batches
+        num_warmup_steps=config.warmup_batches,
+        num_measured_steps=config.measure_batches,
+        device=CudaDevice() if device_type == "cuda" else None,
     )
-    if device_type == "cuda":
-        timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
     watch = StepWatch(
         timer,
         phases=phases,
         observers=[progress, steps],
-        gpu_monitor=None,
         num_steps=steps.num_steps,
     )
     job = dreambooth.encode_once(pretrain.build(plan, phase=phases.phase), plan)

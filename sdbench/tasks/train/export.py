@@ -90,7 +90,7 @@ class ExportFlags:
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "what diffusers draws with by default"
+        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
     )
 
 
@@ -280,14 +280,14 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
             allowed="nothing: this run was trained with encoders of its own",
             flag="--encoders",
         )
-    architecture, _ = resolve_architecture(
+    architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
-    architecture, _ = replace_parts(architecture, config.model_parts or {})
+    architecture = replace_parts(architecture, config.model_parts or {})
     if encoders is not None:
         parts = {part: {"pretrained": encoders} for part in (*ENCODERS, "tokenizer")}
         with blamed_on("--encoders"):
-            architecture, _ = replace_parts(architecture, parts)
+            architecture = replace_parts(architecture, parts)
     if config.wants_latents and not set(ENCODERS).isdisjoint(architecture.random_parts):
         raise ConfigError(
             "the VAE and the text encoder that made the latents are not known, and random ones "

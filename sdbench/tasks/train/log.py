@@ -23,7 +23,7 @@ from sdbench.record.history import (
     read_history,
 )
 from sdbench.record.store import STEPS_NAME, utc_now
-from sdbench.run.tracker import Tracker
+from sdbench.run.trackers import Tracker
 
 # The last step that has ended, saved or not.
 MARK_NAME = "last_step"

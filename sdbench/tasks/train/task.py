@@ -24,8 +24,7 @@ from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.tensorboard_log import TensorboardLog
-from sdbench.run.wandb_log import WandbLog
+from sdbench.run.trackers import TensorboardLog, WandbLog
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import (
     check_drawing,
@@ -287,7 +286,7 @@ class Train(TrainingTask):
         config: Any = self.plan.config
         if config.init_from is None or self._found is not None:
             return None
-        from sdbench.models.components import MAKERS
+        from sdbench.models.components import PARTS
         from sdbench.tasks.train.weights import check_weights, open_checkpoint, parts_in
 
         checkpoint = open_checkpoint(Path(config.init_from), flag="--init_from")
@@ -302,7 +301,7 @@ class Train(TrainingTask):
             )
         # Neither a VAE that is trained nor a U-Net that reads latents has another part beside it.
         is_alone = config.train == "vae" or not config.step_has_encoders
-        parts = config.trained_parts if is_alone else tuple(MAKERS)
+        parts = config.trained_parts if is_alone else PARTS
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
 
@@ -382,7 +381,6 @@ def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> Ste
         timer,
         phases=PhaseClock(),
         observers=observers,
-        gpu_monitor=None,
         num_steps=num_steps,
         judges_losses=False,  # --on_bad_loss does
         stop_grace_s=plan.config.stop_grace_s,

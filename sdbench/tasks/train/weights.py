@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import MAKERS
+from sdbench.models.components import make_part
 from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
 from sdbench.state.checkpoint import (
@@ -104,7 +104,7 @@ def check_weights(
     shapes = {
         f"{part}.{name}": weight.shape
         for part in parts
-        for name, weight in MAKERS[part](architecture).named_parameters()
+        for name, weight in make_part(part, architecture).named_parameters()
     }
     shared = [name for name in shapes if name in there]
     unlike = [name for name in shared if there[name].shape != shapes[name]]
