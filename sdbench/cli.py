@@ -33,19 +33,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "count the samples of tars, so that they can be streamed",
     ),
     "shapes": (
-        "sdbench.data.shapes.write:main",
+        "sdbench.shapes.write:main",
         "write a data set of coloured shapes, to see a model learn to draw",
     ),
     "judge": (
-        "sdbench.data.shapes.judge:main",
+        "sdbench.shapes.judge:main",
         "count the drawn pictures that have the colour and the shape asked for",
     ),
     "score": (
-        "sdbench.tasks.score.command:main",
+        "sdbench.evaluate.command:main",
         "FID and CLIP score of drawn pictures, by networks in local files",
     ),
     "before-after": (
-        "sdbench.tasks.score.before_after:main",
+        "sdbench.evaluate.before_after:main",
         "set pictures of a subject before and after its training side by side, and score them",
     ),
     "precompute": (
@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "look at each node before an expensive job: versions, GPUs, network, memory, disks, data",
     ),
     "profile": (
-        "sdbench.tasks.profile.task:main",
+        "sdbench.tasks.profile:main",
         "which operators a step spends its time in, and how far each is from its ceiling",
     ),
     "dreambooth": (
@@ -93,13 +93,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.launch.submit:main",
         "measure on several numbers of nodes of a Slurm cluster, and set them side by side",
     ),
-    "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
+    "publish": ("sdbench.analysis.publish:main", "copy a run into results/ and rebuild its tables"),
     "report": (
-        "sdbench.report.report:main",
+        "sdbench.analysis.report:main",
         "make tables, plots and a page from records and from quoted figures",
     ),
     "compare": (
-        "sdbench.report.compare:main",
+        "sdbench.analysis.compare:main",
         "set two tables or two sets of runs against each other, row by row",
     ),
     "scaling": (

@@ -287,8 +287,8 @@ def test_a_wandb_that_is_missing_or_raises_costs_a_warning(
 
 
 def test_the_run_folder_is_ready_to_publish(tmp_path):
+    from sdbench.analysis.report import PLACES, README
     from sdbench.cli import main
-    from sdbench.report.report import PLACES, README
 
     record, _ = run(tmp_path, *QUICK)
     results = tmp_path / "results"

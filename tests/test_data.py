@@ -11,9 +11,9 @@ import pytest
 
 import data as script
 from sdbench import data
+from sdbench.analysis.feed_table import format_csv
 from sdbench.base.errors import RunError
 from sdbench.record.store import load_record
-from sdbench.report.feed_table import format_csv
 from sdbench.report.terminal import format_number
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate

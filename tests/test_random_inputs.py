@@ -26,7 +26,7 @@ from PIL import Image
 import benchmark
 import train
 from sdbench import cli
-from sdbench.report.compare import CompareFlags
+from sdbench.analysis.compare import CompareFlags
 from sdbench.scaling.scaling import COMMANDS as SCALING
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig

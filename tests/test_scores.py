@@ -24,13 +24,13 @@ from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
+from sdbench.evaluate.command import main as score_main
+from sdbench.evaluate.networks import ClipNetwork, FidNetwork
+from sdbench.evaluate.scores import frechet_distance, score_model
 from sdbench.models.drawing import DrawingSettings
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
-from sdbench.tasks.score.command import main as score_main
-from sdbench.tasks.score.networks import ClipNetwork, FidNetwork
-from sdbench.tasks.score.scores import frechet_distance, score_model
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
 from tests.score_networks import (

@@ -18,9 +18,9 @@ import pytest
 import benchmark
 import data
 from sdbench import cli
+from sdbench.analysis.publish import secrets_in
 from sdbench.base.secrets import redact
 from sdbench.data import remote
-from sdbench.report.publish import secrets_in
 from tests.data import datasets
 from tests.report.results_folder import RESULTS, make_record, make_results
 

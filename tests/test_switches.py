@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import benchmark
+from sdbench.analysis.ladder_rungs import RUNGS, describe_flags
 from sdbench.record.store import load_record
-from sdbench.report.ladder_rungs import RUNGS, describe_flags
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
 from tests.marks import quick_and_slow

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sdbench.analysis import compare
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.stop import STOPS
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
 from sdbench.record.store import OK
-from sdbench.report import compare
 from sdbench.report.terminal import format_number
 from sdbench.settings.kinds import REPEATS, TEXT
 from sdbench.settings.request import parse

@@ -1,1 +1,1 @@
-"""Tables, plots and pages from records and figures. Needs no torch."""
+"""How records are read, and tables, plots and pages written. Needs no torch."""

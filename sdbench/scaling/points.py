@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis.compare import CompareFlags
 from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
 from sdbench.record.row import make_row
 from sdbench.record.store import BENCHMARK, OK, kind_of
-from sdbench.report.compare import CompareFlags
 from sdbench.report.figures import (
     MEASURED,
     as_text,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis import feed_table
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import LARGEST
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
 from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
-from sdbench.report import feed_table
 from sdbench.report.figures import MEASURED
 from sdbench.report.runs import read_record, use_each
 from sdbench.scaling.amounts import Amount

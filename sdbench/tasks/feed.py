@@ -113,7 +113,7 @@ class Feed(Task):
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
-        from sdbench.report.feed_table import format_feed
+        from sdbench.analysis.feed_table import format_feed
 
         return format_feed(content)
 

@@ -7,8 +7,8 @@ import csv
 import pytest
 
 import benchmark
+from sdbench.analysis.ladder_rungs import RUNGS, describe_flags
 from sdbench.record.store import load_record
-from sdbench.report.ladder_rungs import RUNGS, describe_flags
 from sdbench.settings.setting import GPU
 
 pytestmark = pytest.mark.gpu

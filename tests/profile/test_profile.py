@@ -16,10 +16,10 @@ from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters
 from sdbench.models.flops import count_flops
-from sdbench.tasks.profile.printout import add_figures
-from sdbench.tasks.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
-from sdbench.tasks.profile.steps import PhaseMarks, StepEvents
-from sdbench.tasks.profile.work import WorkCounter
+from sdbench.profile.printout import add_figures
+from sdbench.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
+from sdbench.profile.steps import PhaseMarks, StepEvents
+from sdbench.profile.work import WorkCounter
 from tests.refusals import printed_refusal
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")

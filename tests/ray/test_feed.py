@@ -7,9 +7,9 @@ import math
 import pytest
 
 import data as script
+from sdbench.analysis.feed_table import format_feed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
-from sdbench.report.feed_table import format_feed
 from sdbench.settings.feed import FeedSettings
 from sdbench.tasks import ray_feed
 from sdbench.tasks.ray_feed import read_stages

@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis.report import PLACES, README
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
-from sdbench.report.report import PLACES, README
 from sdbench.report.tables import Table
 from sdbench.settings.config import PRESETS
 from sdbench.settings.setting import PerDevice

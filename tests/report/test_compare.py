@@ -14,8 +14,8 @@ import shutil
 import pytest
 from scipy import stats
 
+from sdbench.analysis.compare import EPILOG
 from sdbench.cli import main
-from sdbench.report.compare import EPILOG
 from tests.refusals import refusal_of
 
 HOSTILE = "=cmd|' /C calc'!A0\n<script>alert(1)</script> \u4e2d\u6587 \x1b[2J"

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from sdbench.analysis.feed_table import format_csv, format_feed, make_data_table
+from sdbench.analysis.publish import main
 from sdbench.measure.hardware import as_dict
-from sdbench.report.feed_table import format_csv, format_feed, make_data_table
-from sdbench.report.publish import main
 from sdbench.report.tables import to_markdown
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.results_folder import make_readme

@@ -10,12 +10,12 @@ import statistics
 import pytest
 import yaml
 
+from sdbench.analysis.ladder import find_ladders, is_one_rung, read_configurations
+from sdbench.analysis.ladder_pairs import make_pair_tables
+from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pending_tables
+from sdbench.analysis.report import LADDER_PAGE, PLACES, rebuild
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
-from sdbench.report.ladder import find_ladders, is_one_rung, read_configurations
-from sdbench.report.ladder_pairs import make_pair_tables
-from sdbench.report.ladder_rungs import RUNGS, describe_flags, find_rung
-from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
-from sdbench.report.report import LADDER_PAGE, PLACES, rebuild
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE
 from sdbench.settings.setting import of_device

@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from sdbench.cli import main
-from sdbench.report.loss_band import (
+from sdbench.analysis.loss_band import (
     INSIDE,
     NO_BAND,
     NUM_STEPS,
@@ -18,7 +17,8 @@ from sdbench.report.loss_band import (
     make_tables,
     read_run,
 )
-from sdbench.report.report import LADDER_PAGE, PLACES, load_losses
+from sdbench.analysis.report import LADDER_PAGE, PLACES, load_losses
+from sdbench.cli import main
 from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS, make_readme, make_recipe, rows_of
 

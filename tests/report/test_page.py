@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.report.report import rebuild
+from sdbench.analysis.report import rebuild
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record, make_results
 
 CHROMIUM = next(

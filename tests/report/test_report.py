@@ -7,14 +7,14 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
-from sdbench.cli import main
-from sdbench.report.report import rebuild
-from sdbench.report.throughput_plots import (
+from sdbench.analysis.report import rebuild
+from sdbench.analysis.throughput_plots import (
     MICRO_BATCH,
     OTHER_MICRO_BATCHES,
     SCALING,
     SPEED_UP,
 )
+from sdbench.cli import main
 from tests.report.results_folder import (
     BREAKDOWN,
     HOSTILE,
@@ -246,5 +246,5 @@ def test_a_report_needs_no_torch(tmp_path):
     command = [sys.executable, "-c", program, "report", "--folder", str(results)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     modules = set(done.stdout.splitlines()[-1].split())
-    assert "sdbench.report.report" in modules
+    assert "sdbench.analysis.report" in modules
     assert not modules & {"torch", "pandas", "composer"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdbench.report.result_page import fill
+from sdbench.analysis.result_page import fill
 from tests.refusals import refused
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
 

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from sdbench.analysis.report import rebuild
 from sdbench.cli import main
-from sdbench.report.report import rebuild
 from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS, make_readme, make_record
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
+from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
-from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.tables import (
     Column,
     Table,
@@ -13,7 +14,6 @@ from sdbench.report.tables import (
     to_captioned_markdown,
     to_folded_markdown,
 )
-from sdbench.report.throughput_table import make_headline_table, make_tables
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import train
+from sdbench.analysis.quoted import load_figures
+from sdbench.analysis.training_times import collect, draw, make_time_table
 from sdbench.cli import main as sdbench
-from sdbench.report.quoted import load_figures
-from sdbench.report.training_times import collect, draw, make_time_table
 from tests.report.results_folder import RESULTS, make_results, rows_of
 
 

@@ -18,8 +18,8 @@ import generate
 import train
 from sdbench.cli import main as sdbench
 from sdbench.data.pictures import list_pictures
-from sdbench.data.shapes.judge import look_at
-from sdbench.data.shapes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
+from sdbench.shapes.judge import look_at
+from sdbench.shapes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
 
 MODEL_VARIABLE = "SDBENCH_SHAPES_MODEL"
 SHAPES_MODEL = Path(os.environ.get(MODEL_VARIABLE, "none")).resolve()

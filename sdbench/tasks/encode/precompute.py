@@ -29,7 +29,6 @@ from sdbench.measure.hardware import Machine
 from sdbench.measure.summary import summarize_window
 from sdbench.models.architecture import resolve_architecture
 from sdbench.plan.draft import Draft
-from sdbench.plan.resolve import default_image_size
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
@@ -216,6 +215,7 @@ class Precompute(Task):
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and open the source."""
+        from sdbench.plan.resolve import default_image_size
         from sdbench.tasks.encode.encoder import EncodeJob
         from sdbench.tasks.encode.images import ImageReader
 

@@ -88,7 +88,7 @@ def check_scores(config: Any, held_out: SourceConfig) -> None:
     Raises:
         ConfigError: A network cannot be used, or there are fewer than two pictures.
     """
-    from sdbench.tasks.score.networks import open_networks
+    from sdbench.evaluate.networks import open_networks
 
     open_networks(config, image_size=config.image_size, device="cpu")
     num_samples = data.check(held_out)
@@ -189,8 +189,8 @@ class _Evaluator:
 
     def score(self, samples: Samples, state: TrainState, check: Check) -> dict[str, Any]:
         """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
-        from sdbench.tasks.score.networks import open_networks
-        from sdbench.tasks.score.scores import score_model
+        from sdbench.evaluate.networks import open_networks
+        from sdbench.evaluate.scores import score_model
 
         # Loaded each time: in between, training has the memory.
         device = next(self._job.model.parameters()).device

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis.throughput_table import make_figure_tables
 from sdbench.base.errors import ConfigError
 from sdbench.report.figures import TIME, device_of, read_figures
 from sdbench.report.runs import use_each
 from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table
-from sdbench.report.throughput_table import make_figure_tables
 
 # The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"

@@ -9,12 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_markdown, for_terminal
-from sdbench.base.output import terminal_width
-from sdbench.record.configuration import group
-from sdbench.record.row import format_csv
-from sdbench.report.compare_match import (
+from sdbench.analysis.compare_match import (
     APART,
     GUARDED,
     MACHINE_CHANGED,
@@ -27,7 +22,7 @@ from sdbench.report.compare_match import (
     Match,
     match,
 )
-from sdbench.report.compare_sides import (
+from sdbench.analysis.compare_sides import (
     UNCOMMITTED,
     UNREADABLE,
     Row,
@@ -37,6 +32,11 @@ from sdbench.report.compare_sides import (
     make_side,
     split,
 )
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_markdown, for_terminal
+from sdbench.base.output import terminal_width
+from sdbench.record.configuration import group
+from sdbench.record.row import format_csv
 from sdbench.report.figures import as_text, select_rows, write_out
 from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_terminal
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of

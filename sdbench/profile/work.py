@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sdbench.tasks.profile.roofline import Operator, Work
+from sdbench.profile.roofline import Operator, Work
 
 aten = torch.ops.aten
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sdbench.analysis.ladder import THREADS, added_to_seed, describe_recipe, pure_preset
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
-from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe, pure_preset
 from sdbench.report.runs import describe_devices, read_steps
 from sdbench.report.tables import Field, Table, tabulate
 from sdbench.settings.config import PRESETS

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sdbench.record.configuration import place_of_encoders
-from sdbench.report.compare_match import compare_rows
-from sdbench.report.ladder import (
+from sdbench.analysis.compare_match import compare_rows
+from sdbench.analysis.ladder import (
     EMA_SETTINGS,
     RANK_SETTINGS,
     THREADS,
@@ -18,7 +17,8 @@ from sdbench.report.ladder import (
     describe_recipe,
     families,
 )
-from sdbench.report.ladder_tables import how_sure, ratio_cell
+from sdbench.analysis.ladder_tables import how_sure, ratio_cell
+from sdbench.record.configuration import place_of_encoders
 from sdbench.report.runs import (
     describe_devices,
     notes_cell,

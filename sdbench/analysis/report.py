@@ -12,32 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis import (
+    feed_table,
+    loss_band,
+    result_page,
+    throughput_plots,
+    training_times,
+)
+from sdbench.analysis.compare_sides import read_time
+from sdbench.analysis.ladder import read_configurations
+from sdbench.analysis.ladder_pairs import make_pair_tables
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pending_tables
+from sdbench.analysis.limits import load_profile, make_limit_tables
+from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
+from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file
 from sdbench.base.outside import read_text
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
-from sdbench.report import (
-    feed_table,
-    loss_band,
-    result_page,
-    run_plots,
-    throughput_plots,
-    training_times,
-)
-from sdbench.report.compare_sides import read_time
-from sdbench.report.ladder import read_configurations
-from sdbench.report.ladder_pairs import make_pair_tables
-from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
-from sdbench.report.limits import load_profile, make_limit_tables
+from sdbench.report import run_plots
 from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
-from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
-from sdbench.report.throughput_table import make_headline_table, make_tables
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting

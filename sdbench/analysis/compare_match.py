@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sdbench.analysis.compare_sides import FACTS, VARIABLE_PREFIX, VERSION_PREFIX, WHEN, Row, Side
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
-from sdbench.report.compare_sides import FACTS, VARIABLE_PREFIX, VERSION_PREFIX, WHEN, Row, Side
 from sdbench.report.figures import MEASURED, as_text
 from sdbench.statistics.intervals import (
     NOT_TESTED,

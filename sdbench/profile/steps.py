@@ -25,8 +25,8 @@ import torch
 from torch.autograd import DeviceType
 
 from sdbench.measure.phases import OTHER, PhaseClock
-from sdbench.tasks.profile.roofline import Operator, Timing
-from sdbench.tasks.profile.work import WorkCounter
+from sdbench.profile.roofline import Operator, Timing
+from sdbench.profile.work import WorkCounter
 
 NUM_COUNTED_STEPS = 1
 # Ranges whose name begins so say which phase the step is in.

@@ -21,7 +21,7 @@ from sdbench.settings.similarity import SimilaritySettings
 if TYPE_CHECKING:
     from PIL import Image
 
-    from sdbench.tasks.score.networks import ImageNetwork
+    from sdbench.evaluate.networks import ImageNetwork
 
 RESULT_NAME = "dreambooth.json"
 UNIT = "mean cosine of image embeddings over pairs of pictures, from -1 to 1"
@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
     """The content of dreambooth.json; pictures are compared at the size of the first one."""
-    from sdbench.tasks.score.networks import open_networks
-    from sdbench.tasks.score.scores import Pictures, open_pictures, read_pictures, side_of
+    from sdbench.evaluate.networks import open_networks
+    from sdbench.evaluate.scores import Pictures, open_pictures, read_pictures, side_of
 
     image_size = side_of(before[0][0])
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sdbench.report.compare_match import APART, MACHINE_CHANGED, compare_rows
-from sdbench.report.ladder import Configuration, Ladder, changes, difference, find_ladders
-from sdbench.report.ladder_rungs import (
+from sdbench.analysis.compare_match import APART, MACHINE_CHANGED, compare_rows
+from sdbench.analysis.ladder import Configuration, Ladder, changes, difference, find_ladders
+from sdbench.analysis.ladder_rungs import (
     DEVICES,
     RUNGS,
     describe_effect,

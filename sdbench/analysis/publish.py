@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.analysis.loss_band import read_run
+from sdbench.analysis.report import NUMERICS, RUNS, ReportFlags, rebuild
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
-from sdbench.report.loss_band import read_run
-from sdbench.report.report import NUMERICS, RUNS, ReportFlags, rebuild
 from sdbench.report.runs import read_record, use_each
 from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.request import parse

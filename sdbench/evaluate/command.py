@@ -54,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config
     from sdbench.data.pictures import list_pictures
-    from sdbench.ranks.distributed import Ranks
-    from sdbench.tasks.score.networks import open_networks
-    from sdbench.tasks.score.scores import (
+    from sdbench.evaluate.networks import open_networks
+    from sdbench.evaluate.scores import (
         Pictures,
         Scores,
         describe,
@@ -64,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         read_pictures,
         side_of,
     )
+    from sdbench.ranks.distributed import Ranks
 
     rows = list_pictures(Path(flags.folder))
     if len(rows) < 2:

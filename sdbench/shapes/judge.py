@@ -12,16 +12,16 @@ import numpy as np
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.data.pictures import list_pictures, open_picture
-from sdbench.data.shapes.write import (
+from sdbench.settings.kinds import TEXT
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
+from sdbench.shapes.write import (
     BACKGROUND,
     COLOURS,
     SHAPES,
     cover,
     find_colour_and_shape,
 )
-from sdbench.settings.kinds import TEXT
-from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting
 
 VERDICT_NAME = "judge.json"
 # Distance in RGB, of at most 442, from which a pixel is not background.

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from sdbench.base.escape import for_csv
+from sdbench.profile.roofline import Profile
 from sdbench.report.tables import make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.tasks.profile.roofline import Profile
 
 # The figures of a row: their names in the files and in a terminal.
 FIGURES = {

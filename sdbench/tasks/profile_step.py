@@ -1,4 +1,4 @@
-"""The command and task `profile`: work, time and ceiling of each operator of a training step.
+"""`ProfileStep`: the task that profiles a training step.
 
 The flags of benchmark.py give the same plan, job and engine as there. A watch between job and
 engine counts one step and profiles the next ones.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,117 +21,15 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import PROFILE, RunFolder
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
-from sdbench.run.runner import run
 from sdbench.run.task import Run
-from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.kinds import POSITIVE, TEXT
-from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import setting
-from sdbench.tasks import TASKS
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
-    from sdbench.tasks.profile.roofline import Ceilings, Profile
-    from sdbench.tasks.profile.steps import ProfiledSteps
+    from sdbench.profile.roofline import Ceilings, Profile
+    from sdbench.profile.steps import ProfiledSteps
 
 OPERATORS_NAME = "operators.csv"
 TRACE_NAME = "trace.json.gz"
-DESCRIPTION = """\
-Count the arithmetic and the bytes of every operator of a training step, time it, and set both
-against what this machine reaches at its best.
-
-Beside --top and --folder it takes the flags of benchmark.py that say what a step does, and of the
-others --warmup_batches (before anything is timed), --measure_batches (timed as they are, 3 by
-default), --profile_batches (under torch's profiler) and --profile_trace (writes torch's trace of
-the last of them). Without --batch_size a step is one micro-batch.
-One process, on one GPU or the CPU.
-"""
-EPILOG = """\
-examples:
-  python -m sdbench profile --model_name tiny --use_synth_data
-      a miniature in seconds
-  python -m sdbench profile --preset seed --device_train_microbatch_size 4 --use_ema
-      where the time of the reference recipe goes
-  python -m sdbench profile --latents precomputed --remote my-latents --engine torch --top 40
-      on precomputed latents, without a trainer, in longer tables
-  python -m sdbench profile --batch_size 64 --device_train_microbatch_size 16 --folder before
-      with four micro-batches to an optimizer step, into a folder of this name
-
-It prints three tables (by phase, by operator, by operator and shapes) and the floors of a step, and
-writes profile.json (figures, settings, versions), operators.csv (every operator) and stdout.log.
-With --compile the step is counted uncompiled, which may need more memory.
-
-exit codes: 0 ok, 1 the run failed, 2 bad input, 130 stopped
-"""
-# Step times serve for comparison only; benchmark.py measures a rate with an interval.
-MEASURE_BATCHES = 3
-# Flags of benchmark.py that say how long to measure and where to log it.
-NOT_HERE = (
-    "max_duration",
-    "max_warmup_batches",
-    "max_measure_batches",
-    "target_precision",
-    "measure_peak",
-    "wandb_name",
-    "wandb_project",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileSettings(BenchmarkConfig):
-    """Settings of profile: its own, and the settings of the run that it profiles."""
-
-    top: int = setting(POSITIVE, 20, "rows of the tables of operators; the files have all")
-    folder: str | None = setting(
-        TEXT, None, "new folder of the files (default: one of its own in --results_dir)"
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileRequest(Request[BenchmarkConfig]):
-    """A request of benchmark.py, with the rows of the tables and the folder of the files."""
-
-    top: int
-    folder: str | None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Profile a training step as the command line says; return the exit code."""
-    return run(TASKS["profile"], _parse, argv)
-
-
-def _parse(argv: Sequence[str]) -> ProfileRequest:
-    asked = parse(
-        ProfileSettings,
-        argv,
-        prog="python -m sdbench profile",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        takes_file=True,
-    )
-    for name in NOT_HERE:
-        if asked.is_users(name):
-            raise ConfigError(
-                "a profile has no use for this setting of benchmark.py",
-                value=getattr(asked.config, name),
-                allowed="those that say what a step does, and --warmup_batches, "
-                "--measure_batches, --profile_batches and --profile_trace",
-                flag=f"--{name}",
-            )
-    of_run = asked.part(BenchmarkConfig)
-    config = of_run.config
-    if config.measure_batches is None:
-        config = dataclasses.replace(config, measure_batches=MEASURE_BATCHES)
-    microbatch = config.device_train_microbatch_size
-    if config.batch_size is None and microbatch != "auto":
-        config = dataclasses.replace(config, batch_size=microbatch)
-    return ProfileRequest(
-        config=config,
-        origin=of_run.origin,
-        print_config=of_run.print_config,
-        top=asked.config.top,
-        folder=asked.config.folder,
-    )
 
 
 class ProfileStep(TrainingTask):
@@ -182,7 +79,7 @@ class ProfileStep(TrainingTask):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Count and time the operators of a step, and measure the ceilings."""
-        from sdbench.tasks.profile import printout
+        from sdbench.profile import printout
 
         self._profile = _profile(self.plan, trace_file=run.folder / TRACE_NAME)
         is_compiled = self.plan.config.compile != "none"
@@ -191,7 +88,7 @@ class ProfileStep(TrainingTask):
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """Write operators.csv."""
-        from sdbench.tasks.profile import printout
+        from sdbench.profile import printout
 
         with warn_if_not_written(OPERATORS_NAME):
             replace_file(folder / OPERATORS_NAME, printout.to_csv(self._profile))
@@ -238,9 +135,9 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     from sdbench.engines import load_engine
     from sdbench.measure.timer import CudaDevice, StepTimer
     from sdbench.measure.watch import StepWatch
+    from sdbench.profile.roofline import Profile, join
+    from sdbench.profile.steps import PhaseMarks, ProfiledSteps
     from sdbench.tasks import dreambooth, pretrain, tuning
-    from sdbench.tasks.profile.roofline import Profile, join
-    from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps
 
     config, device_type = plan.config, plan.machine.device_type
     tuning.set_up_process(config)
@@ -300,7 +197,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
 def _measure_ceilings(steps: ProfiledSteps, *, device_type: str) -> Ceilings:
     """The ceilings of arithmetic in every type that the step multiplies in, and of the memory."""
     from sdbench.measure.ceilings import measure_arithmetic, measure_bandwidth
-    from sdbench.tasks.profile.roofline import Ceilings
+    from sdbench.profile.roofline import Ceilings
 
     precisions = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     dtypes = sorted({dtype for (_, dtype), work in steps.counter.work.items() if work.flop})

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sdbench.analysis.compare_sides import Row, row_of_run
+from sdbench.analysis.ladder_rungs import describe_flags, find_rung
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
-from sdbench.report.compare_sides import Row, row_of_run
-from sdbench.report.ladder_rungs import describe_flags, find_rung
 from sdbench.report.runs import describe_devices, describe_work
 from sdbench.settings.config import PRESETS, SETTINGS
 from sdbench.settings.data import ONLINE

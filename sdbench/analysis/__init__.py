@@ -1,0 +1,1 @@
+"""Comparisons, ladders, tables and pages from the records of many runs. Needs no torch."""
