@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sdbench.measure.timer import WARMUP as WARMUP_STEP
 from sdbench.ranks.launcher import find_launcher
 from sdbench.ranks.ray_cluster import RAY_LAUNCH_S
 
@@ -24,7 +23,7 @@ PEAK = "peak"
 BUILD = "build"
 ENGINE = "engine"
 FIRST_STEP = "first_step"
-WARMUP = "warmup"
+WARMUP = "warmup"  # as of the steps in timer.py, which loads numpy
 PHASES = (LAUNCHER, INTERPRETER, IMPORTS, PLAN, PEAK, BUILD, ENGINE, FIRST_STEP, WARMUP)
 
 
@@ -55,7 +54,7 @@ class StartupClock:
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
         """A step has ended. Whether it was warm-up may be decided later."""
-        if index == 0 and phase == WARMUP_STEP:
+        if index == 0 and phase == WARMUP:
             loss()  # waits for the device, as the end of the warm-up does
         self._step_times_s.append(self._lap())
 

@@ -270,9 +270,10 @@ def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monke
     monkeypatch.setenv("WANDB_API_KEY", 'abc"def-12345')
     monkeypatch.setenv("NCCL_AUTH_TOKEN", "nccl-token-value")
     monkeypatch.setenv("HF_TOKEN", "short")
-    RunFolder(tmp_path).write_record({"command": ["--name", 'abc"def-12345/short'], "n": 1})
+    # With a byte of a name that is not UTF-8, as Python reads it from the command line.
+    RunFolder(tmp_path).write_record({"command": ["caf\udce9", 'abc"def-12345/short'], "n": 1})
     written = json.loads((tmp_path / "record.json").read_text())
-    assert written == {"command": ["--name", "<WANDB_API_KEY>/short"], "n": 1}
+    assert written == {"command": ["caf\\udce9", "<WANDB_API_KEY>/short"], "n": 1}
     log = OutputLog()
     with log.capture():
         print('refused: abc"def-12345')

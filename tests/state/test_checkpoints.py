@@ -173,4 +173,9 @@ def test_the_oldest_goes_first_where_the_disk_has_room_for_two(tmp_path, keep, k
                 checkpoints.finish()
         checkpoints.finish()
     assert names(tmp_path) == [f"step_{step:08d}" for step in kept]
+    if keep == 1:  # nor does one go that this process has not found whole
+        anew = make_checkpoints(tmp_path, keep=keep)
+        anew.begin_save(20, state, {})
+        with pytest.raises(RunError, match="no space left"):
+            anew.finish()
     assert checkpoints.newest().step == kept[-1]
