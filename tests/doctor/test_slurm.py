@@ -16,6 +16,7 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = (sys.executable, "-m", "sdbench", "doctor", "--json", "--model_name", "tiny")
+DOCTOR += ("--timeout_s", "120")  # the tests of Ray run at the same time
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2")
 
 
