@@ -144,19 +144,20 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 def check_gpu_code(machine: Machine) -> None:
     """Raise ConfigError for a GPU that the installed torch has no code for.
 
-    Code for sm_XY runs on GPUs of the same X with this Y or a larger one; compute_XY is compiled
-    by the driver for any GPU from sm_XY on.
+    Code for sm_XY runs on GPUs of the same X with this Y or a larger one, sm_XYa on sm_XY alone;
+    compute_XY is compiled by the driver for any GPU from sm_XY on.
     """
     import torch
 
     built_for = torch.cuda.get_arch_list() if machine.device_type == "cuda" else []
-    code = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    code = re.findall(r"(sm|compute)_(\d+)(\d)(a?)", " ".join(built_for))
     if machine.compute_capability is None or not code:  # as with AMD's gfx942
         return
     gpu = tuple(map(int, machine.compute_capability.split(".")))
-    for kind, major, minor in code:
+    for kind, major, minor, is_of_one_gpu in code:
         built = (int(major), int(minor))
-        if built <= gpu and (kind == "compute" or built[0] == gpu[0]):
+        is_later = built <= gpu and (kind == "compute" or built[0] == gpu[0])
+        if built == gpu or (is_later and not is_of_one_gpu):
             return
     raise ConfigError(
         "this torch has no code for the GPU",

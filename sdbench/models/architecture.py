@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ REVISION_FLAG = "--model_revision"
 # it, because no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model.
 # 2: one for each block of 2^18 values.
 DRAWING = 2
+
+# How long the hub may take to say whether it has a model.
+HUB_TIMEOUT_S = 5.0
 
 CONFIG_FILES = {
     "unet": "unet/config.json",
@@ -145,8 +149,8 @@ def resolve_architecture(
             that can carry code, or it is not a Stable Diffusion 1 or 2.
     """
     names = built_in_names()
-    folder = Path(model_name).resolve()
-    if revision is not None and (model_name in names or folder.is_dir()):
+    is_folder = os.path.isdir(model_name)  # False also for what can be no path
+    if revision is not None and (model_name in names or is_folder):
         raise ConfigError(
             "only a model from the hub has revisions",
             value=revision,
@@ -155,7 +159,8 @@ def resolve_architecture(
         )
     if model_name in names:
         return _load_built_in(model_name)
-    if folder.is_dir():
+    if is_folder:
+        folder = Path(model_name).resolve()
         return _load_folder(folder, name=folder.name, random_weights=random_weights)
     if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
         meant = nearest(model_name, names)
@@ -255,7 +260,6 @@ def _download(
 
     Only configurations, tokenizer and fp32 safetensors, which cannot carry code.
     """
-    import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
 
     weights = [
@@ -266,9 +270,7 @@ def _download(
     wanted = [*CONFIG_FILES.values(), "tokenizer/*.json", "tokenizer/*.txt"]
     wanted += [] if random_weights else weights
     try:
-        return Path(
-            huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=wanted)
-        )
+        return _fetch(model_name, revision=revision, allow_patterns=wanted)
     except RevisionNotFoundError as error:
         raise ConfigError(
             f"the hub model {model_name} has no such revision",
@@ -283,3 +285,24 @@ def _download(
             allowed += f", or --random_weights, which builds {built_in} with random weights"
         what = f"the model cannot be loaded from the hub ({type(error).__name__})"
         raise _refusal(what, model_name, allowed) from error
+
+
+def _fetch(model_name: str, **options: Any) -> Path:
+    """Fetch files from the hub, or from its cache if the hub does not answer in time."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
+
+    fetch = functools.partial(huggingface_hub.snapshot_download, model_name, **options)
+    try:
+        # `snapshot_download` asks the same, and would wait for the answer without end.
+        huggingface_hub.HfApi().repo_info(
+            model_name, revision=options["revision"], timeout=HUB_TIMEOUT_S
+        )
+    except RevisionNotFoundError:
+        raise
+    except Exception as error:  # of the hub, or of the library by which it is asked
+        try:
+            return Path(fetch(local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error from None
+    return Path(fetch())

@@ -43,6 +43,9 @@ def torch_sees(monkeypatch):
         (["sm_86"], (8, 0), "TORCH=2.14"),
         (["sm_80", "compute_90"], (12, 0), None),  # the driver compiles
         (["sm_80", "compute_90"], (7, 5), "TORCH=2.14"),
+        (["sm_90a"], (9, 0), None),
+        (["sm_100a"], (10, 3), "TORCH=2.14"),
+        (["sm_100f"], (10, 3), None),
         (["gfx90a", "gfx942"], (9, 4), None),
         ([], (9, 0), None),
     ],

@@ -87,6 +87,8 @@ def test_image_size_that_cannot_be_halved_is_refused(name, size, allowed) -> Non
         ("sd2-bas", None, "--model_name"),
         ("a/b/c", None, "--model_name"),
         ("../x", None, "--model_name"),
+        ("a\0b", None, "--model_name"),
+        ("x" * 300, None, "--model_name"),
         ("tiny", "main", "--model_revision"),
     ],
 )
@@ -118,6 +120,26 @@ def test_a_hub_model_that_cannot_be_had_is_an_error(hub_id, offer, problem, monk
         resolve_architecture(hub_id, revision="other")
 
 
+def test_a_hub_that_does_not_answer_is_waited_for_5_s(monkeypatch) -> None:
+    waits_s = []
+
+    def wait(self, *args, timeout=None, **options):
+        waits_s.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", wait)
+    with refused("--model_name", value="someone/mine"):
+        resolve_architecture("someone/mine")
+    assert waits_s == [5.0]
+
+
+def test_a_link_that_leads_to_itself_is_no_model(tmp_path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with refused("--model_name", value=str(link)):
+        resolve_architecture(str(link))
+
+
 @pytest.mark.parametrize(
     ("hub_id", "built_in"),
     [
@@ -144,6 +166,7 @@ def test_hub_model_is_loaded_at_its_commit(monkeypatch, folder, random_weights) 
         )
         return str(snapshot)
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", Mock())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     architecture = resolve_architecture(
         "someone/mine", revision="main", random_weights=random_weights

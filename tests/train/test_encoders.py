@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -126,16 +126,11 @@ def test_a_model_that_changes_on_the_hub_is_another_one(online, tmp_path, monkey
     commits = {"main": "a" * 40, "a" * 40: "a" * 40}
     snapshot = shutil.copytree(online / "model", tmp_path / commits["main"])
     shutil.copytree(snapshot, tmp_path / ("b" * 40))
-    files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    siblings = [SimpleNamespace(rfilename=file) for file in files]
-
-    def tell(self, name, *, revision, timeout):
-        return SimpleNamespace(sha=commits[revision or "main"], siblings=siblings)
 
     def download(name, *, revision, allow_patterns):
-        return str(tmp_path / revision)
+        return str(tmp_path / commits[revision or "main"])
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", tell)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", Mock())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     argv = ("--model_name", "someone/mine", "--resume", "auto")
     folder = run(tmp_path, "hub", *argv)
