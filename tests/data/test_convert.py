@@ -142,11 +142,8 @@ def test_shards_are_neither_tiny_nor_huge():
 def test_mistakes(tmp_path, mds_folder):
     out = tmp_path / "out"
     for flag, value in (
-        ("--max_samples", "0"),
         ("--samples_per_shard", "1000001"),
-        ("--max_bad_fraction", "1.5"),
         ("--data_format", "synthetic"),
-        ("--filters", "pwatermark"),
     ):
         with refused(flag, value=value):
             main(mds_folder, out, flag, value)
