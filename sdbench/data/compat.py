@@ -7,6 +7,7 @@ else here touches a private name of that package.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,27 @@ class CheckedStreamingDataset(StreamingDataset):
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
         self.epoch, num_samples = super()._resume_incr_epoch()
         return self.epoch, num_samples
+
+
+def check_overridden() -> None:
+    """Refuse a release of Streaming in which an overridden method takes other arguments.
+
+    Raises:
+        ImportError: One does, or is gone.
+    """
+    for kind, names in (
+        (CheckedStream, ("set_up_local", "prepare_shard", "_decompress_shard_part")),
+        (CheckedStreamingDataset, ("prepare_shard", "_resume_incr_epoch")),
+    ):
+        for name in names:
+            theirs = getattr(kind.__base__, name, None)
+            wanted = [*inspect.signature(getattr(kind, name)).parameters]
+            found = None if theirs is None else [*inspect.signature(theirs).parameters]
+            if found != wanted:
+                raise ImportError(
+                    f"{kind.__base__.__name__}.{name} of the installed mosaicml-streaming takes "
+                    f"{found}, not {wanted}: pip install -r requirements.txt"
+                )
+
+
+check_overridden()
