@@ -22,9 +22,10 @@ def main(name: str, grace_s: float) -> Any:
 
         close = PContext.close
 
-        def close_with_grace(context: Any, death_sig: Any = None, timeout: float = grace_s) -> None:
+        # From torch 2.14 on torchrun names its own 30 s.
+        def close_with_grace(context: Any, death_sig: Any = None, timeout: float = 0.0) -> None:
             _ignore_terminations()
-            close(context, death_sig, timeout)
+            close(context, death_sig, max(timeout, grace_s))
 
         PContext.close = close_with_grace
     else:

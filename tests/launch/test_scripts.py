@@ -246,6 +246,7 @@ def test_a_launcher_waits_for_ranks_that_it_stops_as_long_as_the_scheduler(name,
             composer._cleanup_processes({})
         else:
             PContext.close(None, signal.SIGTERM)
+            PContext.close(None, signal.SIGTERM, 30)  # as torch 2.14 does
 
     monkeypatch.setattr(composer, "CLEANUP_TIMEOUT", composer.CLEANUP_TIMEOUT)
     monkeypatch.setattr(composer, "_cleanup_processes", clean_up)
@@ -255,4 +256,4 @@ def test_a_launcher_waits_for_ranks_that_it_stops_as_long_as_the_scheduler(name,
     with keep_handlers():
         stop_grace.main(name, 110.0)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    assert waited_s == [110.0]
+    assert set(waited_s) == {110.0}
