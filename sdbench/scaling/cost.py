@@ -293,8 +293,8 @@ def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
 
 def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
     """The first row for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``."""
-    names = {gpu, str(gpu).split(" (")[0]}
-    found = [row for row in rows if names & set(row["gpus"])]
+    names = () if gpu is None else (gpu, gpu.split(" (")[0])
+    found = [row for row in rows if any(name in row["gpus"] for name in names)]
     if not found:
         return None
     others = tuple(row["name"] for row in found[1:] if "name" in row)
@@ -327,7 +327,7 @@ def _load_rows(
 
 
 def _positive(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < 1e9:
+    if type(value) not in (int, float) or not 0 < value < 1e9:
         raise ConfigError(
             "a price or power is not a positive number",
             value=value,

@@ -45,10 +45,12 @@ def parse_counts(text: str) -> tuple[int, ...]:
     if is_continued:
         before, last = counts[-2:]
         doubles, step = last == 2 * before, last - before
-        if step <= 0 or int(end) > MAX_COUNT:
+        if step <= 0:
             raise ValueError
         while (last := 2 * last if doubles else last + step) <= int(end):
             counts.append(last)
+            if len(counts) > MAX_COUNTS:  # here, before a billion of them fill the memory
+                raise ValueError
     if len(counts) > MAX_COUNTS or not 1 <= min(counts) <= max(counts) <= MAX_COUNT:
         raise ValueError
     return tuple(sorted(counts))
@@ -241,6 +243,13 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
                 f"{row.get('source')})",
                 flag=flag,
             )
+    if row.get("images_per_step") and images % row["num_gpus"]:
+        raise ConfigError(
+            "the images of a step cannot be shared out among the GPUs",
+            value=f"images_per_step {images} on {row['num_gpus']} GPUs",
+            allowed="a multiple of num_gpus",
+            flag="the column images_per_step",
+        )
     return split_batch(global_batch=images, num_gpus=row["num_gpus"], micro_batch=size)
 
 

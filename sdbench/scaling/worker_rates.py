@@ -189,7 +189,7 @@ def _parse(size: str, rate: str, low: str | None, high: str | None, worker: Work
     source = f"{size}={rate}" if low is None else f"{size}={rate}:{low}:{high}"
     try:
         values = [float(text) for text in (low, rate, high) if text is not None]
-        is_right = values[0] > 0 and values == sorted(values) and values[-1] <= LARGEST
+        is_right = all(0 < value <= LARGEST for value in values) and values == sorted(values)
     except ValueError:
         is_right = False
     if not is_right:

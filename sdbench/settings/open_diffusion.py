@@ -91,6 +91,12 @@ def _positive(key: str, values: Values) -> int:
         ) from None
 
 
+def _results_dir(value: Any, values: Values) -> dict[str, Any]:
+    """Its runs are in log_dir/project/name; a project that is no text is refused as such."""
+    project = values.get("experiment.project")
+    return {"results_dir": value if project is None else f"{value}/{project}"}
+
+
 def _what_is_kept(value: bool, values: Values) -> dict[str, Any]:
     """The newest checkpoint alone, or every one."""
     return {"keep": 1} | ({} if value else {"keep_every_batches": 1})
@@ -163,9 +169,7 @@ KEYS: dict[str, Rule] = {
     "system.dist_url": Same("distributed.dist_url"),
     "distributed.dist_backend": _BACKEND,
     "distributed.dist_url": _FROM_ENVIRONMENT,
-    "experiment.log_dir": lambda value, values: {
-        "results_dir": "/".join(filter(None, (value, values.get("experiment.project"))))
-    },
+    "experiment.log_dir": _results_dir,
     "experiment.name": lambda value, values: {"run_name": value, "wandb_name": value},
     "experiment.project": "wandb_project",
     "experiment.num_examples_to_see": lambda value, values: {"max_duration": f"{value}sp"},

@@ -219,6 +219,7 @@ RECIPE = "seed: {about: a, source: b, global_batch: 64%s}"
         ("--prices", "prices: [{name: a, gpus: [X]}]"),
         ("--prices", "prices: none"),
         ("--prices or --price", PRICE % ("free", "USD")),
+        ("--prices or --price", PRICE % ("true", "USD")),
         ("--prices", PRICE % (1, "EUR")),
         ("--prices", "- a list"),
         ("--prices", "{"),
@@ -234,3 +235,10 @@ def test_a_file_of_prices_or_recipes_is_checked(tmp_path, flag, content):
     given = ("--images_per_second", "256=1", "512=1", "--num_gpus", "8", "--recipe", "seed")
     error = refusal_of("scaling", "cost", *given, flag.split()[0], "file.yaml")
     assert error.flag == flag
+
+
+def test_a_row_of_prices_for_no_name_is_of_no_gpu(tmp_path, cost):
+    (tmp_path / "file.yaml").write_text(PRICE.replace("[X]", "[[X]]") % (3, "USD"))
+    given = ("--images_per_second", "256=1", "512=1", "--num_gpus", "8", "--gpu", "X")
+    (row,) = cost(*given, "--recipe", "seed", "--prices", "file.yaml")
+    assert (row["num_gpus"], row.get("cost_usd")) == (8, None)

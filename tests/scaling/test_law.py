@@ -484,6 +484,7 @@ def test_gpu_counts(text, counts):
         ("predict {scaling} --num_gpus 8,...,64", "--num_gpus", "8,...,64"),
         ("predict {scaling} --num_gpus 16,8,...,64", "--num_gpus", "16,8,...,64"),
         ("predict {scaling} --num_gpus 1,3,...,9999", "--num_gpus", "1,3,...,9999"),
+        ("predict {scaling} --num_gpus 1,2,3,...,2000000000", "--num_gpus", "1,2,3,...,2000000000"),
         ("predict {scaling} --num_gpus 0", "--num_gpus", "0"),
         (
             "predict {scaling} --num_gpus 4096",
@@ -532,6 +533,14 @@ def test_figures_that_no_step_has_are_refused(table, rows, flag, value):
     error = refusal_of("scaling", "fit", table(*(f"H100,{row}" for row in rows), header=header))
     assert error.flag.startswith(flag)
     assert error.value == value
+
+
+def test_images_that_the_gpus_cannot_share_are_refused(table):
+    header = HEADER.replace("global_batch", "images_per_step")
+    path = table("H100,2,4,64,20", "H100,4,4,66,40", "H100,8,4,64,80", header=header)
+    error = refusal_of("scaling", "fit", path)
+    assert error.flag == "the column images_per_step"
+    assert error.value == "images_per_step 66 on 4 GPUs"
 
 
 def test_half_a_gpu_and_a_run_that_trains_nothing_are_refused(table, repository):

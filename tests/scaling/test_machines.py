@@ -323,6 +323,7 @@ def test_records_of_other_work_are_refused(command, write, published):
         ("trainer_rates", "64=0"),
         ("trainer_rates", "64=3:4:5"),
         ("decoder_rates", "64=nan"),
+        ("trainer_rates", "64=nan:1:3"),
         ("encoder_rates", "128=3"),
         ("encoder_rates", "nowhere"),
         ("scaling_efficiency", 1.1),

@@ -207,6 +207,8 @@ def test_the_other_keys_of_open_diffusion(file):
         "model.scheduler",
     ]
     assert parse("dataset.params.workers=3").config.num_workers == 3
+    with refused("--wandb_project", value=2024):
+        parse("experiment.log_dir=logs", "experiment.project=2024")
     with refused("dataset.params.batch_size=VALUE or system.batch_size=VALUE", value=4):
         parse("system.batch_size=8", "dataset.params.batch_size=4")
 
