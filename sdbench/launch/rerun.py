@@ -20,6 +20,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.launch.child import check_suite_is_here, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
 from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
+from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
 from sdbench.record.provenance import (
     ENVIRONMENT_NAMES,
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = read_record(flags.record, flag="RECORD")
     folder = flags.folder or Path("runs", f"rerun_{record['run_id']}")
     command, unknown = _find_command(record, request.rest, folder=folder)
-    data_here = _describe_data(record, command)
+    data_here = _check_inputs(record, command)
     unknown += _list_unknown_facts(record, has_data=data_here is not None)
     num_gpus, gpu = _check_gpus(record)
     variables, left_out = _environment(record, has_gpus=num_gpus > 0)
@@ -291,17 +292,26 @@ def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
     return num_gpus, None if first is None else ask(nvml, "nvmlDeviceGetName", first)
 
 
-def _describe_data(record: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any] | None:
-    """The facts of the data set, as a record has them; refuses a data set that is not here."""
+def _check_inputs(record: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any] | None:
+    """The facts of the data set, as a record has them; refuses data or weights that are not here.
+
+    A model of the hub is left to the run itself.
+    """
     program, config_type = PROGRAMS[kind_of(record)]
     arguments = command[command.index(program) + 1 :]
+    config = parse(config_type, arguments, description="", epilog="").config
+    model, workload = getattr(config, "model_name", None), record.get("workload", {})
+    what, how_made = "weights of the record are", ""
     try:
-        return data.describe_data(parse(config_type, arguments, description="", epilog="").config)
+        if model is not None and workload.get("revision") is None:
+            resolve_architecture(model, random_weights=config.random_weights)
+        what, how_made = "data set of the record is", _tell_how_made(record)
+        return data.describe_data(config)
     except ConfigError as error:
         raise ConfigError(
-            f"the data set of the record is not here ({error.what[:1].lower()}{error.what[1:]})",
+            f"the {what} not here ({error.what[:1].lower()}{error.what[1:]})",
             value=error.value,
-            allowed=f"{error.allowed}; another place behind --{_tell_how_made(record)}",
+            allowed=f"{error.allowed}; another place behind --{how_made}",
             flag=error.flag,
         ) from None
 

@@ -289,6 +289,12 @@ FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
             "--model_name",
         ),
         (
+            {"config": {"model_name": "./no-such-model"}},
+            "the weights of the record are not here",
+            "./no-such-model",
+            "--model_name",
+        ),
+        (
             {"machine": {"device_type": "cuda"}, "ranks": EIGHT},
             "the run had 8 x ",
             "0 GPUs",
