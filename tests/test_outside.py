@@ -140,6 +140,16 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
         assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
 
 
+@pytest.mark.parametrize("content", ["", "index,phase,step_time_s\n"])
+def test_report_names_a_table_of_steps_that_was_emptied(tmp_path, capsys, content):
+    results = make_results(tmp_path / "results", make_record(), quoted=False)
+    (path,) = (results / "runs").glob("*/record.json")
+    path.with_name("steps.csv").write_text(content)
+    assert main(["report", "--folder", str(results)]) == 1
+    (told,) = left_out(capsys.readouterr().err)
+    assert str(path.with_name("steps.csv")) in told
+
+
 def test_report_reads_a_setting_of_another_version(tmp_path):
     of_another = make_record()
     of_another["origin"]["of_another_version"] = "flag"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_plot
 from sdbench.record.configuration import count_devices, group, place_of_encoders
 from sdbench.record.store import STEPS_NAME
@@ -102,10 +103,17 @@ def draw_step_times(
 
     def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         columns = ("index", "phase", "step_time_s")
-        return traced[path], read_steps(path, columns=columns, flag="--folder")
+        steps = read_steps(path, columns=columns, flag="--folder")
+        if not steps:  # its run has ended well, so it had some
+            raise ConfigError(
+                "a table of steps has no step",
+                value=str(path),
+                allowed="the table as the run wrote it",
+                flag="--folder",
+            )
+        return traced[path], steps
 
-    read_runs, left_out = use_each(list(traced)[:MAX_TRACES], read)
-    shown = [(record, steps) for record, steps in read_runs if steps]
+    shown, left_out = use_each(list(traced)[:MAX_TRACES], read)
     if not shown:
         return None, left_out
     drawn = [record for record, _ in shown]
