@@ -12,7 +12,7 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import GoodBatch, make_batches
 from sdbench.data.pipeline.order import Key
-from sdbench.data.samples import Samples
+from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
 
 # Images are encoded once, as the first epoch of a training run would see them.
@@ -39,6 +39,30 @@ class LoadedBatch(NamedTuple):
     num_read: int
 
 
+class CachedSamples:
+    """Stored samples; each is read once for the resolutions and the caption of a batch."""
+
+    def __init__(self, records: Samples) -> None:
+        self._records = records
+        self._kept: dict[int, ImageSample] = {}
+        self.sample_type = records.sample_type
+        self.blocks, self.num_dropped = records.blocks, records.num_dropped
+        self.num_blocks_of_files = records.num_blocks_of_files
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int) -> ImageSample:
+        """Read a sample as `Samples.read` does, once in a batch."""
+        if index not in self._kept:
+            self._kept[index] = self._records.read(index)
+        return self._kept[index]
+
+    def forget(self) -> None:
+        """Drop the samples of the current batch."""
+        self._kept.clear()
+
+
 class ImageReader:
     """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
 
@@ -48,11 +72,11 @@ class ImageReader:
         Raises:
             ConfigError: The source cannot be used.
         """
-        self._records: Samples | None = None
+        self._records: CachedSamples | None = None
         if configs[0].data_format == "synthetic":
             self._batches = [data.open_batches(config) for config in configs]
         else:
-            self._records = data.open_samples(configs[0])
+            self._records = CachedSamples(data.open_samples(configs[0]))
             self._batches = [make_batches(self._records, config=config) for config in configs]
         self.num_samples = self._batches[0].num_samples
         self.num_dropped = self._batches[0].num_dropped
@@ -65,6 +89,8 @@ class ImageReader:
             return error
 
     def _read(self, indices: range) -> LoadedBatch:
+        if self._records is not None:
+            self._records.forget()
         keys, parts, bad = [Key(EPOCH, index) for index in indices], [], []
         for batches in self._batches:
             part = batches.read_good(keys)
