@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,16 @@ def test_pixels_that_lost_their_palette_are_bad(tmp_path):
     pictures.append(Image.new("P", (8, 8), 1))
     folder = write_pictures(tmp_path / "data", "pil", pictures)
     with pytest.raises(RunError, match=r"sample 3: .*mode P was stored without its palette"):
+        read_one(folder)
+
+
+def test_more_pixels_than_bytes_are_bad_before_there_is_room_for_them(tmp_path, monkeypatch):
+    folder = write_pictures(tmp_path / "data", "pil", [Image.new("RGB", (8, 8))] * 4)
+    shard = folder / "shard.00000.mds"
+    wrong = struct.pack("<3I", 60_000, 60_000, 3)
+    shard.write_bytes(shard.read_bytes().replace(struct.pack("<3I", 8, 8, 3), wrong, 1))
+    monkeypatch.setattr(Image, "new", None)  # which makes the room
+    with pytest.raises(RunError, match="sample 0: .*60000 x 60000 pixels in 192 bytes"):
         read_one(folder)
 
 

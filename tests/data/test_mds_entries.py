@@ -77,6 +77,10 @@ FALSE = {
     "the index": (repeat("index.json"), "shard 4: index.json is named twice"),
     # Of these the index alone could be true: the shard's own header is another.
     "too few": (put(12, "samples"), "its header says 16 samples, index.json says 12"),
+    "sizes": (
+        put([9, None], "column_sizes"),
+        "its header says column_sizes [None, None], index.json says [9, None]",
+    ),
     "too many": (put(10**30, "samples"), "its header says 16 samples, index.json says 1"),
     # As text: Python's json takes other encodings of bytes, and Streaming does not.
     "nested": (b'{"shards": ' + b"[" * 100_000, "nested too deeply"),

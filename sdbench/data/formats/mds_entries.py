@@ -9,7 +9,7 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 from sdbench.record.store import describe_fault
 
 INDEX_NAME = "index.json"
+# What a header says of the columns is some hundred bytes long.
+MAX_COLUMN_BYTES = 2**20
 
 _COUNT = {"type": "integer", "minimum": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -138,24 +140,37 @@ def check_shard(
     """
     check_file(path, num_bytes=file["bytes"], hashes=hashes)
     if file is shard["raw_data"]:
-        read_bounds(path, num_samples=shard["samples"])
+        read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
 
 
-def read_bounds(path: Path, *, num_samples: int) -> np.ndarray:
+def read_bounds(path: Path, *, num_samples: int, column_sizes: Sequence[int | None]) -> np.ndarray:
     """Return the first byte of each sample of a shard and the end of the last one, as int64.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The header contradicts index.json or the file's length.
     """
-    # MDS: the number of samples, where each one begins and the last one ends, as uint32.
+    # MDS: the number of samples, where each one begins and the last one ends, as uint32, and what
+    # index.json says of the columns, in JSON.
+    num_header_bytes = 4 * (num_samples + 2)
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         count = int.from_bytes(file.read(4), "little")
         if count != num_samples:
             raise ValueError(f"its header says {count} samples, {INDEX_NAME} says {num_samples}")
-        bounds = np.frombuffer(file.read(4 * (count + 1)), "<u4").astype(np.int64)
-    is_whole = len(bounds) == count + 1 and bounds[-1] <= num_bytes
-    if not is_whole or bounds[0] < 4 * (count + 2) or (np.diff(bounds) < 0).any():
-        raise ValueError("by its header samples lie outside of it, or overlap")
+        if num_header_bytes > num_bytes:
+            raise ValueError("its header is cut")
+        bounds = np.frombuffer(file.read(num_header_bytes - 4), "<u4").astype(np.int64)
+        is_inside = num_header_bytes <= bounds[0] and bounds[-1] <= num_bytes
+        if not is_inside or (np.diff(bounds) < 0).any():
+            raise ValueError("by its header samples lie outside of it, or overlap")
+        columns = file.read(min(int(bounds[0]) - num_header_bytes, MAX_COLUMN_BYTES))
+    try:
+        found = json.loads(columns)["column_sizes"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return bounds  # Streaming does not read it, and another writer may leave it out
+    if found != list(column_sizes):
+        raise ValueError(
+            f"its header says column_sizes {found}, {INDEX_NAME} says {list(column_sizes)}"
+        )
     return bounds

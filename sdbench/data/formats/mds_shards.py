@@ -184,7 +184,9 @@ class _ShardFile:
         self._file = file.path.open("rb", buffering=0)
         try:
             check_file(file.path, num_bytes=shard.raw_data.bytes, hashes=hashes)
-            self._bounds = read_bounds(file.path, num_samples=len(shard)).tolist()
+            self._bounds = read_bounds(
+                file.path, num_samples=len(shard), column_sizes=shard.column_sizes
+            ).tolist()
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
@@ -225,6 +227,11 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
 
 def _make_png(data: np.ndarray) -> bytes:
     """Make a PNG file of a picture in Streaming's encoding ``pil``, which stores no palette."""
+    width, height, num_letters = struct.unpack_from("<3I", data)
+    num_bytes = len(data) - 12 - num_letters
+    # A pixel of black and white takes a bit; PIL would make room for all of them first.
+    if not 0 < width * height <= 8 * num_bytes:
+        raise ValueError(f"{width} x {height} pixels in {num_bytes} bytes")
     picture = mds_decode("pil", data.tobytes())
     if picture.mode in ("P", "PA"):
         raise ValueError(f"a picture of the mode {picture.mode} was stored without its palette")

@@ -125,7 +125,9 @@ def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
     offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:
-        begins = read_bounds(path, num_samples=shard["samples"])[:-1]
+        begins = read_bounds(
+            path, num_samples=shard["samples"], column_sizes=shard["column_sizes"]
+        )[:-1]
         data = np.memmap(path, np.uint8, mode="r")
         return data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
     except (OSError, ValueError, IndexError) as error:
