@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def cluster(address_here):
     import ray
 
     yield
+    # A thread of Ray Data that waits for a block when its process leaves the cluster may crash it.
+    for thread in threading.enumerate():
+        if thread.name == "iter_threaded":
+            thread.join(60)
+            assert not thread.is_alive()
     ray.shutdown()
 
 
@@ -281,6 +287,8 @@ def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(clu
             list(batches)
     finally:
         os.kill(pid, signal.SIGKILL)
+    # Another encoder takes its place, so that the stream gives a row and can be ended.
+    loader.close()
 
 
 @pytest.mark.ray
