@@ -21,7 +21,8 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.remote import describe_unchecked, is_url
+from sdbench.data.remote import is_url
+from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 

@@ -13,7 +13,8 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
 from sdbench.data import command_output
-from sdbench.data.remote import cache_folder, fetch, list_urls
+from sdbench.data.remote import cache_folder, list_urls
+from sdbench.data.remote_files import fetch
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -126,9 +127,9 @@ def test_a_busy_or_slow_server_is_waited_for(s3, upload, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"num_busy": 1000}, r"00001.tar' cannot be read: .*503"),
-        ({"pause_s": 3.0}, r"00001.tar' cannot be read: ReadTimeoutError"),
-        ({"cut_after": 100}, r"00001.tar' cannot be read: "),
+        ({"num_busy": 1000}, r"00001.tar cannot be read: .*503"),
+        ({"pause_s": 3.0}, r"00001.tar cannot be read: ReadTimeoutError"),
+        ({"cut_after": 100}, r"00001.tar, from byte 200 on, cannot be read"),
     ],
 )
 def test_a_failing_server_is_an_error_and_leaves_nothing(fault, message, s3, upload, tmp_path):
@@ -171,9 +172,9 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):
 
 
 def test_no_such_object_and_no_such_folder(s3, tmp_path):
-    with pytest.raises(RunError, match=r"s3://pictures/none.tar' cannot be read: .*404"):
+    with pytest.raises(RunError, match=r"s3://pictures/none.tar cannot be read: .*404"):
         fetch("s3://pictures/none.tar", cache=tmp_path)
-    with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
+    with pytest.raises(RunError, match=r"none/index.json cannot be read: .*404"):
         data.check(make_config("mds", "s3://pictures/none"))
     assert list_urls("s3://pictures/none") == []
     with refused("--remote", value="gs://b/x"):
@@ -186,7 +187,7 @@ def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(RunError, match="no S3 credentials are set"):
         fetch("s3://pictures/a.tar", cache=tmp_path)
-    with pytest.raises(RunError, match="pictures/data/index.json' .* no S3 credentials are set"):
+    with pytest.raises(RunError, match="pictures/data/index.json .* no S3 credentials are set"):
         data.check(make_config("mds", "s3://pictures/data"))
 
 

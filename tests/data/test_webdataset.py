@@ -250,10 +250,10 @@ def test_a_packed_tar_is_verified_and_converted(tmp_path, capsys):
     for damaged in (content[:-20], content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]):
         tar.write_bytes(damaged)
         assert main(["verify-data", str(tar), "--num_workers", "0"]) == 1
-        assert f"broken: '{tar}' cannot be read: " in capsys.readouterr().out
+        assert f"broken: {tar} cannot be read: " in capsys.readouterr().out
         argv = ["convert", str(tar), "--folder", str(tmp_path / "other"), "--num_workers", "0"]
         assert main(argv) == 1
-        assert f"'{tar}' cannot be read: " in capsys.readouterr().err
+        assert f"{tar} cannot be read: " in capsys.readouterr().err
 
 
 def test_a_tar_that_is_there_twice_is_not_read_twice(tmp_path):

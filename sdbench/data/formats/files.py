@@ -23,13 +23,11 @@ from sdbench.data.remote import (
     S3,
     WEB,
     cache_folder,
-    fetch,
-    fetch_all,
     is_url,
     list_urls,
-    must_be_copied,
     shown,
 )
+from sdbench.data.remote_files import fetch, fetch_all, must_be_copied
 from sdbench.data.source import SourceConfig
 
 Content = TypeVar("Content")

@@ -20,7 +20,8 @@ from sdbench.data.formats.checks import (
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, parse_index
 from sdbench.data.formats.missing_latents import count_samples
 from sdbench.data.latent_columns import find_latent_columns
-from sdbench.data.remote import cache_folder, fetch, is_url
+from sdbench.data.remote import cache_folder, is_url
+from sdbench.data.remote_files import fetch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 

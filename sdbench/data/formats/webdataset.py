@@ -31,7 +31,7 @@ from sdbench.data.formats.files import (
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
-from sdbench.data.remote import must_be_copied
+from sdbench.data.remote_files import must_be_copied
 from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import SourceConfig
 
