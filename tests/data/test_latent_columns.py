@@ -8,8 +8,8 @@ import pytest
 from sdbench.data.latent_columns import (
     check_array,
     check_finite,
+    find_columns,
     find_image_sizes,
-    find_latent_columns,
 )
 from sdbench.data.samples import BadSampleError
 from tests.refusals import PLACE_FLAGS, refused
@@ -41,7 +41,7 @@ from tests.refusals import PLACE_FLAGS, refused
     ],
 )
 def test_each_spelling_is_found(columns, expected):
-    assert find_latent_columns(columns, image_size=256) == expected
+    assert find_columns(columns, wants_latents=True, image_size=256) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_each_spelling_is_found(columns, expected):
 )
 def test_what_is_missing_is_named(columns, flag, value, allowed):
     with refused(flag, value=value) as caught:
-        find_latent_columns(columns, image_size=256)
+        find_columns(columns, wants_latents=True, image_size=256)
     assert allowed in caught.value.allowed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
@@ -20,34 +19,15 @@ def ends_as(name: str, suffix: str) -> bool:
     return name.lower().endswith(ENDINGS[suffix])
 
 
-# Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,
-# others'.
-IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
-CAPTION_COLUMNS = ("caption", "text", "TEXT")
-
-
 @functools.cache
 def tell_once(sentence: str) -> None:
     """Print a sentence on stderr, at the first call with it in this process."""
     print(sentence, file=sys.stderr)
 
 
-def find_picture_columns(names: Collection[str]) -> dict[str, str] | None:
-    """Map ``image`` and ``caption`` to the name of the column; None if one is missing."""
-    image = next((name for name in IMAGE_COLUMNS if name in names), None)
-    caption = next((name for name in CAPTION_COLUMNS if name in names), None)
-    return None if image is None or caption is None else {"image": image, "caption": caption}
-
-
-def lacks_columns(names: Collection[str], *, place: str) -> ConfigError:
-    """Return the error for a data set without the columns that `find_picture_columns` looks for."""
-    wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
-    return ConfigError(
-        f"{place} lacks a column of pictures with captions",
-        value=f"columns {', '.join(sorted(names))}",
-        allowed=f"{wanted}; for latents --latents precomputed",
-        flag=PLACE_FLAGS,
-    )
+def tell_unpacking(place: str, folder: str | Path) -> None:
+    """Print where the packed files of a data set are unpacked to."""
+    tell_once(f"The packed files of {place} are unpacked to {folder}.")
 
 
 def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as
+from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as, tell_unpacking
 from sdbench.data.formats.listing import choose_files, describe_files, list_below
 from sdbench.data.remote import (
     S3,
@@ -192,7 +192,7 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
         return [StoredFile(Path(name)) for name in names]
     cache = cache_folder(place, config.local if config.remote else None)
     if config.rank == 0 and not all(map(is_url, sources)):
-        print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
+        tell_unpacking(place, cache)
     copies = fetch_all(sources, cache=cache, config=config)
     return [
         StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))

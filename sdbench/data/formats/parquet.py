@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    find_picture_columns,
-    lacks_columns,
-    wrong_type,
-)
+from sdbench.data.formats.checks import PLACE_FLAGS, wrong_type
 from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
-from sdbench.data.latent_columns import check_array, find_latent_columns
+from sdbench.data.latent_columns import check_array, find_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
 from sdbench.data.samples import (
@@ -55,7 +50,9 @@ class ParquetSamples(Samples):
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
             schema = footer.schema.to_arrow_schema()
             if number == 0:
-                self.columns = _find_columns(schema.names, path=path, config=config)
+                self.columns = find_columns(
+                    schema.names, wants_latents=config.wants_latents, image_size=config.image_size
+                )
                 self.sample_type = SampleType(tuple(self.columns))
                 self._shapes = self.sample_type.array_shapes(config)
             _check_columns(schema, self.columns, shapes=self._shapes, path=path)
@@ -208,15 +205,6 @@ def _holds_floats(kind: Any) -> bool:
     while types.is_nested(kind) and hasattr(kind, "value_type"):
         kind = kind.value_type
     return types.is_floating(kind)
-
-
-def _find_columns(names: list[str], *, path: ParquetFile, config: SourceConfig) -> dict[str, str]:
-    if config.wants_latents:
-        return find_latent_columns(names, image_size=config.image_size)
-    columns = find_picture_columns(names)
-    if columns is None:
-        raise lacks_columns(names, place=f"The parquet file {path}")
-    return columns
 
 
 def _check_columns(
