@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ def check(config: SourceConfig) -> int:
         columns = _check_columns(place, config=config)
         _check_hashes(place, wanted=config.validate_hash)
         check_files(place)
-        num_samples += place.num_samples
         if config.wants_latents:
             check_lengths(place, columns, SampleType(tuple(columns)).array_shapes(config))
             column, _ = columns.values()
-            num_samples += count_samples(place, column, config=config) - place.num_samples
+            num_samples += count_samples(place, column, config=config)
+        else:
+            num_samples += place.num_samples
     return num_samples
 
 
@@ -163,12 +165,8 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
     user's cache named after the place and its index: two data sets, or two versions of one, must
     not share a cache.
     """
-    if remote is None:
+    if remote is None or (local and os.path.realpath(local) == os.path.realpath(remote)):
         remote, local = local, None
-    elif (
-        local is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve()
-    ):
-        local = None
     index = _read_index(remote)
     if local is not None:
         copy = Path(local, INDEX_NAME)
