@@ -232,13 +232,13 @@ def test_hugging_faces_folders(layout, folder, tmp_path, capsys):
     test.mkdir()
     (test / "x.png").write_bytes(datasets.make_png(9))
     assert indices(list(data.build(make_config(dataset)))) == [0, 3]
-    told = f"Of {dataset} the split for training is read, not {test.relative_to(dataset)}.\n"
+    told = f"The split for training is read, not {test / 'x.png'}.\n"
     assert capsys.readouterr().err.count(told) == 1
-    # Another folder beside them is no split: all of it is one data set.
-    (test.parent / "more").mkdir()
     give_captions(dataset / layout)
     (dataset / layout / "metadata.csv").unlink()
-    assert data.check(make_config(dataset)) == 5
+    assert data.check(make_config(dataset)) == 4
+    (dataset / layout).rename(test.parent / "more")
+    assert data.check(make_config(dataset)) == 5  # one data set, without a split for training
 
 
 def test_what_programs_leave_is_no_sample(folder):

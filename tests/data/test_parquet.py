@@ -376,9 +376,8 @@ def test_hugging_faces_files_of_the_split_for_training(tmp_path, capsys):
     for place in (dataset, dataset / "data"):
         assert data.detect_format(str(place)) == "parquet"
         assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
-        test = f"{'data/' if place == dataset else ''}test-00000-of-00001.parquet"
-        told = f"Of {place} the split for training is read, not {test}.\n"
-        assert capsys.readouterr().err.count(told) == 1
+    told = f"The split for training is read, not {dataset}/data/test-00000-of-00001.parquet.\n"
+    assert capsys.readouterr().err.count(told) == 1
     held_out = dataset / "data" / "test-{00000..00000}-of-00001.parquet"
     assert indices(list(data.build(make_config(held_out)))) == [8, 9]
 

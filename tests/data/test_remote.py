@@ -71,7 +71,7 @@ def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, caps
         (tmp_path / "data" / f"{number}.parquet").rename(folder / "0.parquet")
         assert s3.upload(folder, f"{tmp_path.name}/data/{split}") == f"{place}/{split}"
     assert indices(list(data.build(make_config("parquet", place)))) == list(range(28))
-    told = f"Of {place} the split for training is read, not test/0.parquet.\n"
+    told = f"The split for training is read, not {place}/test/0.parquet.\n"
     assert capsys.readouterr().err.count(told) == 1
     tests = data.build(make_config("parquet", f"{place}/test"))
     assert indices(list(tests)) == list(range(30, 46))

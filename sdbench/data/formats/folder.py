@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,17 +15,19 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_repeated_keys
 from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
 from sdbench.data.formats.listing import (
-    TABLE_NAMES,
+    TRAINING_SPLITS,
     describe_files,
-    find_training_folder,
+    keep_training_split,
     list_below,
     tell_left_out,
-    tell_other_splits,
 )
 from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
 from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_caption
 from sdbench.data.source import SourceConfig
 
+TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
+# Where Hugging Face's data sets have the split for training, and its table.
+TABLE_FOLDERS = ["", *TRAINING_SPLITS, "data", *(f"data/{split}" for split in TRAINING_SPLITS)]
 # Ours, and what Hugging Face's image folders have.
 FILE_COLUMNS = ("file", "file_name")
 CAPTION_COLUMNS = ("caption", "text")
@@ -63,20 +65,21 @@ class FolderSamples(Samples):
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
-        self._place = folder
-        self._folder, self._other_splits = find_training_folder(folder)
-        tables = [name for name in TABLE_NAMES if (self._folder / name).is_file()]
+        self._folder = folder
+        tables = [folder / place / name for place in TABLE_FOLDERS for name in TABLE_NAMES]
+        tables = [table for table in tables if table.is_file()]
         if len(tables) > 1:
-            _raise_missing(f"The data folder has several tables, {' and '.join(tables)}", folder)
-        self._table = self._folder / tables[0] if tables else None
+            names = " and ".join(str(table.relative_to(folder)) for table in tables)
+            _raise_missing(f"The data folder has several tables, {names}", folder)
+        self._table = tables[0] if tables else None
         self._captions: list[str | None] | None = None
         if self._table is None:
-            self._images = _list_images(self._folder, read_avif=read_avif)
+            self._images = _list_images(folder, read_avif=read_avif)
             has_caption = any(map(os.path.isfile, map(_caption_file, self._images)))
         else:
-            self._images, self._captions = read_table(self._table, folder=self._folder)
+            self._images, self._captions = read_table(self._table, folder=self._table.parent)
             if not self._images:
-                _raise_missing(f"The data folder has a {tables[0]} without rows", folder)
+                _raise_missing(f"The data folder has a {self._table.name} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
         if needs_captions and not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
@@ -98,13 +101,12 @@ class FolderSamples(Samples):
 
     def tell_left_out(self) -> None:
         """Print what is not read: other files, folders under a second name, other splits."""
-        tell_other_splits(str(self._place), self._other_splits)
         listing = list_below(self._folder)
         for path in listing.repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
-        left = {*listing.files} - {*self._images} - self.caption_files
-        taken = f"{len(self._images)} images"
-        tell_left_out(str(self._place), sorted(map(str, left)), taken=taken)
+        read = keep_training_split(_folders_of(listing.files, self._folder), is_told=True)
+        left = {*read} - {*map(str, self._images)} - {*map(str, self.caption_files)}
+        tell_left_out(str(self._folder), sorted(left), taken=f"{len(self._images)} images")
 
     def name(self, index: int) -> str:
         """Path of an image."""
@@ -162,7 +164,12 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
     if not images:
         found = describe_files(path.name for path in listing.files)
         _raise_missing(f"The data folder holds no images, but {found}", folder)
-    return images
+    return list(map(Path, keep_training_split(_folders_of(images, folder), is_told=False)))
+
+
+def _folders_of(files: Iterable[Path], folder: Path) -> dict[str, Sequence[str]]:
+    """Map files to the names of their folders: the name of a picture tells no split."""
+    return {str(file): file.relative_to(folder).parts[:-1] for file in files}
 
 
 # A row of a table with the number of its line, from 1.
