@@ -202,11 +202,7 @@ def must_be_copied(place: str) -> bool:
 
 
 def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
-    """Copy files as `fetch` does, several at once; returns the copy of each place.
-
-    The first rank prints how many older copies are used although nothing tells whether they are
-    still what their sources hold.
-    """
+    """Copy files as `fetch` does, several at once; the first rank tells of older copies."""
     num_known = len(_unchecked)
     copy = functools.partial(
         fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
@@ -223,7 +219,7 @@ def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> di
     return copies
 
 
-def describe_unchecked(places: Iterable[str]) -> dict[str, Any] | None:
+def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
     """Describe, for a record, older copies of places that this process uses unchecked.
 
     Returns:
@@ -243,19 +239,9 @@ def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = 
     it is whole. Its final name holds a digest of the place and of the version that the store tells
     (its ETag, or else its length), so that no other file or version is taken for it.
 
-    Args:
-        place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
-            command, or the path of a gzip file.
-        cache: Folder for the copy.
-        run_began_s: When the run began, in seconds since 1970. A copy that was made before may be
-            stale if its store tells no version.
-        refresh: Make such a copy again. Otherwise it is used, and `describe_unchecked` counts it.
-
-    Returns:
-        The copy.
-
-    Raises:
-        RunError: The file cannot be copied; its place and the reason are named.
+    A store that tells no version leaves open whether a copy from before the run, which began at
+    `run_began_s` (seconds since 1970), is stale: with `refresh` it is made again, and without it
+    is used, and `describe_unchecked` counts it. A `RunError` names what cannot be copied.
     """
     from filelock import FileLock
 

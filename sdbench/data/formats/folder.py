@@ -52,17 +52,7 @@ class FolderSamples(Samples):
     def __init__(
         self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
     ) -> None:
-        """List the folder, or read its table of captions if it has one.
-
-        Args:
-            folder: Of images.
-            needs_captions: Whether some image must have a caption.
-            read_avif: Value of ``--read_avif``.
-
-        Raises:
-            ConfigError: The folder is missing, has no image or no caption, or a broken link that
-                may have led to images.
-        """
+        """List the folder, or read its table of captions if it has one."""
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
         self._folder = folder
@@ -132,7 +122,6 @@ class FolderSamples(Samples):
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    """Return the content of a file, or None if it does not exist."""
     # `Path.is_file` raises for some texts that cannot be names.
     try:
         return path.read_bytes() if os.path.isfile(path) else None
@@ -177,7 +166,7 @@ Row = tuple[int, Mapping[str, Any]]
 
 
 def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
-    """Return images and captions of a .csv or .jsonl table; its paths are relative to `folder`."""
+    """Return images and captions of a .csv or .jsonl table with paths in `folder`."""
     rows = list(_read_csv(table) if table.suffix == ".csv" else _read_json_lines(table))
     columns = {name for _, row in rows for name in row}
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
@@ -202,7 +191,6 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
 
 
 def _read_csv(table: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV table, but no empty ones."""
     data = table.read_bytes()
     line, columns = 1, None
     try:
@@ -227,7 +215,6 @@ def _read_csv(table: Path) -> Iterator[Row]:
 
 
 def _read_json_lines(table: Path) -> Iterator[Row]:
-    """Yield the rows of a table with a JSON object on each line."""
     for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
         if not stored.strip():
             continue
@@ -280,11 +267,7 @@ def list_files_and_captions(config: SourceConfig) -> list[str]:
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:
-    """Open the folder that `config` names.
-
-    Raises:
-        ConfigError: As `FolderSamples`.
-    """
+    """Open the folder that `config` names; a `ConfigError` if it lacks images or captions."""
     return FolderSamples(
         Path(config.remote or config.local),
         needs_captions=config.caption is None,

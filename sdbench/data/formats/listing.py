@@ -33,12 +33,14 @@ class Listing(NamedTuple):
     repeated: list[Path]
 
 
-def is_visible(name: str) -> bool:
-    """Return False for files that programs leave behind.
+def is_visible(path: str) -> bool:
+    """Return False for files that programs leave behind, and those in such folders.
 
-    ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter.
+    ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter; ``.`` and
+    ``..`` hide nothing.
     """
-    return not name.startswith(".") and name != MAC_FOLDER
+    parts = [part for part in path.split("/") if part.strip(".")]
+    return not any(part.startswith(".") or part == MAC_FOLDER for part in parts)
 
 
 def list_below(folder: Path) -> Listing:
@@ -81,17 +83,11 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def choose_files(below: Iterable[str], *, folder: str, suffix: str, is_told: bool) -> list[str]:
-    """Choose the files of one kind, of the split for training.
-
-    Args:
-        below: Paths or URLs of all files below the folder.
-        folder: What names are relative to.
-        suffix: The kind, as `ends_as` takes it.
-        is_told: Whether to print what is left out.
-    """
-    visible = [file for file in sorted(below) if all(map(is_visible, _parts(file, folder)))]
-    files = [file for file in visible if ends_as(file, suffix)]
-    chosen = keep_training_split({file: _parts(file, folder) for file in files}, is_told=is_told)
+    """Choose the files of one kind, of the split for training; print what is left if `is_told`."""
+    names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
+    visible = [file for file, name in names.items() if is_visible(name)]
+    files = {file: names[file].split("/") for file in visible if ends_as(file, suffix)}
+    chosen = keep_training_split(files, is_told=is_told)
     if is_told:
         left = [file for file in visible if not ends_as(file, suffix)]
         left = [file for file in left if Path(file).name != SIZES_NAME]
@@ -99,17 +95,11 @@ def choose_files(below: Iterable[str], *, folder: str, suffix: str, is_told: boo
     return chosen
 
 
-def _parts(file: str, folder: str) -> list[str]:
-    return file.removeprefix(folder).lstrip("/").split("/")
-
-
 def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) -> list[str]:
     """Return the files of the split for training; without such a split all of them.
 
-    Args:
-        names: Each file to the names that may begin with its split: its own, and those of the
-            folders above it.
-        is_told: Whether to print which splits are left out.
+    `names` maps each file to the names that may begin with its split: its own, and those of the
+    folders above it.
     """
     splits = {}
     for file, parts in names.items():

@@ -68,12 +68,8 @@ class MdsSamples(Samples):
     ) -> None:
         """Set up; no shard is opened yet.
 
-        Args:
-            shards: The shards of the data sets, one after the other, each with its data set.
-            config: Image size, whether latents are wanted, and which hash to check.
-            prepare: Makes a shard present in the local folder, by number; None for Streaming's own
-                download.
-            present: For each shard the positions of the samples to read; None for all.
+        `prepare` makes a shard present in the local folder, by number (None: Streaming's own
+        download); `present` has for each shard the positions of the samples to read (None: all).
         """
         sizes = [len(shard) for _, shard in shards]
         super().__init__(sizes if present is None else list(map(len, present)))
@@ -188,12 +184,7 @@ class _ShardFile:
         self._num_unsized = self._sizes.count(None)
 
     def read(self, position: int, columns: Mapping[str, str]) -> dict[str, Any]:
-        """Return columns of a sample by their parts; arrays of fixed shape are views of its bytes.
-
-        Raises:
-            RunError: The file has been cut.
-            ValueError: A column cannot be decoded; also as `struct.error`.
-        """
+        """Return columns of a sample by their parts; arrays may be views of its bytes."""
         begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:

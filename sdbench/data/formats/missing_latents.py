@@ -28,13 +28,7 @@ BYTES = "bytes"
 
 
 def count_samples(place: MdsPlace, column: str, *, config: SourceConfig) -> int:
-    """Count the samples of an epoch; of a local folder those with a value in a column of latents.
-
-    Raises:
-        ConfigError: Latents are missing and may not be left out, all are, or their number is
-            unknown before the run.
-        RunError: A shard is damaged.
-    """
+    """Count the samples of an epoch; in a local folder, those with a value in this column."""
     num_samples = place.num_samples
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):

@@ -33,6 +33,9 @@ from sdbench.data.source import SourceConfig
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
+# Names of Arrow's types.
+BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
+TEXTS = ("string", "large_string", "string_view")
 # On this machine, or streamed.
 ParquetFile = StoredFile | RemoteObject
 Content = TypeVar("Content")
@@ -133,21 +136,14 @@ class ParquetSamples(Samples):
 def _to_array(
     value: Any, place: str, *, shape: tuple[int, ...], dtypes: Sequence[np.dtype]
 ) -> np.ndarray:
-    """Return the array of a value: bytes of one of these types, or (nested) lists of numbers.
-
-    Args:
-        value: An Arrow scalar.
-        place: The sample and the column, for messages.
-        shape: The shape that the array must have.
-        dtypes: Types that the bytes may have, told by their length.
-    """
+    """Return the array of an Arrow scalar: bytes of one of these types, or lists of numbers."""
     import pyarrow.compute
     from pyarrow import types
 
     if not value.is_valid:
         raise BadSampleError(f"{place}: no value.")
     num_values = math.prod(shape)
-    if _is_bytes(value.type):
+    if _is_one_of(value.type, BYTES):
         buffer = value.as_buffer()
         by_length = {num_values * dtype.itemsize: dtype for dtype in dtypes}
         if buffer.size not in by_length:
@@ -185,18 +181,10 @@ def _unwrap(column: Any) -> Any:
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
 
 
-def _is_bytes(kind: Any) -> bool:
+def _is_one_of(kind: Any, names: Sequence[str]) -> bool:
     from pyarrow import types
 
-    tests = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
-    return any(test(kind) for test in tests)
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    tests = types.is_string, types.is_large_string, types.is_string_view
-    return any(test(kind) for test in tests)
+    return any(getattr(types, f"is_{name}")(kind) for name in names)
 
 
 def _holds_floats(kind: Any) -> bool:
@@ -229,14 +217,14 @@ def _check_columns(
         kind, shape = _unwrap(pyarrow.nulls(0, field.type)).type, _declared_shape(field)
         found = str(field.type)
         if part == "image":
-            is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
+            is_right, allowed = _is_one_of(kind, BYTES), "binary, or a struct with the field bytes"
         elif part == "caption":
-            is_right, allowed = _is_text(kind), "text"
+            is_right, allowed = _is_one_of(kind, TEXTS), "text"
         elif shape is not None:
             is_right = _long_sides(shape) == _long_sides(shapes[part])
             found, allowed = f"tensors of the shape {shape}", f"the shape {shapes[part]}"
         else:
-            is_right = _is_bytes(kind) or _holds_floats(kind)
+            is_right = _is_one_of(kind, BYTES) or _holds_floats(kind)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
             raise wrong_type(column, place=str(path), part=part, kind=found, allowed=allowed)
