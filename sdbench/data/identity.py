@@ -17,7 +17,7 @@ from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import MdsPlace, locate_mds, parse_streams
 from sdbench.data.remote import is_url
@@ -219,11 +219,10 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise bad_place(
             f"The note of how the data set was made cannot be read ({error})",
             value=str(path),
             allowed="the file as it was written, or no such file",
-            flag=PLACE_FLAGS,
         ) from None
 
 

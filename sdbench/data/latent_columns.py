@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import bad_place
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 
@@ -74,11 +74,10 @@ def find_columns(columns: Iterable[str], *, wants_latents: bool, image_size: int
     else:
         what, wanted, other = "pictures with captions", ("image", "caption"), "precomputed"
     spellings = ", and ".join(" | ".join(SPELLINGS[part]) for part in wanted)
-    raise ConfigError(
+    raise bad_place(
         f"The data set holds no {what}",
         value=f"columns {', '.join(sorted(present))}",
         allowed=f"{spellings}; or --latents {other}",
-        flag=PLACE_FLAGS,
     )
 
 

@@ -30,13 +30,17 @@ def tell_unpacking(place: str, folder: str | Path) -> None:
     tell_once(f"The packed files of {place} are unpacked to {folder}.")
 
 
+def bad_place(what: str, *, value: object, allowed: str) -> ConfigError:
+    """Return the error for a place of data that holds something else than it should."""
+    return ConfigError(what, value=value, allowed=allowed, flag=PLACE_FLAGS)
+
+
 def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:
     """Return the error for a column whose type no `part` of a sample is read from."""
-    return ConfigError(
+    return bad_place(
         f"The column {column} of {place} is of a type that no {part} is read from",
         value=kind,
         allowed=allowed,
-        flag=PLACE_FLAGS,
     )
 
 
@@ -121,9 +125,7 @@ def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
     place = config.streams or config.remote or config.local
     what = "The data set" if place is None else f"The data set {place}"
     if not num_samples:
-        raise ConfigError(
-            f"{what} has no samples", value=place, allowed="one with samples", flag=PLACE_FLAGS
-        )
+        raise bad_place(f"{what} has no samples", value=place, allowed="one with samples")
     largest = num_samples // config.world_size * config.world_size
     nearest = f"at most {largest}" if largest else f"at most {num_samples} ranks"
     raise ConfigError(

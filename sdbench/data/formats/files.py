@@ -17,7 +17,7 @@ from typing import TypeVar
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as, tell_unpacking
+from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_unpacking
 from sdbench.data.formats.listing import choose_files, describe_files, list_below
 from sdbench.data.remote import (
     S3,
@@ -131,9 +131,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     try:
         names = list(braceexpand(place))
     except UnbalancedBracesError as error:
-        raise ConfigError(
-            "The braces are not closed", value=place, allowed=allowed, flag=PLACE_FLAGS
-        ) from error
+        raise bad_place("The braces are not closed", value=place, allowed=allowed) from error
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
@@ -149,15 +147,12 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         files += choose_files(below, folder=name, suffix=suffix, is_told=is_told)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing:
-        raise ConfigError(
-            f"No such {kind} file", value=missing[0], allowed=allowed, flag=PLACE_FLAGS
-        )
+        raise bad_place(f"No such {kind} file", value=missing[0], allowed=allowed)
     if not files:
-        raise ConfigError(
+        raise bad_place(
             f"The folder holds no {kind} file, but {describe_files(below)}",
             value=place,
             allowed=allowed,
-            flag=PLACE_FLAGS,
         )
     _check_different(files, suffix=suffix)
     return files
@@ -174,11 +169,10 @@ def _check_different(files: list[str], *, suffix: str) -> None:
             identities.append((stat.st_dev, stat.st_ino))
         others = [seen[one] for one in identities if one in seen]
         if others:
-            raise ConfigError(
+            raise bad_place(
                 "A file is there twice: by name, by a link, or packed and unpacked",
                 value=file if file in others else f"{others[0]}, {file}",
                 allowed="each file once",
-                flag=PLACE_FLAGS,
             )
         seen.update(dict.fromkeys(identities, file))
 

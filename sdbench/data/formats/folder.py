@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_repeated_keys
-from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
+from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.listing import (
     TRAINING_SPLITS,
     describe_files,
@@ -134,7 +133,7 @@ def _caption_file(image: Path) -> Path:
 
 
 def _raise_missing(what: str, folder: Path) -> NoReturn:
-    raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
+    raise bad_place(what, value=str(folder), allowed=f"a folder of {LAYOUT}")
 
 
 def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
@@ -142,11 +141,10 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
     listing = list_below(folder)
     for path in listing.dangling:
         if not has_image_name(path, read_avif=True) and path.suffix != CAPTION_SUFFIX:
-            raise ConfigError(
+            raise bad_place(
                 f"A link in the data folder leads to {os.readlink(path)}, which is not there",
                 value=str(path),
                 allowed="links to what is there: mend it, or remove it",
-                flag=PLACE_FLAGS,
             )
     paths = listing.files + listing.dangling
     images = sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
@@ -172,11 +170,10 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if rows and None in (file_column, caption_column):
-        raise ConfigError(
+        raise bad_place(
             f"{table} lacks a column",
             value=", ".join(sorted(columns)),
             allowed="the columns file and caption, or file_name and text",
-            flag=PLACE_FLAGS,
         )
     images, captions = [], []
     for number, (line, row) in enumerate(rows, start=1):
@@ -238,11 +235,10 @@ def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
 
 
 def _raise_row(fault: str, table: Path, *, line: int, value: object) -> NoReturn:
-    raise ConfigError(
+    raise bad_place(
         f"The row at line {line} of {table} would lose text: {fault}",
         value=value,
         allowed=ROW_FORMS[table.suffix],
-        flag=PLACE_FLAGS,
     )
 
 

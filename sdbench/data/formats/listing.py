@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS, ends_as, tell_once
+from sdbench.data.formats.checks import bad_place, ends_as, tell_once
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
@@ -74,11 +73,10 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if is_visible(entry.name)]
     except OSError as error:
-        raise ConfigError(
+        raise bad_place(
             f"A folder of the data cannot be read ({error.strerror})",
             value=str(folder),
             allowed="folders that may be read",
-            flag=PLACE_FLAGS,
         ) from error
 
 

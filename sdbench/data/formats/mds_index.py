@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
-from sdbench.data.formats.checks import PLACE_FLAGS, wrong_type
+from sdbench.data.formats.checks import bad_place, wrong_type
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, encodings_of, parse_index
 from sdbench.data.formats.missing_latents import check_lengths, count_samples
 from sdbench.data.latent_columns import find_columns
@@ -56,11 +56,10 @@ class MdsPlace:
         try:
             return parse_index(self.index)
         except ValueError as error:
-            raise ConfigError(
+            raise bad_place(
                 f"index.json is damaged or holds no shards ({error})",
                 value=f"{self.source.rstrip('/')}/{INDEX_NAME}",
                 allowed=MADE_BY,
-                flag=PLACE_FLAGS,
             ) from error
 
     @property
@@ -99,20 +98,18 @@ def check_files(place: MdsPlace) -> None:
         file = shard["raw_data"] if place.remote is None else copied_file(shard)
         path = folder / file["basename"]
         if not path.is_file():
-            raise ConfigError(
+            raise bad_place(
                 f"A shard that {INDEX_NAME} names is missing from {folder}",
                 value=file["basename"],
                 allowed=COMPLETE,
-                flag=PLACE_FLAGS,
             )
         try:
             check_shard(path, file, shard, hashes={})
         except (OSError, ValueError) as error:
-            raise ConfigError(
+            raise bad_place(
                 f"A shard is damaged or contradicts {INDEX_NAME} ({error})",
                 value=str(path),
                 allowed=COMPLETE,
-                flag=PLACE_FLAGS,
             ) from error
 
 
@@ -221,11 +218,10 @@ def _read_index(source: str) -> bytes:
         return index.read_bytes()
     is_there = folder.is_dir()
     below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
-    raise ConfigError(
+    raise bad_place(
         f"The data folder holds no {INDEX_NAME}" if is_there else "No such data folder",
         value=source,
         allowed=MADE_BY + (f"; nearest: {', '.join(below)}" if below else ""),
-        flag=PLACE_FLAGS,
     )
 
 

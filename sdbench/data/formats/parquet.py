@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import PLACE_FLAGS, wrong_type
+from sdbench.data.formats.checks import bad_place, wrong_type
 from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
 from sdbench.data.latent_columns import check_array, find_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
@@ -206,11 +206,10 @@ def _check_columns(
     import pyarrow
 
     if any(schema.names.count(column) != 1 for column in columns.values()):
-        raise ConfigError(
+        raise bad_place(
             f"The parquet file {path} does not have each column that is read, once",
             value=f"columns {', '.join(sorted(schema.names))}",
             allowed=", ".join(columns.values()),
-            flag=PLACE_FLAGS,
         )
     for part, column in columns.items():
         field = schema.field(column)
@@ -274,11 +273,8 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
         what = f"{path} is damaged or missing ({' '.join(str(error).split())})"
         if kind is RunError:
             raise RunError(f"{what}.") from error
-        raise ConfigError(
-            what,
-            value=path.source or str(path),
-            allowed="whole parquet files",
-            flag=PLACE_FLAGS,
+        raise bad_place(
+            what, value=path.source or str(path), allowed="whole parquet files"
         ) from error
 
 
