@@ -11,7 +11,6 @@ import pytest
 from sdbench import data
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.data import DataSettings
-from tests.data import datasets
 from tests.refusals import refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
@@ -72,13 +71,6 @@ def test_missing_empty_and_wrong_folders(make_config, tmp_path):
     assert caught.value.allowed.endswith(f"nearest: {folder}/train")
     with refused(value=f"{folder}/train/index.json"):
         data.check(make_config("mds", remote=str(folder / "train")))
-
-
-def test_other_columns(make_config, mds_folder):
-    names = {"column_names": ["title", "url"]}
-    datasets.edit_index(mds_folder, lambda shards: [shard.update(names) for shard in shards])
-    with refused(value="columns title, url"):
-        data.check(make_config("mds"))
 
 
 def test_other_mistakes(make_config, tmp_path):

@@ -113,21 +113,3 @@ def check_both_name(folder: Path, name: str, capsys) -> None:
     assert name in printed
     assert "1 broken thing was found" in printed
     assert state(folder) == before
-
-
-def test_a_shard_that_is_missing_is_named_before_anything_is_unpacked(packed, capsys):
-    path = next(packed.glob("shard.00003.mds.*"))
-    path.unlink()
-    assert data_main(["--remote", str(packed), "--image_size", "32"]) == 2
-    assert path.name in capsys.readouterr().err
-    assert sdbench_main(["verify-data", str(packed)]) == 1
-    assert path.name in capsys.readouterr().out
-
-
-def test_diffusion_benchmarks_data_set(packed):
-    from data import StreamingLAIONDataset
-
-    before = state(packed)
-    dataset = StreamingLAIONDataset(None, str(packed), None, False, image_size=32)
-    assert (dataset[7]["image"] == 35).all()
-    assert state(packed) == before

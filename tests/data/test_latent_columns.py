@@ -9,7 +9,6 @@ from sdbench.data.latent_columns import (
     check_array,
     check_finite,
     find_columns,
-    find_image_sizes,
 )
 from sdbench.data.samples import BadSampleError
 from tests.refusals import PLACE_FLAGS, refused
@@ -61,11 +60,6 @@ def test_what_is_missing_is_named(columns, flag, value, allowed):
     with refused(flag, value=value) as caught:
         find_columns(columns, wants_latents=True, image_size=256)
     assert allowed in caught.value.allowed
-
-
-def test_resolutions_are_read_from_the_names():
-    columns = ["latents_512_bytes", "image_latents_256", "latent_moments_x", "latents_", "caption"]
-    assert find_image_sizes(columns) == [256, 512]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
 import struct
 import subprocess
 import sys
@@ -191,14 +190,6 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def test_living_registrations_are_kept(folder, tmp_path):
-    living = data.build(make_config(folder, local=str(tmp_path / "cache")))
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    list(data.build(make_config(other)))
-    assert len(list(living)) == 12
-
-
 def test_another_data_set_in_the_same_process_is_its_own(folder, tmp_path):
     datasets.write_mds_latents(tmp_path / "latents")
     images = data.build(make_config(folder))
@@ -240,17 +231,6 @@ def test_streamings_encodings_of_pictures(encoding, tmp_path):
     assert indices([batch]) == [0, 1, 2, 3]
     captions = [f"picture {number}" for number in range(4)]
     assert batch["input_ids"].tolist() == CaptionTokenizer(pad_token_id=0)(captions).tolist()
-
-
-def test_pixels_of_pil_are_those_of_a_png(tmp_path):
-    pictures = [Image.fromarray(datasets.make_ramp(number)) for number in range(4)]
-    batches = [
-        read_one(write_pictures(tmp_path / encoding, encoding, pictures), image_size=40)
-        for encoding in ("pil", "png")
-    ]
-    assert torch.equal(batches[0]["image"], batches[1]["image"])
-    columns = datasets.make_ramp(2)[:, 10:50].transpose(2, 0, 1)
-    assert (batches[0]["image"][2].numpy() == columns).all()
 
 
 def test_pixels_that_lost_their_palette_are_bad(tmp_path):

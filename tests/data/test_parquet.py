@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import math
 import os
 import pickle
 from pathlib import Path
@@ -15,17 +13,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import benchmark
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.verify import main as verify_data
 from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
-from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.seed_parquet import write_pictures
 from tests.refusals import refused
 
 NUM_ROWS = 8
@@ -171,16 +166,6 @@ def test_a_width_that_only_looks_right_is_refused(tmp_path):
     place = write(tmp_path / "a.parquet", columns)
     with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
         data.check(latents_config(place))
-
-
-@pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
-def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
-    place = write_latents(tmp_path / "a.parquet", **{LATENT: WAYS[way](arrays("latent"))})
-    with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
-        data.check(latents_config(place))
-    text = as_bytes(arrays("text_embedding"), "<f4")
-    write_latents(place, **{TEXT: text})
-    assert data.check(latents_config(place)) == NUM_ROWS
 
 
 def test_the_last_file_is_looked_at_before_a_run(tmp_path):
@@ -396,19 +381,3 @@ def test_what_is_there_instead_is_told(tmp_path):
     with refused(value=str(place), allowed="one with samples") as caught:
         data.check(make_config(place))
     assert caught.value.what == f"The data set {place} has no samples"
-
-
-def test_pictures_of_the_input_schema_train_and_an_empty_one_is_counted(tmp_path):
-    place = write_pictures(tmp_path / "pictures")
-    flags = ["--engine", "torch", "--model_name", "tiny", "--no_measure_peak", "--batch_size", "2"]
-    # Four batches of two are all of the data set, so the empty picture is met.
-    flags += ["--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0"]
-    flags += ["--data_format", "parquet", "--remote", str(place), "--num_workers", "0"]
-    flags += ["--on_bad_sample", "skip", "--max_bad_fraction", "0.5"]
-    assert benchmark.main([*flags, "--results_dir", str(tmp_path / "runs")]) == 0
-    (path,) = (tmp_path / "runs").glob("*/record.json")
-    assert load_record(path)["workload"]["num_bad_samples"] == 1
-    with path.with_name("steps.csv").open() as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    assert len(losses) == 4
-    assert all(math.isfinite(loss) for loss in losses)

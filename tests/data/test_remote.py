@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import select
 from pathlib import Path
@@ -49,32 +48,6 @@ def test_every_format_is_read_from_s3(kind, num_workers, upload):
     place = upload(kind) + ("/{00000..00002}.tar" if kind == "webdataset" else "")
     loader = data.build(make_config(kind, place, num_workers=num_workers))
     assert indices(list(loader)) == list(range(48))
-
-
-def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):
-    datasets.write_tars(tmp_path / "tars")
-    (tmp_path / "packed").mkdir()
-    for path in (tmp_path / "tars").iterdir():
-        packed = gzip.compress(path.read_bytes(), compresslevel=1)
-        (tmp_path / "packed" / f"{path.name}.gz").write_bytes(packed)
-    place = s3.upload(tmp_path / "packed", f"{tmp_path.name}/packed")
-    assert data.detect_format(f"{place}/00000.tar.gz") == "webdataset"
-    assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
-
-
-def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, capsys):
-    datasets.write_parquet(tmp_path / "data")
-    place = f"s3://{BUCKET}/{tmp_path.name}/data"
-    for number, split in enumerate(("train", "test")):
-        folder = tmp_path / split
-        folder.mkdir()
-        (tmp_path / "data" / f"{number}.parquet").rename(folder / "0.parquet")
-        assert s3.upload(folder, f"{tmp_path.name}/data/{split}") == f"{place}/{split}"
-    assert indices(list(data.build(make_config("parquet", place)))) == list(range(28))
-    told = f"The split for training is read, not {place}/test/0.parquet.\n"
-    assert capsys.readouterr().err.count(told) == 1
-    tests = data.build(make_config("parquet", f"{place}/test"))
-    assert indices(list(tests)) == list(range(30, 46))
 
 
 def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):

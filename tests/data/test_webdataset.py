@@ -308,18 +308,6 @@ def test_links_in_a_tar_stand_for_the_files_that_they_lead_to(tmp_path):
     assert data.check(make_config(tmp_path)) == 4
 
 
-def test_gnu_tar_s_hard_links_are_samples(tmp_path):
-    for name, content in pairs(0):
-        (tmp_path / name).write_bytes(content)
-        os.link(tmp_path / name, tmp_path / name.replace("000", "001"))
-    names = sorted(path.name for path in tmp_path.iterdir())
-    subprocess.run(["tar", "-C", str(tmp_path), "-cf", tmp_path / "a.tar", *names], check=True)
-    with tarfile.open(tmp_path / "a.tar") as tar:
-        assert sum(member.islnk() for member in tar) == 2
-    found = [(make_png(0), "picture 0")] * 2
-    assert [tuple(one) for _, *one in read_all(tmp_path / "a.tar")] == found
-
-
 @pytest.mark.parametrize("target", ["../outside.png", "/etc/passwd", "a/nowhere.png", "2.png"])
 def test_a_link_that_leads_to_no_file_of_the_tar_is_named(target, tmp_path):
     tar = write_linked(tmp_path / "a.tar", [("behind/2.png", target, False)])
