@@ -13,8 +13,6 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.prepare.rows import open_rows
-from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -95,6 +93,7 @@ LOSSES = {
     "another column": (2, "not closed", 'a.PNG,"Al,one\nb.jpeg,Bo 5",two\nsub/c.png,Cy,three\n'),
     "an inch that closes a quote": (2, "not closed", 'a.PNG,"one\nb.jpeg,two of 5"\nc.png,three\n'),
     "no UTF-8": (3, "cannot be read", "a.PNG,one\nb.jpeg,\xe4\n"),
+    "a column that is there twice": (1, "a column twice", "a.PNG,one,two\n"),
     "a key that is there twice": (1, "twice", '{"file_name": "a.PNG", "text": "1", "text": "2"}\n'),
     "Python": (2, "cannot be read", "{}\n{'file_name': 'a.PNG'}\n"),
     "deep": (2, "cannot be read", "{}\n" + "[" * 100_000),
@@ -107,18 +106,14 @@ LOSSES = {
 def test_no_row_of_a_table_is_lost_without_a_word(kind, folder):
     line, fault, rows = LOSSES[kind]
     table = folder / ("metadata.jsonl" if rows.startswith("{") else "captions.csv")
-    header = "file,author,caption" if kind == "another column" else "file,caption"
+    headers = {"another column": "file,author,caption"}
+    headers["a column that is there twice"] = "file,caption,caption"
+    header = headers.get(kind, "file,caption")
     table.write_bytes((rows if table.suffix == ".jsonl" else f"{header}\n{rows}").encode("latin-1"))
     with refused() as caught:
         data.check(make_config(folder))
     assert f"row at line {line} of {table} " in caught.value.what
     assert fault in caught.value.what
-
-
-def test_a_table_that_names_a_column_twice_would_lose_text(folder):
-    (folder / "captions.csv").write_text("file,caption,caption\na.PNG,one,two\n")
-    with refused(value="file,caption,caption"):
-        data.check(make_config(folder))
 
 
 def test_folders_without_images_or_captions(folder, tmp_path):
@@ -214,7 +209,7 @@ def test_what_json_can_hold_and_a_disk_cannot_is_a_bad_sample(row, told, folder,
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("layout", ["train", "data", "data/train", "training"])
+@pytest.mark.parametrize("layout", ["data", "data/train", "training"])
 def test_hugging_faces_folders(layout, folder, tmp_path, capsys):
     """The split for training is read; another beside it is named, not trained on."""
     dataset = tmp_path / "dataset"
@@ -301,7 +296,7 @@ def test_an_empty_caption_is_a_caption_unless_it_is_bad(folder):
 
 
 def test_avif_is_read_only_if_asked_for(folder, tmp_path):
-    """In a folder, in tars made of it, and in a folder made of those; by name and by content."""
+    """By name and by content."""
     give_captions(folder)
     avif = datasets.encode(Image.open(folder / "a.PNG"), file_format="AVIF")
     (folder / "d.avif").write_bytes(avif)
@@ -311,20 +306,9 @@ def test_avif_is_read_only_if_asked_for(folder, tmp_path):
     (folder / "a.PNG").write_bytes(avif)
     with pytest.raises(RunError, match=r"a.PNG: .*an AVIF file, .* AVIF files with --read_avif"):
         list(data.build(make_config(folder)))
-    tars, back = tmp_path / "tars", tmp_path / "back"
-    rows = open_rows(make_config(folder, read_avif=True))
-    write_rows(rows, tars, data_format="webdataset")
-    config = make_config(tars, data_format="webdataset", device_batch_size=5)
-    (batch,) = data.build(dataclasses.replace(config, read_avif=True))
-    assert indices([batch]) == [0, 1, 0, 2, 3]
+    tars = [(f"0.{kind}", content) for kind, content in (("avif", avif), ("txt", b"a caption"))]
+    datasets.write_tar(tmp_path / "tars" / "0.tar", tars)
+    config = make_config(tmp_path / "tars", data_format="webdataset", device_batch_size=1)
+    assert indices(list(data.build(dataclasses.replace(config, read_avif=True)))) == [0]
     with pytest.raises(RunError, match=": no image"):
         list(data.build(config))
-    write_rows(open_rows(dataclasses.replace(config, read_avif=True)), back, data_format="folder")
-    assert data.check(make_config(back)) == 3
-    assert data.check(make_config(back, read_avif=True)) == 5
-
-
-def write_rows(rows, out, *, data_format: str) -> None:
-    output = open_output(out, data_format=data_format, columns=rows.columns, num_chunks=1, job={})
-    output.write_chunk(0, map(rows.read, range(len(rows))))
-    output.finish()
