@@ -126,13 +126,9 @@ def test_a_shard_that_is_not_in_the_bucket_is_named(s3, upload):
         list(data.build(config))
 
 
-def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):
+def test_a_bucket_is_verified(s3, upload, tmp_path, capsys):
     place = upload("mds")
     assert main(["verify-data", place, "--deep", "--num_workers", "0"]) == 0
-    argv = ["--out_format", "webdataset", "--num_workers", "0"]
-    assert main(["convert", place, "--folder", str(tmp_path / "tars"), *argv]) == 0
-    loader = data.build(make_config("webdataset", str(tmp_path / "tars")))
-    assert indices(list(loader)) == list(range(48))
     key = f"{place.split('/', 3)[3]}/shard.00001.mds"
     shard = tmp_path / "mds" / "shard.00001.mds"
     datasets.flip_a_bit(shard)
@@ -147,8 +143,6 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):
 def test_no_such_object_and_no_such_folder(s3, tmp_path):
     with pytest.raises(RunError, match=r"s3://pictures/none.tar cannot be read: .*404"):
         fetch("s3://pictures/none.tar", cache=tmp_path)
-    with pytest.raises(RunError, match=r"none/index.json cannot be read: .*404"):
-        data.check(make_config("mds", "s3://pictures/none"))
     assert list_urls("s3://pictures/none") == []
     with refused("--remote", value="gs://b/x"):
         list_urls("gs://b/x")
@@ -160,19 +154,17 @@ def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(RunError, match="no S3 credentials are set"):
         fetch("s3://pictures/a.tar", cache=tmp_path)
-    with pytest.raises(RunError, match="pictures/data/index.json .* no S3 credentials are set"):
-        data.check(make_config("mds", "s3://pictures/data"))
 
 
 def test_what_a_command_prints(tmp_path):
-    datasets.write_tars(tmp_path / "tars")
     place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
+    datasets.write_tars(tmp_path / "tars")
     assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
+
+
+def test_a_command_that_fails_or_hangs_is_named(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="'pipe:echo no >&2; exit 3' ended with exit code 3: no"):
         fetch("pipe:echo no >&2; exit 3", cache=tmp_path)
-
-
-def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(command_output, "PIPE_SILENCE_TIMEOUT_S", 0.3)
     with pytest.raises(RunError, match="'pipe:echo a; sleep 60' printed nothing for 0.3 s"):
         fetch("pipe:echo a; sleep 60", cache=tmp_path)

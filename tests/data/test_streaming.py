@@ -301,23 +301,13 @@ def test_web_files_that_their_server_calls_packed_are_streamed(s3, folder, tmp_p
     check_stored_order(sign(s3, keys), tar_sizes=str(sizes))
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        ("webdataset", {"cut_after": 100, "num_cuts": 2}),
-        ("parquet", {"cut_after": 100, "num_cuts": 2}),
-        ("webdataset", {"num_busy": 2}),
-    ],
-)
-def test_parts_that_break_off_are_asked_for_again(kind, fault, place, s3):
-    loader = data.build(make_config(place(kind), kind))
-    batches = iter(loader)
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_parts_that_break_off_are_asked_for_again(kind, place, s3):
+    batches = iter(data.build(make_config(place(kind), kind)))
     seen = [next(batches)]
-    for name, value in fault.items():
-        setattr(s3, name, value)
+    s3.cut_after, s3.num_cuts, s3.num_busy = 100, 2, 2
     assert len(set(indices([*seen, *batches]))) == 48
-    assert s3.num_busy == 0
-    assert s3.num_cuts == 0 or "num_busy" in fault
+    assert s3.num_busy == s3.num_cuts == 0
 
 
 def test_a_row_group_comes_in_parts(place, s3, monkeypatch):
@@ -330,21 +320,13 @@ def test_a_row_group_comes_in_parts(place, s3, monkeypatch):
     assert len(set(indices(list(data.build(make_config(where, "parquet")))))) == 48
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_workers", "fault", "message"),
-    [
-        ("webdataset", 2, {"cut_after": 100}, r"/0000\d.tar, from byte \d+ on, .* in 3 attempts"),
-        ("webdataset", 0, {"num_busy": 1000}, r"/0000\d.tar.* cannot be read: .*503"),
-        ("parquet", 0, {"cut_after": 100}, r"/\d.parquet, from byte \d+ on, .* in 3 attempts"),
-    ],
-)
-def test_a_shard_that_fails_half_way_is_named(kind, num_workers, fault, message, place, s3):
+@pytest.mark.parametrize(("kind", "num_workers"), [("webdataset", 2), ("parquet", 0)])
+def test_a_shard_that_fails_half_way_is_named(kind, num_workers, place, s3):
     config = make_config(place(kind), kind, num_workers=num_workers, prefetch_factor=1)
     batches = iter(data.build(config))
     next(batches)
-    for name, value in fault.items():
-        setattr(s3, name, value)
-    with pytest.raises(RunError, match=message):
+    s3.cut_after = 100
+    with pytest.raises(RunError, match=r"/[0-9]+\..*, from byte \d+ on, .* in 3 attempts"):
         list(batches)
 
 
@@ -512,10 +494,9 @@ def test_what_cannot_be_counted_is_bad_input(place, out, flag, tmp_path, capsys)
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
-def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):
+def test_converted_tars_have_their_sizes_beside_them(mds_folder, tmp_path):
     tars = tmp_path / "tars"
     argv = ["--out_format", "webdataset", "--samples_per_shard", "20", "--num_workers", "0"]
     assert main(["convert", str(mds_folder), "--folder", str(tars), *argv]) == 0
     sizes = json.loads((tars / "sizes.json").read_text())
     assert sizes == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 9}
-    check_stored_order(s3.upload(tars, f"{tmp_path.name}/tars"))
