@@ -168,6 +168,7 @@ def test_another_data_set_in_the_same_process_is_its_own(folder, tmp_path):
     living = data.build(make_config(folder, local=str(tmp_path / "cache")))
     latents = make_config(tmp_path / "latents", latents="precomputed", text_embedding_dim=8)
     assert len(list(data.build(latents))) == 12
+    assert indices(list(data.build(make_config(folder, shuffle=False)))) == list(range(48))
     assert len(set(indices(list(living)))) == 48
 
 
