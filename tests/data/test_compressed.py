@@ -13,7 +13,6 @@ from streaming.base.hashing import get_hash
 from data import main as data_main
 from sdbench import data
 from sdbench.cli import main as sdbench_main
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import read_mds
 
@@ -36,10 +35,7 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def tensors(folder: Path, **changes) -> dict[str, torch.Tensor]:
-    config = SourceConfig(
-        data_format="mds", remote=str(folder), image_size=32, device_batch_size=4, seed=3, **changes
-    )
-    batches = list(data.build(config))
+    batches = list(data.build(datasets.make_source("mds", folder, **changes)))
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 

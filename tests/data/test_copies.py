@@ -10,7 +10,6 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.files import StoredFile, read_whole
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
 from tests.refusals import refused
@@ -34,15 +33,7 @@ def place(kind, tmp_path) -> str:
 
 
 def read(kind: str, place: str, local: Path) -> list[int]:
-    config = SourceConfig(
-        data_format=kind,
-        remote=place,
-        local=str(local),
-        image_size=16,
-        device_batch_size=4,
-        seed=1,
-        shuffle=False,
-    )
+    config = datasets.make_source(kind, place, local=str(local), shuffle=False)
     return indices(list(data.build(config)))
 
 

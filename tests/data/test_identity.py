@@ -17,8 +17,7 @@ NUM_FILES = {"folder": 49, "webdataset": 3, "parquet": 2, "mds": 1}
 
 
 def source(place, data_format: str = "folder") -> SourceConfig:
-    options = {"image_size": datasets.IMAGE_SIZE, "device_batch_size": 1, "seed": 0}
-    return SourceConfig(data_format=data_format, remote=str(place), **options)
+    return datasets.make_source(data_format, place)
 
 
 def describe(place, data_format: str = "folder") -> dict:

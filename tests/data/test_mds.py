@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -32,9 +33,8 @@ def folder(tmp_path) -> Path:
     return tmp_path / "pairs"
 
 
-def make_config(folder: Path, **changes) -> SourceConfig:
-    options = {"image_size": 32, "device_batch_size": 4, "seed": 3, "remote": str(folder)}
-    return SourceConfig(data_format="mds", **{**options, **changes})
+def make_config(folder: Path | str, *, image_size: int = 32, **changes) -> SourceConfig:
+    return datasets.make_source("mds", folder, image_size=image_size, **changes)
 
 
 SHARD, INDEX = "shard.00002.mds", "index.json"
@@ -106,7 +106,7 @@ def test_a_cache_of_other_data_is_refused(folder, tmp_path):
 @pytest.mark.parametrize("text", ["a", "a=", "a=0.5,b", "a=-1", "=1", "a=inf"])
 def test_streams_of_another_form(folder, text):
     with refused("--streams"):
-        data.check(make_config(folder, remote=None, streams=text))
+        data.check(dataclasses.replace(make_config(folder), remote=None, streams=text))
 
 
 def test_hashes_that_are_not_there(folder):
@@ -268,7 +268,8 @@ def test_code_in_a_column_is_not_run(column, tmp_path):
 def test_streams_may_name_their_columns_differently(folder, tmp_path):
     pictures = [Image.open(io.BytesIO(datasets.make_png(50)))] * 49
     other = write_pictures(tmp_path / "other", "png", pictures)
-    config = make_config(folder, remote=None, streams=f"{folder}=0.75,{other}=0.25")
+    streams = f"{folder}=0.75,{other}=0.25"
+    config = dataclasses.replace(make_config(folder), remote=None, streams=streams)
     assert data.check(config) == 98
     found = indices(list(data.build(config)))
     assert found.count(50) == 24

@@ -12,7 +12,6 @@ from streaming.base.compression import decompress
 import data as program
 from sdbench import data
 from sdbench.cli import main
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import edit_index, indices, read_files
 from tests.refusals import printed_refusal, refused
@@ -172,14 +171,7 @@ def test_shards_in_folders_of_their_own_are_read(mds_folder, tmp_path):
 
     edit_index(mds_folder, edit)
     for local in (None, str(tmp_path / "cache")):
-        config = SourceConfig(
-            data_format="mds",
-            remote=str(mds_folder),
-            local=local,
-            image_size=16,
-            device_batch_size=7,
-            seed=1,
-        )
+        config = datasets.make_source("mds", mds_folder, local=local, device_batch_size=7)
         assert sorted(indices(list(data.build(config)))) == list(range(49))
 
 
@@ -192,8 +184,6 @@ def test_shards_that_were_unpacked_by_hand_stay(tmp_path):
         path.unlink()
     before = read_files(folder)
     assert len(before) == 5
-    config = SourceConfig(
-        data_format="mds", remote=str(folder), image_size=16, device_batch_size=7, seed=1
-    )
+    config = datasets.make_source("mds", folder, device_batch_size=7)
     assert sorted(indices(list(data.build(config)))) == list(range(49))
     assert read_files(folder) == before

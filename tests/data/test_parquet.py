@@ -60,6 +60,11 @@ def as_flat_lists(values: list[np.ndarray]) -> pyarrow.Array:
     return pyarrow.array([value.ravel().astype("f4") for value in values], type=kind)
 
 
+def as_tensors(values: list[np.ndarray]) -> pyarrow.Array:
+    kind = pyarrow.fixed_shape_tensor(pyarrow.float32(), values[0].shape)
+    return pyarrow.ExtensionArray.from_storage(kind, as_flat_lists(values))
+
+
 def as_nested_lists(values: list[np.ndarray]) -> list:
     return [value.astype("f8").tolist() for value in values]
 
@@ -70,32 +75,12 @@ def write_latents(path: Path, **others) -> Path:
     return write(path, {**columns, **others})
 
 
-class TensorType(pyarrow.ExtensionType):
-    """Stored as lists, as Ray's tensors are."""
-
-    def __init__(self) -> None:
-        super().__init__(pyarrow.list_(pyarrow.float32()), "test.tensor")
-
-    def __arrow_ext_serialize__(self) -> bytes:
-        return b""
-
-    @classmethod
-    def __arrow_ext_deserialize__(cls, storage_type, serialized) -> TensorType:
-        return cls()
-
-
-def as_tensors(values: list[np.ndarray]) -> pyarrow.Array:
-    lists = pyarrow.array([value.ravel().astype("f4") for value in values])
-    return pyarrow.ExtensionArray.from_storage(TensorType(), lists)
-
-
 WAYS = {
     "float16 bytes": as_bytes,
     "float32 bytes": lambda values: as_bytes(values, "<f4"),
     "bytes of fixed length": lambda values: pyarrow.array(
         as_bytes(values), type=pyarrow.binary(2 * values[0].size)
     ),
-    "large bytes": lambda values: pyarrow.array(as_bytes(values), type=pyarrow.large_binary()),
     "flat lists": as_flat_lists,
     "nested lists": as_nested_lists,
     "tensors": as_tensors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 from pathlib import Path
@@ -14,7 +15,6 @@ from sdbench.cli import main
 from sdbench.data import command_output
 from sdbench.data.remote import cache_folder, list_urls
 from sdbench.data.remote_files import fetch
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
 from tests.data.s3_server import BUCKET, S3Server
@@ -26,9 +26,7 @@ pytestmark = [
 ]
 
 
-def make_config(data_format: str, place: str, **changes) -> SourceConfig:
-    options = {"image_size": 16, "device_batch_size": 4, "seed": 1, "shuffle": False, **changes}
-    return SourceConfig(data_format=data_format, remote=place, **options)
+make_config = functools.partial(datasets.make_source, shuffle=False)
 
 
 @pytest.fixture
