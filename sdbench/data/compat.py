@@ -27,8 +27,6 @@ from streaming.base.world import World
 
 from sdbench.base import shared_memory
 from sdbench.base.cache import private_folder
-from sdbench.data.formats.mds_entries import check_file
-from sdbench.data.formats.mds_index import choose_hashes
 
 assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
 assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
@@ -40,12 +38,7 @@ def open_shards(stream: Stream) -> list[MDSReader]:
 
 
 class CheckedStream(Stream):
-    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
-
-    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
-        """Set up as Streaming does; `wanted_hash` is that of `choose_hashes`."""
-        super().__init__(**options)
-        self._wanted_hash = wanted_hash
+    """A data set that several runs may copy at a time, and whose damaged copies are removed."""
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
         """Report which shards are present.
@@ -72,9 +65,7 @@ class CheckedStream(Stream):
     def _decompress_shard_part(
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
-        hashes = choose_hashes(zip_info.hashes, wanted=self._wanted_hash)
         try:
-            check_file(Path(zip_filename), num_bytes=zip_info.bytes, hashes=hashes)
             super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
         except Exception as error:
             # Streaming would take what is left of it in the next run, whole or not.

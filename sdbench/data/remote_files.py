@@ -101,18 +101,18 @@ class _FileReadAhead(RemoteFile):
 
     def __init__(self, found: RemoteObject) -> None:
         super().__init__(found)
-        self._coming: tuple[tuple[int, int], Future[bytes]] | None = None
+        self._coming: Future[bytes] | None = None
 
     def _read(self, begin: int, end: int) -> bytes:
+        # Its reader asks for one part after the other.
         coming, self._coming = self._coming, None
-        is_it = coming is not None and coming[0] == (begin, end)
-        content = coming[1].result() if is_it else super()._read(begin, end)
-        following = end, min(end + PART_BYTES, self._found.num_bytes)
-        if following[0] < following[1]:
-            future: Future[bytes] = Future()
+        content = super()._read(begin, end) if coming is None else coming.result()
+        following = min(end + PART_BYTES, self._found.num_bytes)
+        if end < following:
+            self._coming = Future()
             # The exit of the process does not wait for a daemon, unlike for the threads of a pool.
-            threading.Thread(target=self._fetch, args=(future, *following), daemon=True).start()
-            self._coming = following, future
+            arguments = self._coming, end, following
+            threading.Thread(target=self._fetch, args=arguments, daemon=True).start()
         return content
 
     def _fetch(self, future: Future[bytes], begin: int, end: int) -> None:

@@ -163,6 +163,8 @@ def test_what_a_command_prints(tmp_path):
 def test_a_command_that_fails_or_hangs_is_named(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="'pipe:echo no >&2; exit 3' ended with exit code 3: no"):
         fetch("pipe:echo no >&2; exit 3", cache=tmp_path)
+    with pytest.raises(RunError, match="ended with exit code 3"):  # not that of its last part
+        fetch("pipe:(echo a; exit 3) | cat", cache=tmp_path)
     monkeypatch.setattr(command_output, "PIPE_SILENCE_TIMEOUT_S", 0.3)
     with pytest.raises(RunError, match="'pipe:echo a; sleep 60' printed nothing for 0.3 s"):
         fetch("pipe:echo a; sleep 60", cache=tmp_path)

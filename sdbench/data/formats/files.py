@@ -105,9 +105,10 @@ def read_whole(
     raise damage or RunError(f"{file} cannot be read: its copy is removed again and again.")
 
 
-def list_files(config: SourceConfig) -> list[str]:
+def list_files(config: SourceConfig, *, is_told: bool = False) -> list[str]:
     """Return the names and URLs of the files that `config` names, as `find_files`."""
-    return find_files(config.remote or config.local, suffix=SUFFIXES[config.data_format])
+    suffix = SUFFIXES[config.data_format]
+    return find_files(config.remote or config.local, suffix=suffix, is_told=is_told)
 
 
 def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
@@ -180,30 +181,29 @@ def _check_different(files: list[str], *, suffix: str) -> None:
 def fetch_files(config: SourceConfig) -> list[StoredFile]:
     """Return the files that `config` names on this machine; remote and packed ones are copied."""
     place = config.remote or config.local
-    names = find_files(place, suffix=SUFFIXES[config.data_format], is_told=config.rank == 0)
+    names = list_files(config, is_told=config.rank == 0)
     sources = [name for name in names if must_be_copied(name)]
-    if not sources:  # nor is a folder for copies needed
-        return [StoredFile(Path(name)) for name in names]
-    cache = cache_folder(place, config.local if config.remote else None)
-    if config.rank == 0 and not all(map(is_url, sources)):
-        tell_unpacking(place, cache)
-    copies = fetch_all(sources, cache=cache, config=config)
+    copies: dict[str, Path] = {}
+    if sources:  # else no folder for copies is needed
+        cache = cache_folder(place, config.local if config.remote else None)
+        if config.rank == 0 and not all(map(is_url, sources)):
+            tell_unpacking(place, cache)
+        copies = fetch_all(sources, cache=cache, config=config)
     return [
-        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
+        StoredFile(copies.get(name, Path(name)), source=name if name in copies else None)
         for name in names
     ]
 
 
 def find_streamed(config: SourceConfig) -> list[str]:
     """Return the URLs and commands that `config` names, to be read as they come."""
-    suffix = SUFFIXES[config.data_format]
-    names = find_files(config.remote or config.local, suffix=suffix, is_told=config.rank == 0)
+    names = list_files(config, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
-    known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))
+    known = (S3, *WEB, *([PIPE] if config.data_format == "webdataset" else []))
     for name in names:
         if not name.startswith(known):
             raise ConfigError(
-                f"This {suffix.removeprefix('.')} file cannot be streamed",
+                f"This file of the format {config.data_format} cannot be streamed",
                 value=name,
                 allowed=f"one at {', '.join(known)}; --remote_files copy reads all others",
                 flag="--remote_files",

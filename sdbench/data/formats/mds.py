@@ -135,7 +135,6 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         check_files(place)
         keep_index(place)
         stream = CheckedStream(
-            wanted_hash="auto",
             remote=place.remote,
             local=place.local,
             download_retry=download_retry,

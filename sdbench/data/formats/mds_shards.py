@@ -263,7 +263,6 @@ def make_streams(config: SourceConfig) -> list[Stream]:
             tell_unpacking(place.source, place.local)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
         stream = CheckedStream(
-            wanted_hash=config.validate_hash,
             remote=place.remote,
             local=place.local,
             # A shard that is read in place cannot be downloaded again: trying delays the error.

@@ -49,8 +49,9 @@ def list_samples(
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    A hard or symbolic link stands for the file in the tar that it leads to. WebDataset's own
-    iterators do not notice a cut tar, skip links in silence, and give no places.
+    A hard or symbolic link stands for the file in the tar that it leads to; a stream cannot go back
+    to it. WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no
+    places.
 
     Args:
         file: The open tar.
@@ -58,11 +59,10 @@ def list_samples(
         kinds: Extensions; members without one of them are no sample.
         take: Maps extension and place of a member to what is yielded; called at that place, unless
             the member is a link.
-        is_stream: The file cannot go back, so that links are refused.
+        is_stream: Whether links are refused.
 
     Raises:
-        RunError: The tar is damaged, compressed, or no tar; it has two members of one name in a
-            sample, a sparse file, a link that leads to no file in it, or a link in a stream.
+        RunError: The tar is damaged or no tar, or holds what cannot be read.
     """
     listed = _list_members(file, tar, kinds=kinds, is_stream=is_stream)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
