@@ -33,8 +33,8 @@ from tests.refusals import PLACE_FLAGS, refused
             ["latents_256_bytes", "caption_latents", "caption"],
             {"latent": "latents_256_bytes", "text_embedding": "caption_latents"},
         ),
-        (  # moments can be sampled anew, so they are preferred
-            ["latents_256", "latent_moments_256", "text_embedding"],
+        (  # moments can be sampled anew, so they are preferred, as is our own spelling
+            ["latents_256", "caption_latents", "latent_moments_256", "text_embedding"],
             {"moments": "latent_moments_256", "text_embedding": "text_embedding"},
         ),
     ],
