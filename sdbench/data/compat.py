@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import streaming
 import torch
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base import constant
-from streaming.base.batching import generate_work
 from streaming.base.dataset import _ShardState
 from streaming.base.distributed import get_local_rank, maybe_init_dist
 from streaming.base.format import FileInfo
@@ -27,8 +27,6 @@ from streaming.base.world import World
 
 from sdbench.base import shared_memory
 from sdbench.base.cache import private_folder
-from sdbench.data.formats.mds_entries import check_file
-from sdbench.data.formats.mds_index import choose_hashes
 
 assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
 assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
@@ -40,12 +38,7 @@ def open_shards(stream: Stream) -> list[MDSReader]:
 
 
 class CheckedStream(Stream):
-    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
-
-    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
-        """Set up as Streaming does; `wanted_hash` is that of `choose_hashes`."""
-        super().__init__(**options)
-        self._wanted_hash = wanted_hash
+    """A data set that several runs may copy at a time, and whose damaged copies are removed."""
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
         """Report which shards are present.
@@ -72,9 +65,7 @@ class CheckedStream(Stream):
     def _decompress_shard_part(
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
-        hashes = choose_hashes(zip_info.hashes, wanted=self._wanted_hash)
         try:
-            check_file(Path(zip_filename), num_bytes=zip_info.bytes, hashes=hashes)
             super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
         except Exception as error:
             # Streaming would take what is left of it in the next run, whole or not.
@@ -127,17 +118,6 @@ class CheckedStreamingDataset(StreamingDataset):
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
 
-    def first_batch(self, *, epoch: int, num_samples: int) -> list[int]:
-        """Return this rank's samples of a batch.
-
-        Streaming's order does not depend on the workers, and starts anew where an epoch is resumed.
-        `state_dict` has been called: it sets what the order depends on. `epoch` counts from 0;
-        `num_samples` are those of the epoch before this batch, on all ranks.
-        """
-        world = World.detect()
-        work = generate_work(self.batching_method, self, world, epoch, num_samples)
-        return work[world.node, world.rank_of_node, 0, 0].tolist()
-
     def _resume_incr_epoch(self) -> tuple[int, int]:
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
         self.epoch, num_samples = super()._resume_incr_epoch()
@@ -145,24 +125,23 @@ class CheckedStreamingDataset(StreamingDataset):
 
 
 def check_overridden() -> None:
-    """Refuse a release of Streaming in which an overridden method takes other arguments.
-
-    Raises:
-        ImportError: One does, or is gone.
-    """
-    for kind, names in (
-        (CheckedStream, ("set_up_local", "prepare_shard", "_decompress_shard_part")),
-        (CheckedStreamingDataset, ("prepare_shard", "_resume_incr_epoch")),
+    """Raise an ImportError if a method that is overridden here takes other arguments there."""
+    for ours in (
+        CheckedStream.set_up_local,
+        CheckedStream.prepare_shard,
+        CheckedStream._decompress_shard_part,
+        CheckedStreamingDataset.prepare_shard,
+        CheckedStreamingDataset._resume_incr_epoch,
     ):
-        for name in names:
-            theirs = getattr(kind.__base__, name, None)
-            wanted = [*inspect.signature(getattr(kind, name)).parameters]
-            found = None if theirs is None else [*inspect.signature(theirs).parameters]
-            if found != wanted:
-                raise ImportError(
-                    f"{kind.__base__.__name__}.{name} of the installed mosaicml-streaming takes "
-                    f"{found}, not {wanted}: pip install -r requirements.txt"
-                )
+        kind, name = ours.__qualname__.removeprefix("Checked").split(".")
+        theirs = getattr(getattr(streaming, kind), name, None)
+        wanted = [*inspect.signature(ours).parameters]
+        found = theirs and [*inspect.signature(theirs).parameters]
+        if found != wanted:
+            raise ImportError(
+                f"{kind}.{name} of the installed mosaicml-streaming takes {found}, not {wanted}: "
+                "pip install -r requirements.txt"
+            )
 
 
 check_overridden()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,11 @@ from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.folder import list_files_and_captions
-from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.remote import describe_unchecked, is_url
+from sdbench.data.formats.mds_index import MdsPlace, locate_mds, parse_streams
+from sdbench.data.remote import is_url
+from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 
@@ -38,29 +38,25 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     is not noticed. The size of a file at a URL is unknown, as is that of a missing picture.
 
     Args:
-        settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
+        settings: With a data format and an image size.
 
     Returns:
         ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown), ``made_by``, the
         provenance of each data set, and where this process has used older copies of files that may
         have changed, ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
-
-    Raises:
-        ConfigError: There is no such data set.
-        RunError: A remote place cannot be reached.
     """
     if settings.data_format == "synthetic":
         return None
     sources = sources_of(settings)
-    facts, _, urls = _describe_files(sources)
+    files = _describe_files(sources)
     description = {
-        "sha256": _hash(facts),
-        **_count(facts),
+        "sha256": _hash([file.fact for file in files]),
+        **_count(files),
         "made_by": [
             read_provenance(Path(place)) for source in sources for place in _places(source)
         ],
     }
-    unchecked = describe_unchecked(urls)
+    unchecked = describe_unchecked(file.url for file in files)
     return description if unchecked is None else {**description, "unchecked_copies": unchecked}
 
 
@@ -82,19 +78,16 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     Returns:
         ``names``, ``names_and_sizes`` and ``times``, hashes (``names`` of MDS covers the whole
         index); ``num_files``, ``num_bytes`` (None if a size is unknown). None for synthetic data.
-
-    Raises:
-        ConfigError: There is no such data set.
-        RunError: A remote place cannot be reached.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
-    facts, times_ns, _ = _describe_files(sources)
+    files = _describe_files(sources)
+    facts = [file.fact for file in files]
     return {
         "names": _hash([fact.get("name", fact.get("index")) for fact in facts]),
         "names_and_sizes": _hash(facts),
-        "times": _hash(times_ns),
-        **_count(facts),
+        "times": _hash([time for file in files for time in file.times_ns]),
+        **_count(files),
     }
 
 
@@ -141,65 +134,56 @@ def _places(source: SourceConfig) -> list[str]:
     return [source.remote or source.local or ""]
 
 
-class _Files(NamedTuple):
-    """Names and sizes of files, or the indexes of MDS; times of local files in ns; and URLs."""
+class _File(NamedTuple):
+    """Name and size of a file, or an index of MDS; times of local files in ns; and a URL."""
 
-    facts: list[dict[str, Any]]
+    fact: dict[str, Any]
     times_ns: list[int]
-    urls: list[str]
+    url: str | None = None
 
 
-def _describe_files(sources: Sequence[SourceConfig]) -> _Files:
-    found = _Files([], [], [])
+def _describe_files(sources: Sequence[SourceConfig]) -> list[_File]:
+    files: list[_File] = []
     for source in sources:
-        describe = _describe_mds if source.data_format == "mds" else _describe_listed
-        for values, more in zip(found, describe(source), strict=True):
-            values += more
-    return found
+        is_mds = source.data_format == "mds"
+        files += map(_describe_mds, locate_mds(source)) if is_mds else _describe_listed(source)
+    return files
 
 
-def _describe_mds(source: SourceConfig) -> _Files:
-    places = locate_mds(source)
-    facts = [
-        {
-            "index": hashlib.sha256(place.index).hexdigest(),
-            "num_files": len(place.shards),
-            "num_bytes": sum(shard["raw_data"]["bytes"] for shard in place.shards),
-        }
-        for place in places
-    ]
-    unhashed = [
-        Path(place.local, shard["raw_data"]["basename"])
-        for place in places
-        if place.remote is None
-        for shard in place.shards
-        if not shard["raw_data"].get("hashes")
-    ]
-    return _Files(facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()], [])
+def _describe_mds(place: MdsPlace) -> _File:
+    raw = [shard["raw_data"] for shard in place.shards]
+    unhashed = [Path(place.local, file["basename"]) for file in raw if not file.get("hashes")]
+    fact = {
+        "index": hashlib.sha256(place.index).hexdigest(),
+        "num_files": len(raw),
+        "num_bytes": sum(file["bytes"] for file in raw),
+    }
+    is_local = place.remote is None
+    return _File(
+        fact, [path.stat().st_mtime_ns for path in unhashed if is_local and path.is_file()]
+    )
 
 
-def _describe_listed(source: SourceConfig) -> _Files:
+def _describe_listed(source: SourceConfig) -> Iterator[_File]:
     is_folder = source.data_format == "folder"
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
-    folders = [names[:-1] for names in parts]
-    # The common start of the first and the last is that of all between them.
-    ends = zip(min(folders), max(folders), strict=False)
-    num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    found = _Files([], [], [file for file in files if is_url(file)])
+    # Of lists it compares name by name.
+    num_shared = len(os.path.commonprefix([names[:-1] for names in parts]))  # noqa: RUF071
     for file, names in zip(files, parts, strict=True):
         stat = os.stat(file) if not is_url(file) and os.path.isfile(file) else None
         num_bytes = None if stat is None else stat.st_size
-        found.facts.append({"name": "/".join(names[num_shared:]), "num_bytes": num_bytes})
-        if stat is not None:
-            found.times_ns.append(stat.st_mtime_ns)
-    return found
+        yield _File(
+            {"name": "/".join(names[num_shared:]), "num_bytes": num_bytes},
+            [] if stat is None else [stat.st_mtime_ns],
+            file if is_url(file) else None,
+        )
 
 
-def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    sizes = [fact["num_bytes"] for fact in facts]
+def _count(files: Sequence[_File]) -> dict[str, Any]:
+    sizes = [file.fact["num_bytes"] for file in files]
     return {
-        "num_files": sum(fact.get("num_files", 1) for fact in facts),
+        "num_files": sum(file.fact.get("num_files", 1) for file in files),
         "num_bytes": None if None in sizes else sum(sizes),
     }
 
@@ -215,10 +199,8 @@ def _lasting_name(file: str) -> str:
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write how a data set was made to a hidden file beside its samples, which records copy.
 
-    Args:
-        folder: Of the data set.
-        facts: The command and what decides its output. Of an absolute path only the name is kept,
-            as the data set, and records of runs on it, may be published.
+    `facts` are the command and what decides its output. Of an absolute path only the name is kept,
+    as the data set, and records of runs on it, may be published.
     """
     named = {
         name: os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
@@ -237,11 +219,10 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise bad_place(
             f"The note of how the data set was made cannot be read ({error})",
             value=str(path),
             allowed="the file as it was written, or no such file",
-            flag=PLACE_FLAGS,
         ) from None
 
 
@@ -249,11 +230,7 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
     """Return the held-out files that are, or seem to be, in the training data.
 
     Files are the same if they are one file on the disk, also by a link, or have the same name and
-    size; their content is not compared. URLs are compared as text.
-
-    Raises:
-        ConfigError: As `data.check`.
-        RunError: As `data.check`.
+    size; their content is not compared. URLs are compared as text. Raises as `data.check`.
     """
     trained_keys = set().union(*map(_keys, data.list_files(trained)))
     return [file for file in data.list_files(held_out) if _keys(file) & trained_keys]

@@ -1,4 +1,4 @@
-"""Columns of latents and text embeddings in MDS and parquet: names, encodings, checks of values."""
+"""Columns of MDS and parquet: their names, their encodings, and checks of the values of latents."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import bad_place
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 
-# Part of a sample to the names of its column, ours first; <px> is the image size. The others are
-# names of published scripts.
+# Part of a sample to the names of its column, in the order of preference; <px> is the image size.
+# Pictures: ours and LAION's, Hugging Face's, others'. Latents: ours, those of published scripts.
 SPELLINGS = {
+    "image": ("jpg", "image", "image_bytes", "image.bytes", "png", "webp"),
+    "caption": ("caption", "text", "TEXT"),
     "moments": ("latent_moments_<px>",),
     "latent": ("latents_<px>", "latents_<px>_bytes", "image_latents_<px>"),
     "text_embedding": ("text_embedding", "caption_latents", "caption_embeddings"),
@@ -35,14 +38,16 @@ def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, st
     }
 
 
-def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str, str]:
-    """Find the columns of one resolution; VAE moments are preferred to latents drawn from them.
+def find_columns(columns: Iterable[str], *, wants_latents: bool, image_size: int) -> dict[str, str]:
+    """Find the columns of pictures, or those of latents of one resolution.
+
+    VAE moments are preferred to latents drawn from them.
 
     Returns:
-        ``moments`` or ``latent``, and ``text_embedding``, to the name of the column.
+        The parts of a sample, as `SampleType` orders them, to the names of their columns.
 
     Raises:
-        ConfigError: There are none, or none for this resolution.
+        ConfigError: A column is missing, or there are latents of other resolutions only.
     """
     present = set(columns)
     found = {
@@ -51,28 +56,28 @@ def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str,
         for spelling in reversed(spellings)
         if spelling.replace("<px>", str(image_size)) in present
     }
-    for sample_type in (SampleType.MOMENTS, SampleType.LATENTS):
+    latents = (SampleType.MOMENTS, SampleType.LATENTS)
+    for sample_type in latents if wants_latents else (SampleType.IMAGES,):
         if found.keys() >= set(sample_type.value):
             return {part: found[part] for part in sample_type.value}
-    raise _missing_columns(present, image_size=image_size, has_text="text_embedding" in found)
-
-
-def _missing_columns(present: set[str], *, image_size: int, has_text: bool) -> ConfigError:
     sizes = find_image_sizes(present)
-    if sizes and has_text:
-        return ConfigError(
+    if wants_latents and sizes and "text_embedding" in found:
+        raise ConfigError(
             "The data set has no latents of this resolution",
             value=image_size,
             allowed=", ".join(map(str, sizes)),
             flag="--image_size",
         )
-    wanted = ("text_embedding",) if sizes else ("moments", "latent")
-    spellings = [spelling for part in wanted for spelling in SPELLINGS[part]]
-    return ConfigError(
-        f"The data set holds no {'encoded captions' if sizes else 'latents'}",
+    if wants_latents:
+        what = "encoded captions" if sizes else "latents"
+        wanted, other = ("text_embedding",) if sizes else ("moments", "latent"), "online for images"
+    else:
+        what, wanted, other = "pictures with captions", ("image", "caption"), "precomputed"
+    spellings = ", and ".join(" | ".join(SPELLINGS[part]) for part in wanted)
+    raise bad_place(
+        f"The data set holds no {what}",
         value=f"columns {', '.join(sorted(present))}",
-        allowed=f"a column {' | '.join(spellings)}, or --latents online for images",
-        flag="--remote or --local",
+        allowed=f"{spellings}; or --latents {other}",
     )
 
 

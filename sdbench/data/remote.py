@@ -1,23 +1,13 @@
-"""Copies of files at URLs, of packed files and of the output of commands; reads parts of files.
-
-Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
-or it is read in parts (remote_files.py). Streaming copies MDS shards, as they are needed.
-fsspec's file cache does not replace this: it asks no web server for the version of a file, never
-tries again, and locks out no other process.
-"""
+"""Places of data, and files of S3 and the web, which are listed, asked for and read in parts."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
-import gzip
 import hashlib
 import os
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,15 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
-from sdbench.data.command_output import PIPE, CommandOutput
-from sdbench.data.source import SourceConfig
+from sdbench.data.command_output import PIPE
 
 S3 = "s3://"
 WEB = ("http://", "https://")
-# RFC 1952, section 2.3.1: the first two bytes.
-GZIP_MAGIC = b"\x1f\x8b"
 
 # How long a server may be silent, and how often boto3 and urllib3 try, with growing pauses: a store
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
@@ -42,15 +28,11 @@ NUM_ATTEMPTS = 5
 # Before a part that broke off is asked for again; then twice as long, and so on.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
-# A copy that breaks off goes on after its last piece.
+# A part that breaks off goes on after its last piece.
 PIECE_BYTES = 2**18
 # What a process keeps open to a server for its threads, of which each tar that is being read has
 # one. For more the libraries warn, and connect anew each time.
 NUM_CONNECTIONS = 64
-
-# Places whose older copies this process uses although nothing tells whether they have changed, and
-# when these were made, in seconds since 1970.
-_unchecked: dict[str, float] = {}
 
 Item = TypeVar("Item")
 Content = TypeVar("Content")
@@ -74,14 +56,6 @@ def path_of(place: str) -> str:
         return place.removeprefix(S3)  # a key may hold ? and #
     path = urlsplit(place).path
     return unquote(path) if place.startswith(WEB) else path
-
-
-def must_be_copied(place: str) -> bool:
-    """Return True if a file can be read by number only from a copy: it is remote, or packed."""
-    try:
-        return is_url(place) or _is_packed(Path(place))
-    except OSError as error:
-        raise RunError(f"{place} cannot be read: {error.strerror}.") from error
 
 
 def cache_folder(place: str, local: str | None) -> Path:
@@ -113,86 +87,8 @@ def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[
         return list(show_progress(done, total=len(items), unit="file"))
 
 
-def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
-    """Copy files as `fetch` does, several at once; returns the copy of each place.
-
-    The first rank prints how many older copies are used although nothing tells whether they are
-    still what their sources hold.
-    """
-    num_known = len(_unchecked)
-    copy = functools.partial(
-        fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
-    )
-    copies = dict(zip(places, in_parallel(copy, places), strict=True))
-    found = describe_unchecked(places)
-    if found is not None and config.rank == 0 and len(_unchecked) > num_known:
-        print(
-            f"Copies in {cache} are used of {found['num_files']} of {len(places)} files, which do "
-            f"not tell whether they have changed since (the oldest is of {found['oldest_utc']}). "
-            "They are copied again by --refresh, or if they are deleted.",
-            file=sys.stderr,
-        )
-    return copies
-
-
-def describe_unchecked(places: Iterable[str]) -> dict[str, Any] | None:
-    """Describe, for a record, older copies of places that this process uses unchecked.
-
-    Returns:
-        ``num_files``, and ``oldest_utc``, when the oldest was made; None if there are none.
-    """
-    made_s = [_unchecked[place] for place in places if place in _unchecked]
-    if not made_s:
-        return None
-    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.timezone.utc)
-    return {"num_files": len(made_s), "oldest_utc": oldest.isoformat()}
-
-
-def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
-    """Copy a file, unpacked, unless this version of it has been copied before.
-
-    Of several processes one copies, and the others wait for it. A copy has a temporary name until
-    it is whole. Its final name holds a digest of the place and of the version that the store tells
-    (its ETag, or else its length), so that no other file or version is taken for it.
-
-    Args:
-        place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
-            command, or the path of a gzip file.
-        cache: Folder for the copy.
-        run_began_s: When the run began, in seconds since 1970. A copy that was made before may be
-            stale if its store tells no version.
-        refresh: Make such a copy again. Otherwise it is used, and `describe_unchecked` counts it.
-
-    Returns:
-        The copy.
-
-    Raises:
-        RunError: The file cannot be copied; its place and the reason are named.
-    """
-    from filelock import FileLock
-
-    with _errors_named(f"{place!r} cannot be read"):
-        version, is_sure = _version(place)
-        digest = hashlib.sha256(f"{place}\n{version}".encode()).hexdigest()[:12]
-        name = urlsplit(place).path if is_url(place) else place
-        name = "pipe" if place.startswith(PIPE) else name.rsplit("/", 1)[-1]
-        path = cache / f"{digest}-{name}"
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(cache / f".{path.name}.lock", mode=0o600):
-            is_there = path.is_file()
-            made_s = path.stat().st_mtime if is_there else run_began_s
-            may_be_stale = made_s < run_began_s and not is_sure
-            if not is_there or (may_be_stale and refresh):
-                with new_file(path) as new:
-                    _copy_unpacked(place, new)
-                _unchecked.pop(place, None)
-            elif may_be_stale:
-                _unchecked[place] = made_s
-        return path
-
-
 @contextlib.contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def errors_named(what: str) -> Iterator[None]:
     """Turn the errors of a store, each of which raises its own types, into a `RunError`."""
     try:
         yield
@@ -212,7 +108,7 @@ def list_urls(folder: str) -> list[str]:
             flag="--remote",
         )
     bucket, prefix = _split_s3(folder.rstrip("/") + "/")
-    with _errors_named(f"{folder} cannot be listed"):
+    with errors_named(f"{folder} cannot be listed"):
         pages = _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
     return sorted(f"{S3}{bucket}/{key}" for key in keys if not key.endswith("/"))
@@ -223,12 +119,12 @@ class RemoteObject(NamedTuple):
 
     Attributes:
         url: ``s3://`` or ``http(s)://``.
-        num_bytes: Its length.
+        num_bytes: Its length; None where the server gives no parts of it.
         version: The store's name for this content (its ETag), empty if there is none.
     """
 
     url: str
-    num_bytes: int
+    num_bytes: int | None
     version: str
 
     @property
@@ -242,62 +138,61 @@ class RemoteObject(NamedTuple):
 
 def find_object(url: str) -> RemoteObject:
     """Ask for the length and version of a file of S3 or the web."""
-    with _errors_named(f"{url} cannot be read"):
-        num_bytes, version = _ask(url)
-    if num_bytes is None:
-        raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
-    return RemoteObject(url, num_bytes, version)
-
-
-def _ask(url: str) -> tuple[int | None, str]:
-    """Return length and version of a file; None for an unknown length."""
-    if url.startswith(S3):
-        bucket, key = _split_s3(url)
-        found = _s3_client().head_object(Bucket=bucket, Key=key)
-        return found["ContentLength"], found["ETag"]
-    # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
-    answer = _get(url)
-    answer.close()
-    num_bytes = answer.headers.get("Content-Length")
-    return None if num_bytes is None else int(num_bytes), _web_version(answer)
+    with errors_named(f"{url} cannot be read"):
+        if url.startswith(S3):
+            bucket, key = _split_s3(url)
+            found = _s3_client().head_object(Bucket=bucket, Key=key)
+            return RemoteObject(url, found["ContentLength"], found["ETag"])
+        # GET, not HEAD, which servers and signed URLs may refuse.
+        found, body = _open_part(url, 0, 1)
+        body.close()
+        return found
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
-    """Read the bytes from `begin` to before `end`, in up to `NUM_ATTEMPTS` attempts.
+    """Read the bytes from `begin` to before `end`, going on where an answer breaks off.
 
     Raises:
-        RunError: They cannot be read, or the file has changed since it was found.
+        RunError: `NUM_ATTEMPTS` attempts in a row gave less than a piece each, or the file has
+            changed since it was found.
     """
-    place = f"{file.url}, from byte {begin} on,"
-    for attempt in range(NUM_ATTEMPTS):
+    pieces: list[bytes] = []
+    num_failed = 0
+    while begin < end:
+        place, first = f"{file.url}, from byte {begin} on,", begin
         # The libraries of the stores have tried again by themselves.
-        with _errors_named(f"{place} cannot be read"):
-            version, num_bytes, body = _open_part(file.url, begin, end)
-        if (version, num_bytes) != (file.version, file.num_bytes):
+        with errors_named(f"{place} cannot be read"):
+            found, body = _open_part(file.url, begin, end)
+        if found != file:
             raise RunError(f"{file.url} has been changed since it was opened.")
         try:
-            content = body.read()
-            if len(content) == end - begin:
-                return content
-            fault: Exception = EOFError(f"{len(content)} of {end - begin} bytes came")
+            while begin < end:
+                pieces.append(body.read(min(end - begin, PIECE_BYTES)))
+                if not pieces[-1]:
+                    raise EOFError(f"{end - begin} bytes are missing")
+                begin += len(pieces[-1])
         except Exception as error:
-            fault = error
-        if attempt + 1 < NUM_ATTEMPTS:
-            time.sleep(FIRST_PAUSE_S * 2**attempt)
-    reason = f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
-    raise RunError(reason) from fault
+            num_failed = 1 if begin >= first + PIECE_BYTES else num_failed + 1
+            if num_failed == NUM_ATTEMPTS:
+                reason = f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(error)}"
+                raise RunError(reason) from error
+            time.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
+    return b"".join(pieces)
 
 
-def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
-    """Return version and length of a file, and a reader of these bytes of it."""
+def _open_part(url: str, begin: int, end: int) -> tuple[RemoteObject, Any]:
+    """Return a file as it is now, and a reader of these bytes of it."""
     part = f"bytes={begin}-{end - 1}"
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         answer = _s3_client().get_object(Bucket=bucket, Key=key, Range=part)
         version, content_range, body = answer["ETag"], answer.get("ContentRange"), answer["Body"]
     else:
-        body = _get(url, part=part)
-        version, content_range = _web_version(body), body.headers.get("Content-Range")
+        body = get_web_file(url, part=part)
+        version = body.headers.get("ETag") or body.headers.get("Last-Modified") or ""
+        if body.status == 200:
+            return RemoteObject(url, None, version), body
+        content_range = body.headers.get("Content-Range")
     # E.g. "bytes 0-99/1234" (RFC 9110, 14.4).
     given, _, num_bytes = (content_range or "").partition("/")
     if given != part.replace("=", " ") or not num_bytes.isdecimal():
@@ -305,86 +200,11 @@ def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
         raise RunError(
             f"{url} cannot be read: asked for {part} the server gives {content_range or 'no range'}"
         )
-    return version, int(num_bytes), body
+    return RemoteObject(url, int(num_bytes), version), body
 
 
-def _web_version(answer: Any) -> str:
-    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-
-
-def _version(place: str) -> tuple[str, bool]:
-    """Return a name of the content of a file, and whether other content would have another name."""
-    if not is_url(place):
-        stat = os.stat(place)
-        return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
-    if not place.startswith((S3, *WEB)):
-        return "", False
-    num_bytes, version = _ask(place)
-    return (version, True) if version else (f"{num_bytes} bytes", False)
-
-
-def _is_packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-
-
-def _copy_unpacked(place: str, path: Path) -> None:
-    """Copy a file to `path`; its folder is a temporary one."""
-    found = Path(place)
-    if is_url(place):
-        found = path.with_name("copy")
-        _copy(place, found)
-        if not _is_packed(found):
-            found.rename(path)
-            return
-    with gzip.open(found) as packed, path.open("wb") as file:
-        shutil.copyfileobj(packed, file, 2**20)
-
-
-def _copy(url: str, path: Path) -> None:
-    if url.startswith(PIPE):
-        with CommandOutput(url.removeprefix(PIPE)) as output, path.open("wb") as file:
-            shutil.copyfileobj(output, file, 2**20)
-    elif url.startswith(S3):
-        bucket, key = _split_s3(url)
-        _s3_client().download_file(bucket, key, str(path))
-    elif url.startswith(WEB):
-        _download(url, path)
-    else:
-        from streaming.base.storage import CloudDownloader
-
-        CloudDownloader.direct_download(url, str(path), SILENCE_TIMEOUT_S)
-
-
-def _download(url: str, path: Path) -> None:
-    """Copy a web file; a download that breaks off goes on if it is still the same file."""
-    import urllib3
-
-    answer = _get(url)
-    length, version = answer.headers.get("Content-Length"), _web_version(answer)
-    # A response that the server compresses cannot be continued at a byte of the unpacked file.
-    can_go_on = length is not None and "Content-Encoding" not in answer.headers
-    with path.open("wb") as file:
-        num_failed = 0
-        while True:
-            before = file.tell()
-            try:
-                # Shorter than promised is an error of urllib3's.
-                for piece in answer.stream(PIECE_BYTES):
-                    file.write(piece)
-                return
-            except urllib3.exceptions.HTTPError:
-                num_failed = 1 if file.tell() >= before + PIECE_BYTES else num_failed + 1
-                if not can_go_on or num_failed == NUM_ATTEMPTS:
-                    raise
-            time.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
-            known, num_bytes, answer = _open_part(url, file.tell(), int(length))
-            if (known, num_bytes) != (version, int(length)):
-                raise RunError(f"{url} has been changed while it was copied.")
-
-
-def _get(url: str, *, part: str | None = None) -> Any:
-    """Open a web file, or with a Range header a part of it; its content is not read yet."""
+def get_web_file(url: str, *, part: str | None = None) -> Any:
+    """Open a web file, or with a Range header a part of it if the server gives parts."""
     import urllib3
 
     retries = urllib3.Retry(
@@ -400,15 +220,14 @@ def _get(url: str, *, part: str | None = None) -> Any:
         headers=headers if part is None else {**headers, "Range": part},
         preload_content=False,
         # A part of what a server has packed cannot be unpacked, nor has it the length asked for.
-        decode_content=part is None,
+        decode_content=False,
         timeout=SILENCE_TIMEOUT_S,
         retries=retries,
     )
-    if answer.status != (200 if part is None else 206):
+    if answer.status not in (200, 206):
         answer.close()
-        ignored = part is not None and answer.status == 200
-        said = "gives no parts of files" if ignored else f"answers {answer.status}"
-        raise RunError(f"{url} cannot be read: the server {said}")
+        raise RunError(f"{url} cannot be read: the server answers {answer.status}")
+    answer.auto_close = False  # a BufferedReader reads once more at the end
     return answer
 
 

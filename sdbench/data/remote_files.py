@@ -1,21 +1,48 @@
-"""Files at URLs and the output of commands, read as they come; nothing is kept on a disk.
+"""Files at URLs, packed files and the output of commands: read as they come, or copied once.
 
+Tars and parquet files are streamed or copied; Streaming copies MDS shards, as they are needed.
 Arrow's S3 client does not replace this, as it does not survive the fork of loader workers and reads
 no web files; nor do fsspec and smart_open, which do not notice that a file has been changed between
-two parts of it.
+two parts of it, and whose caches ask no web server for the version of a file.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import gzip
+import hashlib
 import io
+import os
+import shutil
+import sys
 import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from sdbench.base.errors import RunError
+from sdbench.base.files import new_file
+from sdbench.data import remote
 from sdbench.data.command_output import PIPE, CommandOutput
-from sdbench.data.remote import GZIP_MAGIC, RemoteObject, find_object, is_url, read_part
+from sdbench.data.remote import (
+    S3,
+    WEB,
+    RemoteObject,
+    errors_named,
+    find_object,
+    get_web_file,
+    in_parallel,
+    is_url,
+    read_part,
+    shown,
+)
+from sdbench.data.source import SourceConfig
+
+# RFC 1952, section 2.3.1: the first two bytes.
+GZIP_MAGIC = b"\x1f\x8b"
 
 # A request for so much: its latency of some 50 ms is then a small part of its time, a worker holds
 # little, and no connection is kept while a trainer is busy (stores close those that are silent).
@@ -23,12 +50,17 @@ PART_BYTES = 8 * 2**20
 # A reader of tars goes back by a block at most.
 TAIL_BYTES = 4096
 
+# Places whose older copies this process uses although nothing tells whether they have changed, and
+# when these were made, in seconds since 1970.
+_unchecked: dict[str, float] = {}
+
 
 class RemoteFile(io.RawIOBase):
     """A file at a URL, read from any place; a request is for `PART_BYTES` at most."""
 
     def __init__(self, found: RemoteObject) -> None:
-        """Open it."""
+        if found.num_bytes is None:
+            raise RunError(f"{found} cannot be streamed: the server gives no parts of files.")
         self._found = found
         self._position = 0
 
@@ -69,18 +101,18 @@ class _FileReadAhead(RemoteFile):
 
     def __init__(self, found: RemoteObject) -> None:
         super().__init__(found)
-        self._coming: tuple[tuple[int, int], Future[bytes]] | None = None
+        self._coming: Future[bytes] | None = None
 
     def _read(self, begin: int, end: int) -> bytes:
+        # Its reader asks for one part after the other.
         coming, self._coming = self._coming, None
-        is_it = coming is not None and coming[0] == (begin, end)
-        content = coming[1].result() if is_it else super()._read(begin, end)
-        following = end, min(end + PART_BYTES, self._found.num_bytes)
-        if following[0] < following[1]:
-            future: Future[bytes] = Future()
+        content = super()._read(begin, end) if coming is None else coming.result()
+        following = min(end + PART_BYTES, self._found.num_bytes)
+        if end < following:
+            self._coming = Future()
             # The exit of the process does not wait for a daemon, unlike for the threads of a pool.
-            threading.Thread(target=self._fetch, args=(future, *following), daemon=True).start()
-            self._coming = following, future
+            arguments = self._coming, end, following
+            threading.Thread(target=self._fetch, args=arguments, daemon=True).start()
         return content
 
     def _fetch(self, future: Future[bytes], begin: int, end: int) -> None:
@@ -145,7 +177,10 @@ def open_stream(place: str) -> BinaryIO:
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
     elif is_url(place):
-        stream = io.BufferedReader(_FileReadAhead(find_object(place)), PART_BYTES)
+        found = find_object(place)
+        has_parts = found.num_bytes is not None
+        raw = _FileReadAhead(found) if has_parts else get_web_file(place)
+        stream = io.BufferedReader(raw, PART_BYTES)
     else:
         stream = open(place, "rb")  # noqa: SIM115
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
@@ -153,3 +188,100 @@ def open_stream(place: str) -> BinaryIO:
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
     # A file at a URL is not skipped in either: the part that comes would be asked for again.
     return _Onward(stream) if is_url(place) else stream
+
+
+def must_be_copied(place: str) -> bool:
+    """Return True if a file can be read by number only from a copy: it is remote, or packed."""
+    try:
+        if is_url(place):
+            return True
+        with open(place, "rb") as file:
+            return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    except OSError as error:
+        raise RunError(f"{place} cannot be read: {error.strerror}.") from error
+
+
+def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
+    """Copy files as `fetch` does, several at once; the first rank tells of older copies."""
+    num_known = len(_unchecked)
+    copy = functools.partial(
+        fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
+    )
+    copies = dict(zip(places, in_parallel(copy, places), strict=True))
+    found = describe_unchecked(places)
+    if found is not None and config.rank == 0 and len(_unchecked) > num_known:
+        print(
+            f"Copies in {cache} are used of {found['num_files']} of {len(places)} files, which do "
+            f"not tell whether they have changed since (the oldest is of {found['oldest_utc']}). "
+            "They are copied again by --refresh, or if they are deleted.",
+            file=sys.stderr,
+        )
+    return copies
+
+
+def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
+    """Describe, for a record, older copies of places that this process uses unchecked.
+
+    Returns:
+        ``num_files``, and ``oldest_utc``, when the oldest was made; None if there are none.
+    """
+    made_s = [_unchecked[place] for place in places if place in _unchecked]
+    if not made_s:
+        return None
+    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.timezone.utc)
+    return {"num_files": len(made_s), "oldest_utc": oldest.isoformat()}
+
+
+def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
+    """Copy a file, unpacked, unless this version of it has been copied before.
+
+    Of several processes one copies, and the others wait for it. A copy has a temporary name until
+    it is whole. Its final name holds a digest of the place and of the version that the store tells
+    (its ETag, or else its length), so that no other file or version is taken for it.
+
+    A store that tells no version leaves open whether a copy from before the run, which began at
+    `run_began_s` (seconds since 1970), is stale: with `refresh` it is made again, and without it
+    is used, and `describe_unchecked` counts it. A `RunError` names what cannot be copied.
+    """
+    from filelock import FileLock
+
+    with errors_named(f"{shown(place)} cannot be read"):
+        version, is_sure = _version(place)
+        digest = hashlib.sha256(f"{place}\n{version}".encode()).hexdigest()[:12]
+        name = urlsplit(place).path if is_url(place) else place
+        name = "pipe" if place.startswith(PIPE) else name.rsplit("/", 1)[-1]
+        path = cache / f"{digest}-{name}"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(cache / f".{path.name}.lock", mode=0o600):
+            is_there = path.is_file()
+            made_s = path.stat().st_mtime if is_there else run_began_s
+            may_be_stale = made_s < run_began_s and not is_sure
+            if not is_there or (may_be_stale and refresh):
+                with new_file(path) as new:
+                    _copy_unpacked(place, new)
+                _unchecked.pop(place, None)
+            elif may_be_stale:
+                _unchecked[place] = made_s
+        return path
+
+
+def _version(place: str) -> tuple[str, bool]:
+    """Return a name of the content of a file, and whether other content would have another name."""
+    if not is_url(place):
+        stat = os.stat(place)
+        return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
+    if not place.startswith((S3, *WEB)):
+        return "", False
+    found = find_object(place)
+    return (found.version, True) if found.version else (f"{found.num_bytes} bytes", False)
+
+
+def _copy_unpacked(place: str, path: Path) -> None:
+    """Copy a file to `path`; its folder is a temporary one."""
+    if is_url(place) and not place.startswith((PIPE, S3, *WEB)):
+        from streaming.base.storage import CloudDownloader
+
+        source, place = place, str(path.with_name("copy"))
+        CloudDownloader.direct_download(source, place, remote.SILENCE_TIMEOUT_S)
+    with open_stream(place) as stream, path.open("wb") as file:
+        shutil.copyfileobj(stream, file, 2**20)

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from sdbench.data.source import SourceConfig
+
 NUM_SAMPLES = 49
 IMAGE_SIZE = 32
 LATENT_SHAPE = (4, IMAGE_SIZE // 8, IMAGE_SIZE // 8)
@@ -68,6 +70,12 @@ def indices(batches: Iterable[dict]) -> list[int]:
         (name,) = scales.keys() & batch.keys()
         found += [round(float(value.float().mean()) * scales[name]) for value in batch[name]]
     return found
+
+
+def make_source(data_format: str, place: Path | str, **changes) -> SourceConfig:
+    """A small source at this place."""
+    options = {"image_size": 16, "device_batch_size": 4, "seed": 3, **changes}
+    return SourceConfig(data_format=data_format, remote=str(place), **options)
 
 
 def write_mds(

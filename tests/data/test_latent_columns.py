@@ -8,8 +8,7 @@ import pytest
 from sdbench.data.latent_columns import (
     check_array,
     check_finite,
-    find_image_sizes,
-    find_latent_columns,
+    find_columns,
 )
 from sdbench.data.samples import BadSampleError
 from tests.refusals import PLACE_FLAGS, refused
@@ -34,14 +33,14 @@ from tests.refusals import PLACE_FLAGS, refused
             ["latents_256_bytes", "caption_latents", "caption"],
             {"latent": "latents_256_bytes", "text_embedding": "caption_latents"},
         ),
-        (  # moments can be sampled anew, so they are preferred
-            ["latents_256", "latent_moments_256", "text_embedding"],
+        (  # moments can be sampled anew, so they are preferred, as is our own spelling
+            ["latents_256", "caption_latents", "latent_moments_256", "text_embedding"],
             {"moments": "latent_moments_256", "text_embedding": "text_embedding"},
         ),
     ],
 )
 def test_each_spelling_is_found(columns, expected):
-    assert find_latent_columns(columns, image_size=256) == expected
+    assert find_columns(columns, wants_latents=True, image_size=256) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,13 +58,8 @@ def test_each_spelling_is_found(columns, expected):
 )
 def test_what_is_missing_is_named(columns, flag, value, allowed):
     with refused(flag, value=value) as caught:
-        find_latent_columns(columns, image_size=256)
+        find_columns(columns, wants_latents=True, image_size=256)
     assert allowed in caught.value.allowed
-
-
-def test_resolutions_are_read_from_the_names():
-    columns = ["latents_512_bytes", "image_latents_256", "latent_moments_x", "latents_", "caption"]
-    assert find_image_sizes(columns) == [256, 512]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan])

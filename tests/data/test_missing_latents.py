@@ -97,16 +97,6 @@ def test_small_pictures_are_left_out(folder, shuffle, num_workers):
     assert (list(samples(loader)) == list(first)) is not shuffle
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_size_that_all_have(folder, shuffle):
-    loader = data.build(make_config(folder, image_size=256, shuffle=shuffle))
-    expected = [make_latent(index, side=32).tobytes() for index in range(NUM_SAMPLES)]
-    found = samples(loader)
-    assert len(found) == 48
-    assert found.keys() <= set(expected)
-    assert loader.stats.num_dropped_samples == 0
-
-
 def test_missing_latents_are_refused_with_their_number(folder, tmp_path, capsys):
     flags = ["--remote", str(folder), "--latents", "precomputed", "--num_workers", "0"]
     flags += ["--batch_size", "4", "--results_dir", str(tmp_path / "results")]

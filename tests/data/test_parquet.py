@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import math
 import os
 import pickle
 from pathlib import Path
@@ -15,17 +13,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import benchmark
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.verify import main as verify_data
 from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
-from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.seed_parquet import write_pictures
 from tests.refusals import refused
 
 NUM_ROWS = 8
@@ -65,6 +60,11 @@ def as_flat_lists(values: list[np.ndarray]) -> pyarrow.Array:
     return pyarrow.array([value.ravel().astype("f4") for value in values], type=kind)
 
 
+def as_tensors(values: list[np.ndarray]) -> pyarrow.Array:
+    kind = pyarrow.fixed_shape_tensor(pyarrow.float32(), values[0].shape)
+    return pyarrow.ExtensionArray.from_storage(kind, as_flat_lists(values))
+
+
 def as_nested_lists(values: list[np.ndarray]) -> list:
     return [value.astype("f8").tolist() for value in values]
 
@@ -75,32 +75,12 @@ def write_latents(path: Path, **others) -> Path:
     return write(path, {**columns, **others})
 
 
-class TensorType(pyarrow.ExtensionType):
-    """Stored as lists, as Ray's tensors are."""
-
-    def __init__(self) -> None:
-        super().__init__(pyarrow.list_(pyarrow.float32()), "test.tensor")
-
-    def __arrow_ext_serialize__(self) -> bytes:
-        return b""
-
-    @classmethod
-    def __arrow_ext_deserialize__(cls, storage_type, serialized) -> TensorType:
-        return cls()
-
-
-def as_tensors(values: list[np.ndarray]) -> pyarrow.Array:
-    lists = pyarrow.array([value.ravel().astype("f4") for value in values])
-    return pyarrow.ExtensionArray.from_storage(TensorType(), lists)
-
-
 WAYS = {
     "float16 bytes": as_bytes,
     "float32 bytes": lambda values: as_bytes(values, "<f4"),
     "bytes of fixed length": lambda values: pyarrow.array(
         as_bytes(values), type=pyarrow.binary(2 * values[0].size)
     ),
-    "large bytes": lambda values: pyarrow.array(as_bytes(values), type=pyarrow.large_binary()),
     "flat lists": as_flat_lists,
     "nested lists": as_nested_lists,
     "tensors": as_tensors,
@@ -165,37 +145,14 @@ def test_tensors_of_another_shape_are_no_latents(tmp_path):
 
 
 def test_a_width_that_only_looks_right_is_refused(tmp_path):
-    """77 x 4 float32 are as many bytes as 77 x 8 float16."""
+    """77 x 4 float32 are as many bytes as 77 x 8 float16; here in the last of two files."""
+    write_latents(tmp_path / "data" / "0.parquet")
     narrow = [value[:, :4] for value in arrays("text_embedding")]
     columns = {LATENT: as_bytes(arrays("latent"), "<f4"), TEXT: as_bytes(narrow, "<f4")}
-    place = write(tmp_path / "a.parquet", columns)
-    with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
-        data.check(latents_config(place))
-
-
-@pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
-def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
-    place = write_latents(tmp_path / "a.parquet", **{LATENT: WAYS[way](arrays("latent"))})
-    with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
-        data.check(latents_config(place))
-    text = as_bytes(arrays("text_embedding"), "<f4")
-    write_latents(place, **{TEXT: text})
-    assert data.check(latents_config(place)) == NUM_ROWS
-
-
-def test_the_last_file_is_looked_at_before_a_run(tmp_path):
-    write_latents(tmp_path / "data" / "0.parquet")
-    narrow = as_bytes([value[:, :4] for value in arrays("text_embedding")])
-    write_latents(tmp_path / "data" / "1.parquet", **{TEXT: narrow})
+    write(tmp_path / "data" / "1.parquet", columns)
     with refused(OTHER_MODEL, value="32 px, embeddings of width 8") as caught:
         data.check(latents_config(tmp_path / "data"))
     assert "1.parquet" in caught.value.what
-
-
-def test_local_files_need_no_folder_for_copies(tmp_path, monkeypatch):
-    (tmp_path / "no folder").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    assert data.check(latents_config(write_latents(tmp_path / "a.parquet"))) == NUM_ROWS
 
 
 def test_samples_may_be_pickled_after_a_read(tmp_path):
@@ -210,30 +167,24 @@ def test_samples_may_be_pickled_after_a_read(tmp_path):
         (None, "row 1 of row group 1, latents_32: no value."),
         (b"123", r"latents_32: 3 bytes; \(4, 4, 4\) is 128 as float16 or 256 as float32."),
         (np.full(64, np.nan, "<f2").tobytes(), "latent: a value is NaN"),
+        (np.full(64, 1e5, "<f4").tobytes(), "latent: .*beyond float16's 65504"),
     ],
 )
 def test_a_bad_row_is_a_bad_sample(value, message, tmp_path):
-    latents = as_bytes(arrays("latent"))
+    wide = value is not None and len(value) == 256
+    latents = as_bytes(arrays("latent"), "<f4" if wide else "<f2")
     latents[4] = value
-    place = write_latents(tmp_path / "a.parquet", **{LATENT: latents})
+    texts = as_bytes(arrays("text_embedding"), "<f4")
+    place = write_latents(
+        tmp_path / "a.parquet", **{LATENT: latents}, **({TEXT: texts} if wide else {})
+    )
     with pytest.raises(RunError, match=message):
         list(data.build(latents_config(place)))
     config = latents_config(place, on_bad_sample="skip", max_bad_fraction=0.2)
     assert indices(list(data.build(config))) == [0, 1, 2, 3, 5, 5, 6, 7]
 
 
-def test_beyond_float16_is_no_silent_infinity(tmp_path):
-    latents = arrays("latent")
-    latents[2] = np.full((4, 4, 4), 1e5, np.float32)
-    columns = {LATENT: as_bytes(latents, "<f4"), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
-    with pytest.raises(RunError, match="row 2 of row group 0, latent: .*beyond float16's 65504"):
-        list(data.build(latents_config(write(tmp_path / "a.parquet", columns))))
-
-
-@pytest.mark.parametrize(
-    ("image", "caption"),
-    [("jpg", "caption"), ("image", "text"), ("image.bytes", "TEXT"), ("struct", "text")],
-)
+@pytest.mark.parametrize(("image", "caption"), [("image.bytes", "TEXT"), ("struct", "text")])
 def test_images_under_other_names(image, caption, tmp_path):
     """Also in Hugging Face's struct of bytes and path."""
     pictures = make_pictures(range(4))
@@ -251,8 +202,7 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
         pictures = make_pictures((2 * number, 2 * number + 1))
         columns = {"jpg": pictures, "caption": ["a", "b"], "width": width}
         write(tmp_path / "data" / f"{number}.parquet", columns)
-    for place in (tmp_path / "data", tmp_path / "data" / "{0,1}.parquet"):
-        assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1, 2, 3]
     write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("ab")})
     with refused(value="columns jpg, title"):
         data.check(make_config(tmp_path / "data"))
@@ -298,13 +248,12 @@ def test_damaged_files_are_named(tmp_path):
     [
         (pyarrow.binary_view(), pyarrow.string_view()),
         (pyarrow.large_binary(), pyarrow.large_string()),
-        (pyarrow.binary(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
         (
             pyarrow.dictionary(pyarrow.int32(), pyarrow.binary()),
-            pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+            pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
         ),
     ],
-    ids=["views", "large", "category", "dictionaries"],
+    ids=["views", "large", "categories"],
 )
 def test_the_types_that_pandas_and_polars_write(of_pictures, of_texts, tmp_path):
     captions = ["a cat", "a dog", "a cat", "a bird", "a cat", "a dog"]
@@ -347,13 +296,11 @@ def test_damage_that_no_decoder_sees_is_found(tmp_path, capsys):
     output.write_chunk(0, rows)
     output.finish()
     (file,) = out.glob("*.parquet")
-    assert verify_data([str(out), "--deep"]) == 0
     assert indices(list(data.build(make_config(out)))) == [0, 1, 2, 3]
     content = file.read_bytes()
     # The smallest and the largest value stand in the statistics too.
     stored = next(row["jpg"] for row in rows if content.count(row["jpg"]) == 1)
     file.write_bytes(content.replace(stored, stored[:-1] + b"G"))
-    capsys.readouterr()
     assert verify_data([str(out), "--deep"]) == 1
     assert f"broken: {file} is damaged or missing" in capsys.readouterr().out
     with pytest.raises(RunError, match="is damaged or missing .*CRC"):
@@ -376,9 +323,8 @@ def test_hugging_faces_files_of_the_split_for_training(tmp_path, capsys):
     for place in (dataset, dataset / "data"):
         assert data.detect_format(str(place)) == "parquet"
         assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
-        test = f"{'data/' if place == dataset else ''}test-00000-of-00001.parquet"
-        told = f"Of {place} the split for training is read, not {test}.\n"
-        assert capsys.readouterr().err.count(told) == 1
+    told = f"The split for training is read, not {dataset}/data/test-00000-of-00001.parquet.\n"
+    assert capsys.readouterr().err.count(told) == 1
     held_out = dataset / "data" / "test-{00000..00000}-of-00001.parquet"
     assert indices(list(data.build(make_config(held_out)))) == [8, 9]
 
@@ -394,22 +340,5 @@ def test_what_is_there_instead_is_told(tmp_path):
     types = {"jpg": pyarrow.binary(), "caption": pyarrow.string()}
     columns = {name: pyarrow.array([], type=kind) for name, kind in types.items()}
     place = write(folder / "a.parquet", columns)
-    with refused(value=str(place), allowed="one with samples") as caught:
+    with refused(value=str(place), allowed="one with samples"):
         data.check(make_config(place))
-    assert caught.value.what == f"The data set {place} has no samples"
-
-
-def test_pictures_of_the_input_schema_train_and_an_empty_one_is_counted(tmp_path):
-    place = write_pictures(tmp_path / "pictures")
-    flags = ["--engine", "torch", "--model_name", "tiny", "--no_measure_peak", "--batch_size", "2"]
-    # Four batches of two are all of the data set, so the empty picture is met.
-    flags += ["--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0"]
-    flags += ["--data_format", "parquet", "--remote", str(place), "--num_workers", "0"]
-    flags += ["--on_bad_sample", "skip", "--max_bad_fraction", "0.5"]
-    assert benchmark.main([*flags, "--results_dir", str(tmp_path / "runs")]) == 0
-    (path,) = (tmp_path / "runs").glob("*/record.json")
-    assert load_record(path)["workload"]["num_bad_samples"] == 1
-    with path.with_name("steps.csv").open() as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    assert len(losses) == 4
-    assert all(math.isfinite(loss) for loss in losses)

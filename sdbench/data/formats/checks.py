@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
@@ -20,43 +19,28 @@ def ends_as(name: str, suffix: str) -> bool:
     return name.lower().endswith(ENDINGS[suffix])
 
 
-# Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,
-# others'.
-IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
-CAPTION_COLUMNS = ("caption", "text", "TEXT")
-
-
 @functools.cache
 def tell_once(sentence: str) -> None:
     """Print a sentence on stderr, at the first call with it in this process."""
     print(sentence, file=sys.stderr)
 
 
-def find_picture_columns(names: Collection[str]) -> dict[str, str] | None:
-    """Map ``image`` and ``caption`` to the name of the column; None if one is missing."""
-    image = next((name for name in IMAGE_COLUMNS if name in names), None)
-    caption = next((name for name in CAPTION_COLUMNS if name in names), None)
-    return None if image is None or caption is None else {"image": image, "caption": caption}
+def tell_unpacking(place: str, folder: str | Path) -> None:
+    """Print where the packed files of a data set are unpacked to."""
+    tell_once(f"The packed files of {place} are unpacked to {folder}.")
 
 
-def lacks_columns(names: Collection[str], *, place: str) -> ConfigError:
-    """Return the error for a data set without the columns that `find_picture_columns` looks for."""
-    wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
-    return ConfigError(
-        f"{place} lacks a column of pictures with captions",
-        value=f"columns {', '.join(sorted(names))}",
-        allowed=f"{wanted}; for latents --latents precomputed",
-        flag=PLACE_FLAGS,
-    )
+def bad_place(what: str, *, value: object, allowed: str) -> ConfigError:
+    """Return the error for a place of data that holds something else than it should."""
+    return ConfigError(what, value=value, allowed=allowed, flag=PLACE_FLAGS)
 
 
 def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:
     """Return the error for a column whose type no `part` of a sample is read from."""
-    return ConfigError(
+    return bad_place(
         f"The column {column} of {place} is of a type that no {part} is read from",
         value=kind,
         allowed=allowed,
-        flag=PLACE_FLAGS,
     )
 
 
@@ -73,49 +57,52 @@ def check_synthetic(config: SourceConfig) -> int:
 
 
 def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
-    """Refuse flags that a source of this format cannot follow.
-
-    Args:
-        config: The source.
-        has_columns: Whether the format has columns, in which latents can be stored.
-    """
+    """Refuse flags that a source of this format, with or without columns, cannot follow."""
     data_format = config.data_format
-    is_stored = data_format != "synthetic"
-    is_encoded = is_stored and config.wants_latents
+    is_encoded = data_format != "synthetic" and config.wants_latents
     streams_tars = config.is_streamed and data_format == "webdataset"
-    refused: dict[str, str] = {}  # flag to what is allowed
-    if config.is_streamed and data_format not in ("webdataset", "parquet"):
-        refused["remote_files"] = (
-            "copy (shards of MDS are copied as they are needed), or tars or parquet files"
-        )
-    if config.is_streamed and config.remote and config.local:
-        refused["local"] = "no folder for copies, or --remote_files copy"
-    if config.tar_sizes is not None and not streams_tars:
-        refused["tar_sizes"] = "this flag for tars with --remote_files stream"
-    if config.filters and streams_tars:
-        refused["filters"] = (
-            "--remote_files copy: how many samples of a stream meet them is not known beforehand"
-        )
-    if config.missing_latents != "error" and not (is_encoded and data_format == "mds"):
-        refused["missing_latents"] = "error, or --data_format mds --latents precomputed"
-    if is_encoded and not has_columns:
-        refused["latents"] = "online; python -m sdbench precompute makes latents of it"
-    if is_encoded:
-        changes = {
-            "caption_drop_probability": config.caption_drop_probability > 0,
-            "horizontal_flip_probability": config.horizontal_flip_probability > 0,
-            "crop": config.crop != "center",
-        }
-        for name in (name for name, is_wanted in changes.items() if is_wanted):
-            refused[name] = "this flag when latents are made, by python -m sdbench precompute"
-    for name, allowed in refused.items():
-        what = "precomputed latents" if is_encoded else "data"
-        raise ConfigError(
-            f"--{name} cannot be followed for {what} of the format {data_format}",
-            value=getattr(config, name),
-            allowed=allowed,
-            flag=f"--{name}",
-        )
+    when_made = "this flag when latents are made, by python -m sdbench precompute"
+    refused = {  # flag to whether it is refused, and what is allowed
+        "remote_files": (
+            config.is_streamed and data_format not in ("webdataset", "parquet"),
+            "copy (shards of MDS are copied as they are needed), or tars or parquet files",
+        ),
+        "local": (
+            config.is_streamed and config.remote and config.local,
+            "no folder for copies, or --remote_files copy",
+        ),
+        "tar_sizes": (
+            config.tar_sizes is not None and not streams_tars,
+            "this flag for tars with --remote_files stream",
+        ),
+        "filters": (
+            config.filters and streams_tars,
+            "--remote_files copy: how many samples of a stream meet them is not known beforehand",
+        ),
+        "missing_latents": (
+            config.missing_latents != "error" and not (is_encoded and data_format == "mds"),
+            "error, or --data_format mds --latents precomputed",
+        ),
+        "latents": (
+            is_encoded and not has_columns,
+            "online; python -m sdbench precompute makes latents of it",
+        ),
+        "caption_drop_probability": (is_encoded and config.caption_drop_probability, when_made),
+        "horizontal_flip_probability": (
+            is_encoded and config.horizontal_flip_probability,
+            when_made,
+        ),
+        "crop": (is_encoded and config.crop != "center", when_made),
+    }
+    for name, (is_refused, allowed) in refused.items():
+        if is_refused:
+            what = "precomputed latents" if is_encoded else "data"
+            raise ConfigError(
+                f"--{name} cannot be followed for {what} of the format {data_format}",
+                value=getattr(config, name),
+                allowed=allowed,
+                flag=f"--{name}",
+            )
 
 
 def check_tokenizer_folder(folder: Path | None) -> None:
@@ -138,9 +125,7 @@ def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
     place = config.streams or config.remote or config.local
     what = "The data set" if place is None else f"The data set {place}"
     if not num_samples:
-        raise ConfigError(
-            f"{what} has no samples", value=place, allowed="one with samples", flag=PLACE_FLAGS
-        )
+        raise bad_place(f"{what} has no samples", value=place, allowed="one with samples")
     largest = num_samples // config.world_size * config.world_size
     nearest = f"at most {largest}" if largest else f"at most {num_samples} ranks"
     raise ConfigError(

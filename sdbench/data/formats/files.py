@@ -17,19 +17,17 @@ from typing import TypeVar
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as
+from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_unpacking
 from sdbench.data.formats.listing import choose_files, describe_files, list_below
 from sdbench.data.remote import (
     S3,
     WEB,
     cache_folder,
-    fetch,
-    fetch_all,
     is_url,
     list_urls,
-    must_be_copied,
     shown,
 )
+from sdbench.data.remote_files import fetch, fetch_all, must_be_copied
 from sdbench.data.source import SourceConfig
 
 Content = TypeVar("Content")
@@ -107,9 +105,10 @@ def read_whole(
     raise damage or RunError(f"{file} cannot be read: its copy is removed again and again.")
 
 
-def list_files(config: SourceConfig) -> list[str]:
+def list_files(config: SourceConfig, *, is_told: bool = False) -> list[str]:
     """Return the names and URLs of the files that `config` names, as `find_files`."""
-    return find_files(config.remote or config.local, suffix=SUFFIXES[config.data_format])
+    suffix = SUFFIXES[config.data_format]
+    return find_files(config.remote or config.local, suffix=suffix, is_told=is_told)
 
 
 def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
@@ -133,9 +132,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     try:
         names = list(braceexpand(place))
     except UnbalancedBracesError as error:
-        raise ConfigError(
-            "The braces are not closed", value=place, allowed=allowed, flag=PLACE_FLAGS
-        ) from error
+        raise bad_place("The braces are not closed", value=place, allowed=allowed) from error
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
@@ -151,15 +148,12 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         files += choose_files(below, folder=name, suffix=suffix, is_told=is_told)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing:
-        raise ConfigError(
-            f"No such {kind} file", value=missing[0], allowed=allowed, flag=PLACE_FLAGS
-        )
+        raise bad_place(f"No such {kind} file", value=missing[0], allowed=allowed)
     if not files:
-        raise ConfigError(
+        raise bad_place(
             f"The folder holds no {kind} file, but {describe_files(below)}",
             value=place,
             allowed=allowed,
-            flag=PLACE_FLAGS,
         )
     _check_different(files, suffix=suffix)
     return files
@@ -176,11 +170,10 @@ def _check_different(files: list[str], *, suffix: str) -> None:
             identities.append((stat.st_dev, stat.st_ino))
         others = [seen[one] for one in identities if one in seen]
         if others:
-            raise ConfigError(
+            raise bad_place(
                 "A file is there twice: by name, by a link, or packed and unpacked",
                 value=file if file in others else f"{others[0]}, {file}",
                 allowed="each file once",
-                flag=PLACE_FLAGS,
             )
         seen.update(dict.fromkeys(identities, file))
 
@@ -188,30 +181,29 @@ def _check_different(files: list[str], *, suffix: str) -> None:
 def fetch_files(config: SourceConfig) -> list[StoredFile]:
     """Return the files that `config` names on this machine; remote and packed ones are copied."""
     place = config.remote or config.local
-    names = find_files(place, suffix=SUFFIXES[config.data_format], is_told=config.rank == 0)
+    names = list_files(config, is_told=config.rank == 0)
     sources = [name for name in names if must_be_copied(name)]
-    if not sources:  # nor is a folder for copies needed
-        return [StoredFile(Path(name)) for name in names]
-    cache = cache_folder(place, config.local if config.remote else None)
-    if config.rank == 0 and not all(map(is_url, sources)):
-        print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
-    copies = fetch_all(sources, cache=cache, config=config)
+    copies: dict[str, Path] = {}
+    if sources:  # else no folder for copies is needed
+        cache = cache_folder(place, config.local if config.remote else None)
+        if config.rank == 0 and not all(map(is_url, sources)):
+            tell_unpacking(place, cache)
+        copies = fetch_all(sources, cache=cache, config=config)
     return [
-        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
+        StoredFile(copies.get(name, Path(name)), source=name if name in copies else None)
         for name in names
     ]
 
 
 def find_streamed(config: SourceConfig) -> list[str]:
     """Return the URLs and commands that `config` names, to be read as they come."""
-    suffix = SUFFIXES[config.data_format]
-    names = find_files(config.remote or config.local, suffix=suffix, is_told=config.rank == 0)
+    names = list_files(config, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
-    known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))
+    known = (S3, *WEB, *([PIPE] if config.data_format == "webdataset" else []))
     for name in names:
         if not name.startswith(known):
             raise ConfigError(
-                f"This {suffix.removeprefix('.')} file cannot be streamed",
+                f"This file of the format {config.data_format} cannot be streamed",
                 value=name,
                 allowed=f"one at {', '.join(known)}; --remote_files copy reads all others",
                 flag="--remote_files",

@@ -6,6 +6,7 @@ Nothing is ever evaluated as a program.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -49,21 +50,14 @@ def parse_filters(filters: Mapping[str, str] | None) -> list[Term]:
     for field, condition in (filters or {}).items():
         if _CONDITION.fullmatch(condition.strip()) is None:
             _raise_condition(field, condition)
-        for sign, value in re.findall(_TERM, condition):
-            number = _parse_number(value)
-            if number is None and sign not in ("==", "!="):
+        for sign, text in re.findall(_TERM, condition):
+            value: float | str = text.strip("'\"")
+            with contextlib.suppress(ValueError):
+                value = float(text) if math.isfinite(float(text)) else value
+            if isinstance(value, str) and sign not in ("==", "!="):
                 _raise_condition(field, condition)
-            terms.append(Term(field, sign, value.strip("'\"") if number is None else number))
+            terms.append(Term(field, sign, value))
     return terms
-
-
-def _parse_number(value: str) -> float | None:
-    """Return the number in a condition, or None for a text."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _raise_condition(field: str, condition: str) -> NoReturn:

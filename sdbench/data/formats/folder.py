@@ -7,25 +7,26 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_repeated_keys
-from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
+from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.listing import (
-    TABLE_NAMES,
+    TRAINING_SPLITS,
     describe_files,
-    find_training_folder,
+    keep_training_split,
     list_below,
     tell_left_out,
-    tell_other_splits,
 )
 from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
 from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_caption
 from sdbench.data.source import SourceConfig
 
+TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
+# Where Hugging Face's data sets have the split for training, and its table.
+TABLE_FOLDERS = ["", *TRAINING_SPLITS, "data", *(f"data/{split}" for split in TRAINING_SPLITS)]
 # Ours, and what Hugging Face's image folders have.
 FILE_COLUMNS = ("file", "file_name")
 CAPTION_COLUMNS = ("caption", "text")
@@ -50,33 +51,24 @@ class FolderSamples(Samples):
     def __init__(
         self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
     ) -> None:
-        """List the folder, or read its table of captions if it has one.
-
-        Args:
-            folder: Of images.
-            needs_captions: Whether some image must have a caption.
-            read_avif: Value of ``--read_avif``.
-
-        Raises:
-            ConfigError: The folder is missing, has no image or no caption, or a broken link that
-                may have led to images.
-        """
+        """List the folder, or read its table of captions if it has one."""
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
-        self._place = folder
-        self._folder, self._other_splits = find_training_folder(folder)
-        tables = [name for name in TABLE_NAMES if (self._folder / name).is_file()]
+        self._folder = folder
+        tables = [folder / place / name for place in TABLE_FOLDERS for name in TABLE_NAMES]
+        tables = [table for table in tables if table.is_file()]
         if len(tables) > 1:
-            _raise_missing(f"The data folder has several tables, {' and '.join(tables)}", folder)
-        self._table = self._folder / tables[0] if tables else None
+            names = " and ".join(str(table.relative_to(folder)) for table in tables)
+            _raise_missing(f"The data folder has several tables, {names}", folder)
+        self._table = tables[0] if tables else None
         self._captions: list[str | None] | None = None
         if self._table is None:
-            self._images = _list_images(self._folder, read_avif=read_avif)
+            self._images = _list_images(folder, read_avif=read_avif)
             has_caption = any(map(os.path.isfile, map(_caption_file, self._images)))
         else:
-            self._images, self._captions = read_table(self._table, folder=self._folder)
+            self._images, self._captions = read_table(self._table, folder=self._table.parent)
             if not self._images:
-                _raise_missing(f"The data folder has a {tables[0]} without rows", folder)
+                _raise_missing(f"The data folder has a {self._table.name} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
         if needs_captions and not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
@@ -98,13 +90,12 @@ class FolderSamples(Samples):
 
     def tell_left_out(self) -> None:
         """Print what is not read: other files, folders under a second name, other splits."""
-        tell_other_splits(str(self._place), self._other_splits)
         listing = list_below(self._folder)
         for path in listing.repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
-        left = {*listing.files} - {*self._images} - self.caption_files
-        taken = f"{len(self._images)} images"
-        tell_left_out(str(self._place), sorted(map(str, left)), taken=taken)
+        read = keep_training_split(_folders_of(listing.files, self._folder), is_told=True)
+        left = {*read} - {*map(str, self._images)} - {*map(str, self.caption_files)}
+        tell_left_out(str(self._folder), sorted(left), taken=f"{len(self._images)} images")
 
     def name(self, index: int) -> str:
         """Path of an image."""
@@ -130,7 +121,6 @@ class FolderSamples(Samples):
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    """Return the content of a file, or None if it does not exist."""
     # `Path.is_file` raises for some texts that cannot be names.
     try:
         return path.read_bytes() if os.path.isfile(path) else None
@@ -143,7 +133,7 @@ def _caption_file(image: Path) -> Path:
 
 
 def _raise_missing(what: str, folder: Path) -> NoReturn:
-    raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
+    raise bad_place(what, value=str(folder), allowed=f"a folder of {LAYOUT}")
 
 
 def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
@@ -151,18 +141,22 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
     listing = list_below(folder)
     for path in listing.dangling:
         if not has_image_name(path, read_avif=True) and path.suffix != CAPTION_SUFFIX:
-            raise ConfigError(
+            raise bad_place(
                 f"A link in the data folder leads to {os.readlink(path)}, which is not there",
                 value=str(path),
                 allowed="links to what is there: mend it, or remove it",
-                flag=PLACE_FLAGS,
             )
     paths = listing.files + listing.dangling
     images = sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
     if not images:
         found = describe_files(path.name for path in listing.files)
         _raise_missing(f"The data folder holds no images, but {found}", folder)
-    return images
+    return list(map(Path, keep_training_split(_folders_of(images, folder), is_told=False)))
+
+
+def _folders_of(files: Iterable[Path], folder: Path) -> dict[str, Sequence[str]]:
+    """Map files to the names of their folders: the name of a picture tells no split."""
+    return {str(file): file.relative_to(folder).parts[:-1] for file in files}
 
 
 # A row of a table with the number of its line, from 1.
@@ -170,17 +164,16 @@ Row = tuple[int, Mapping[str, Any]]
 
 
 def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
-    """Return images and captions of a .csv or .jsonl table; its paths are relative to `folder`."""
+    """Return images and captions of a .csv or .jsonl table with paths in `folder`."""
     rows = list(_read_csv(table) if table.suffix == ".csv" else _read_json_lines(table))
     columns = {name for _, row in rows for name in row}
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if rows and None in (file_column, caption_column):
-        raise ConfigError(
+        raise bad_place(
             f"{table} lacks a column",
             value=", ".join(sorted(columns)),
             allowed="the columns file and caption, or file_name and text",
-            flag=PLACE_FLAGS,
         )
     images, captions = [], []
     for number, (line, row) in enumerate(rows, start=1):
@@ -195,7 +188,6 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
 
 
 def _read_csv(table: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV table, but no empty ones."""
     data = table.read_bytes()
     line, columns = 1, None
     try:
@@ -220,7 +212,6 @@ def _read_csv(table: Path) -> Iterator[Row]:
 
 
 def _read_json_lines(table: Path) -> Iterator[Row]:
-    """Yield the rows of a table with a JSON object on each line."""
     for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
         if not stored.strip():
             continue
@@ -244,11 +235,10 @@ def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
 
 
 def _raise_row(fault: str, table: Path, *, line: int, value: object) -> NoReturn:
-    raise ConfigError(
+    raise bad_place(
         f"The row at line {line} of {table} would lose text: {fault}",
         value=value,
         allowed=ROW_FORMS[table.suffix],
-        flag=PLACE_FLAGS,
     )
 
 
@@ -273,11 +263,7 @@ def list_files_and_captions(config: SourceConfig) -> list[str]:
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:
-    """Open the folder that `config` names.
-
-    Raises:
-        ConfigError: As `FolderSamples`.
-    """
+    """Open the folder that `config` names; a `ConfigError` if it lacks images or captions."""
     return FolderSamples(
         Path(config.remote or config.local),
         needs_captions=config.caption is None,

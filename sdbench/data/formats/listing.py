@@ -5,22 +5,17 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import ENDINGS, PLACE_FLAGS, ends_as, tell_once
-from sdbench.data.image_files import has_image_name
+from sdbench.data.formats.checks import bad_place, ends_as, tell_once
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
 TRAINING_SPLITS = ("train", "training")
 OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
 _SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
-# The folder with the files in Hugging Face's data sets, with or without one for each split.
-DATA_FOLDER = "data"
-TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
 # In archives made on a Mac, beside the folder that was packed.
 MAC_FOLDER = "__MACOSX"
 # Beside tars: how many samples each holds, as `convert` and `count-samples` write it.
@@ -37,12 +32,14 @@ class Listing(NamedTuple):
     repeated: list[Path]
 
 
-def is_visible(name: str) -> bool:
-    """Return False for files that programs leave behind.
+def is_visible(path: str) -> bool:
+    """Return False for files that programs leave behind, and those in such folders.
 
-    ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter.
+    ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter; ``.`` and
+    ``..`` hide nothing.
     """
-    return not name.startswith(".") and name != MAC_FOLDER
+    parts = [part for part in path.split("/") if part.strip(".")]
+    return not any(part.startswith(".") or part == MAC_FOLDER for part in parts)
 
 
 def list_below(folder: Path) -> Listing:
@@ -76,87 +73,50 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if is_visible(entry.name)]
     except OSError as error:
-        raise ConfigError(
+        raise bad_place(
             f"A folder of the data cannot be read ({error.strerror})",
             value=str(folder),
             allowed="folders that may be read",
-            flag=PLACE_FLAGS,
         ) from error
 
 
-def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
-    """Find the folder of the training split: Hugging Face has it in ``train``, ``data`` or both.
-
-    Returns it, and the names of the other splits below `folder`. It descends only where nothing
-    else lies beside the splits.
-    """
-    place = folder
-    others: list[str] = []
-    for _ in range(2):
-        entries = _scan(folder)
-        if any(_is_data(entry.name) for entry in entries):
-            break
-        names = {entry.name for entry in entries if os.path.isdir(entry)}
-        training = names.intersection(TRAINING_SPLITS)
-        if len(training) == 1 and not names - training - {*OTHER_SPLITS}:
-            left_out = sorted(names - training)
-            others += [str((folder / name).relative_to(place)) for name in left_out]
-            folder /= training.pop()
-        elif names == {DATA_FOLDER}:
-            folder /= DATA_FOLDER
-        else:
-            break
-    return folder, others
-
-
-def _is_data(name: str) -> bool:
-    is_file_of_samples = any(ends_as(name, suffix) for suffix in ENDINGS) or name.endswith(".mds")
-    return is_file_of_samples or name in TABLE_NAMES or has_image_name(name, read_avif=True)
-
-
 def choose_files(below: Iterable[str], *, folder: str, suffix: str, is_told: bool) -> list[str]:
-    """Choose the files of one kind, of the split for training; without such a split all of them.
-
-    Args:
-        below: Paths or URLs of all files below the folder.
-        folder: What names are relative to.
-        suffix: The kind, as `ends_as` takes it.
-        is_told: Whether to print what is left out.
-    """
+    """Choose the files of one kind, of the split for training; print what is left if `is_told`."""
     names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
-    seen = [file for file, name in names.items() if all(map(is_visible, name.split("/")))]
-    files = [file for file in seen if ends_as(file, suffix)]
-    splits = {file: _split_of(names[file]) for file in files}
-    others = []
-    if any(split in TRAINING_SPLITS for split in splits.values()):
-        others = [file for file in files if splits[file] in OTHER_SPLITS]
-        files = [file for file in files if splits[file] not in OTHER_SPLITS]
+    visible = [file for file, name in names.items() if is_visible(name)]
+    files = {file: names[file].split("/") for file in visible if ends_as(file, suffix)}
+    chosen = keep_training_split(files, is_told=is_told)
     if is_told:
-        tell_other_splits(folder, [names[file] for file in others])
-        left = [names[file] for file in seen if not ends_as(file, suffix)]
-        left = [name for name in left if Path(name).name != SIZES_NAME]
-        tell_left_out(folder, left, taken=f"{len(files)} {suffix.removeprefix('.')} files")
-    return files
+        left = [file for file in visible if not ends_as(file, suffix)]
+        left = [file for file in left if Path(file).name != SIZES_NAME]
+        tell_left_out(folder, left, taken=f"{len(chosen)} {suffix.removeprefix('.')} files")
+    return chosen
+
+
+def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) -> list[str]:
+    """Return the files of the split for training; without such a split all of them.
+
+    `names` maps each file to the names that may begin with its split: its own, and those of the
+    folders above it.
+    """
+    splits = {}
+    for file, parts in names.items():
+        found = filter(None, map(_SPLIT.match, parts))
+        splits[file] = next((match[1].lower() for match in found), None)
+    if not any(split in TRAINING_SPLITS for split in splits.values()):
+        return list(names)
+    others = [file for file in names if splits[file] in OTHER_SPLITS]
+    if others and is_told:
+        named = ", ".join(others[:NUM_NAMES_TOLD])
+        more = ", ..." if len(others) > NUM_NAMES_TOLD else ""
+        tell_once(f"The split for training is read, not {named}{more}.")
+    return [file for file in names if splits[file] not in OTHER_SPLITS]
 
 
 def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
     """Print how many files of which kinds are not read."""
     if left:
         tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
-
-
-def _split_of(name: str) -> str | None:
-    """Return the split that a file's name, or that of a folder above it, begins with."""
-    found = filter(None, map(_SPLIT.match, name.split("/")))
-    return next((match[1].lower() for match in found), None)
-
-
-def tell_other_splits(place: str, others: Sequence[str]) -> None:
-    """Print which splits lie beside the one that is read."""
-    if others:
-        names = ", ".join(others[:NUM_NAMES_TOLD])
-        more = ", ..." if len(others) > NUM_NAMES_TOLD else ""
-        tell_once(f"Of {place} the split for training is read, not {names}{more}.")
 
 
 def describe_files(names: Iterable[str]) -> str:

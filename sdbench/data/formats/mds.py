@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from streaming.base.distributed import get_world_size
+from streaming.base.batching import generate_work
+from streaming.base.world import World
 
 from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
-from sdbench.data.formats.checks import find_picture_columns
 from sdbench.data.formats.mds_index import check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
 from sdbench.data.formats.missing_latents import LEAVE_OUT
 from sdbench.data.image_files import open_image
+from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.batches import make_batches
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
@@ -44,7 +45,7 @@ class KeyStream(CheckedStreamingDataset):
 
     def __init__(self, *, config: SourceConfig) -> None:
         """Read the indexes and register with the other ranks of this machine."""
-        assert config.world_size == get_world_size(), "Streaming shards by the environment"
+        assert config.world_size == World.detect().num_ranks, "Streaming shards by the environment"
         self._has_ended = False
         streams = make_streams(config)
         num_samples = sum(len(shard) for stream in streams for shard in open_shards(stream))
@@ -75,11 +76,13 @@ class KeyStream(CheckedStreamingDataset):
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """Compute the samples of a batch again, as `EpochOrder.batch`."""
-        known = state["streaming"]
-        return self.first_batch(
-            epoch=known["epoch"] + num_epochs,
-            num_samples=number * self.batch_size * get_world_size(),
-        )
+        # Streaming's order does not depend on the workers, and starts anew where an epoch is
+        # resumed. `state_dict` has been called: it sets what the order depends on.
+        world = World.detect()
+        epoch = state["streaming"]["epoch"] + num_epochs
+        num_samples = number * self.batch_size * world.num_ranks
+        work = generate_work(self.batching_method, self, world, epoch, num_samples)
+        return work[world.node, world.rank_of_node, 0, 0].tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken."""
@@ -132,7 +135,6 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         check_files(place)
         keep_index(place)
         stream = CheckedStream(
-            wanted_hash="auto",
             remote=place.remote,
             local=place.local,
             download_retry=download_retry,
@@ -141,7 +143,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         super().__init__(
             streams=[stream], shuffle=shuffle, predownload=predownload, batch_size=batch_size
         )
-        self._columns = find_picture_columns(self.shards[0].column_names)
+        self._columns = find_columns(
+            self.shards[0].column_names, wants_latents=False, image_size=image_size
+        )
         self._transform = transform
         self._image_size = image_size
         is_carried = tokenizer_name_or_path == SD2_BASE

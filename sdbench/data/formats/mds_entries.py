@@ -9,7 +9,7 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -107,6 +107,11 @@ def files_of(shard: Mapping[str, Any]) -> list[dict]:
     return [file for file in (shard["raw_data"], shard["zip_data"]) if file]
 
 
+def encodings_of(shard: Mapping[str, Any]) -> dict[str, str]:
+    """Map the columns of a shard to their encodings."""
+    return dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+
+
 def check_file(path: Path, *, num_bytes: int, hashes: Mapping[str, str]) -> None:
     """Compare length and hashes (algorithm to digest) of a shard's file with index.json.
 
@@ -140,16 +145,17 @@ def check_shard(
     """
     check_file(path, num_bytes=file["bytes"], hashes=hashes)
     if file is shard["raw_data"]:
-        read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
+        read_bounds(path, shard)
 
 
-def read_bounds(path: Path, *, num_samples: int, column_sizes: Sequence[int | None]) -> np.ndarray:
+def read_bounds(path: Path, shard: Mapping[str, Any]) -> np.ndarray:
     """Return the first byte of each sample of a shard and the end of the last one, as int64.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The header contradicts index.json or the file's length.
     """
+    num_samples, column_sizes = shard["samples"], shard["column_sizes"]
     # MDS: the number of samples, where each one begins and the last one ends, as uint32, and what
     # index.json says of the columns, in JSON.
     num_header_bytes = 4 * (num_samples + 2)
@@ -169,8 +175,6 @@ def read_bounds(path: Path, *, num_samples: int, column_sizes: Sequence[int | No
         found = json.loads(columns)["column_sizes"]
     except (ValueError, RecursionError, KeyError, TypeError):
         return bounds  # Streaming does not read it, and another writer may leave it out
-    if found != list(column_sizes):
-        raise ValueError(
-            f"its header says column_sizes {found}, {INDEX_NAME} says {list(column_sizes)}"
-        )
+    if found != column_sizes:
+        raise ValueError(f"its header says column_sizes {found}, {INDEX_NAME} says {column_sizes}")
     return bounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +12,12 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    find_picture_columns,
-    lacks_columns,
-    wrong_type,
-)
-from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, parse_index
-from sdbench.data.formats.missing_latents import count_samples
-from sdbench.data.latent_columns import find_latent_columns
-from sdbench.data.remote import cache_folder, fetch, is_url
+from sdbench.data.formats.checks import bad_place, wrong_type
+from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, encodings_of, parse_index
+from sdbench.data.formats.missing_latents import check_lengths, count_samples
+from sdbench.data.latent_columns import find_columns
+from sdbench.data.remote import cache_folder, is_url
+from sdbench.data.remote_files import fetch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
@@ -59,11 +56,10 @@ class MdsPlace:
         try:
             return parse_index(self.index)
         except ValueError as error:
-            raise ConfigError(
+            raise bad_place(
                 f"index.json is damaged or holds no shards ({error})",
                 value=f"{self.source.rstrip('/')}/{INDEX_NAME}",
                 allowed=MADE_BY,
-                flag=PLACE_FLAGS,
             ) from error
 
     @property
@@ -81,10 +77,15 @@ def check(config: SourceConfig) -> int:
     """Check indexes and local shards; return the number of samples of an epoch."""
     num_samples = 0
     for place in locate_mds(config):
-        _check_columns(place, config=config)
+        columns = _check_columns(place, config=config)
         _check_hashes(place, wanted=config.validate_hash)
         check_files(place)
-        num_samples += count_samples(place, config=config)
+        if config.wants_latents:
+            check_lengths(place, columns, SampleType(tuple(columns)).array_shapes(config))
+            column, _ = columns.values()
+            num_samples += count_samples(place, column, config=config)
+        else:
+            num_samples += place.num_samples
     return num_samples
 
 
@@ -97,20 +98,18 @@ def check_files(place: MdsPlace) -> None:
         file = shard["raw_data"] if place.remote is None else copied_file(shard)
         path = folder / file["basename"]
         if not path.is_file():
-            raise ConfigError(
+            raise bad_place(
                 f"A shard that {INDEX_NAME} names is missing from {folder}",
                 value=file["basename"],
                 allowed=COMPLETE,
-                flag=PLACE_FLAGS,
             )
         try:
             check_shard(path, file, shard, hashes={})
         except (OSError, ValueError) as error:
-            raise ConfigError(
+            raise bad_place(
                 f"A shard is damaged or contradicts {INDEX_NAME} ({error})",
                 value=str(path),
                 allowed=COMPLETE,
-                flag=PLACE_FLAGS,
             ) from error
 
 
@@ -163,8 +162,7 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
     user's cache named after the place and its index: two data sets, or two versions of one, must
     not share a cache.
     """
-    if remote is None or (local is not None and _is_same_folder(remote, local)):
-        assert local is not None, "resolve_format lets no MDS data set without a folder pass"
+    if remote is None or (local and os.path.realpath(local) == os.path.realpath(remote)):
         remote, local = local, None
     index = _read_index(remote)
     if local is not None:
@@ -184,10 +182,6 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
     if local is None:
         local = str(cache_folder(f"{remote}\n{hashlib.sha256(index).hexdigest()}", None))
     return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
-
-
-def _is_same_folder(remote: str, local: str) -> bool:
-    return not is_url(remote) and Path(remote).resolve() == Path(local).resolve()
 
 
 def _has_packed_shards(place: MdsPlace) -> bool:
@@ -224,46 +218,39 @@ def _read_index(source: str) -> bytes:
         return index.read_bytes()
     is_there = folder.is_dir()
     below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
-    raise ConfigError(
+    raise bad_place(
         f"The data folder holds no {INDEX_NAME}" if is_there else "No such data folder",
         value=source,
         allowed=MADE_BY + (f"; nearest: {', '.join(below)}" if below else ""),
-        flag=PLACE_FLAGS,
     )
 
 
-def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
-    """Check that every shard has the columns that `config` asks for.
+def _check_columns(place: MdsPlace, *, config: SourceConfig) -> dict[str, str]:
+    """Check that every shard has the columns that `config` asks for, and return them by part.
 
     Arrays without a fixed shape are checked when they are read.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.wants_latents:
-        columns = find_latent_columns(place.columns, image_size=config.image_size)
-        shapes = SampleType(tuple(columns)).array_shapes(config)
-    elif find_picture_columns(place.columns) is None:
-        raise lacks_columns(place.columns, place=place.source)
+    columns = find_columns(
+        place.columns, wants_latents=config.wants_latents, image_size=config.image_size
+    )
+    shapes = SampleType(tuple(columns)).array_shapes(config)
     for shard in place.shards:
-        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        for part, shape in shapes.items():
-            encoding = encodings[columns[part]]
+        for part, column in columns.items():
+            encoding = encodings_of(shard)[column]
             stored = encoding.split(":")[2:]
-            if stored and stored[0] != ",".join(map(str, shape)):
+            if not shapes and encoding not in PICTURE_ENCODINGS[part]:
+                allowed = ", ".join(PICTURE_ENCODINGS[part])
+                raise wrong_type(
+                    column, place=place.source, part=part, kind=encoding, allowed=allowed
+                )
+            if shapes and stored and stored[0] != ",".join(map(str, shapes[part])):
                 raise ConfigError(
-                    f"The column {columns[part]} of {place.source} is of another model",
+                    f"The column {column} of {place.source} is of another model",
                     value=encoding,
-                    allowed=f"arrays of the shape {shape}",
+                    allowed=f"arrays of the shape {shapes[part]}",
                     flag="--model_name",
                 )
-        for part, column in {} if shapes else find_picture_columns(encodings).items():
-            if encodings[column] not in PICTURE_ENCODINGS[part]:
-                raise wrong_type(
-                    column,
-                    place=place.source,
-                    part=part,
-                    kind=encodings[column],
-                    allowed=", ".join(PICTURE_ENCODINGS[part]),
-                )
+    return columns
 
 
 def _check_hashes(place: MdsPlace, *, wanted: str) -> None:

@@ -7,12 +7,10 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import os
 import struct
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,20 +23,19 @@ from streaming.base.format.mds.reader import MDSReader
 
 from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
-from sdbench.data.formats.checks import find_picture_columns
+from sdbench.data.formats.checks import tell_unpacking
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import check_file, read_bounds
 from sdbench.data.formats.mds_index import (
-    MdsPlace,
     choose_hashes,
     is_packed,
     keep_index,
     locate_mds,
 )
-from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
-from sdbench.data.latent_columns import find_latent_columns
+from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present
+from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.transforms import to_rgb
-from sdbench.data.remote import explain
+from sdbench.data.remote import errors_named
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
@@ -71,12 +68,8 @@ class MdsSamples(Samples):
     ) -> None:
         """Set up; no shard is opened yet.
 
-        Args:
-            shards: The shards of the data sets, one after the other, each with its data set.
-            config: Image size, whether latents are wanted, and which hash to check.
-            prepare: Makes a shard present in the local folder, by number; None for Streaming's own
-                download.
-            present: For each shard the positions of the samples to read; None for all.
+        `prepare` makes a shard present in the local folder, by number (None: Streaming's own
+        download); `present` has for each shard the positions of the samples to read (None: all).
         """
         sizes = [len(shard) for _, shard in shards]
         super().__init__(sizes if present is None else list(map(len, present)))
@@ -86,11 +79,9 @@ class MdsSamples(Samples):
         self._prepare = prepare or self._download
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
-        find_columns = find_picture_columns
-        if config.wants_latents:
-            find_columns = functools.partial(find_latent_columns, image_size=config.image_size)
         # Data sets that are streamed together may name their columns differently.
-        self._columns = [find_columns(shard.column_names) for _, shard in shards]
+        wanted = {"wants_latents": config.wants_latents, "image_size": config.image_size}
+        self._columns = [find_columns(shard.column_names, **wanted) for _, shard in shards]
         self.columns = self._columns[0]
         self.sample_type = SampleType(tuple(self.columns))
         shapes = self.sample_type.array_shapes(config)
@@ -150,18 +141,14 @@ class MdsSamples(Samples):
 
     def _fetch(self, shard_id: int) -> None:
         path, (stream, _) = self._file(shard_id).path, self._shards[shard_id]
-        what = f"Shard {path.name} cannot be had from {stream.remote or stream.local}"
-        # Another process, or Streaming's own thread, may be copying it, and fail without telling
-        # this one why, on a busy machine twice. The last attempt goes past them.
-        for prepare in (self._prepare, self._prepare, self._download):
-            try:
+        with errors_named(f"Shard {path.name} cannot be had from {stream.remote or stream.local}"):
+            # Another process, or Streaming's own thread, may be copying it, and fail without
+            # telling this one why, on a busy machine twice. The last attempt goes past them.
+            for prepare in (self._prepare, self._prepare, self._download):
                 prepare(shard_id)
-            except Exception as error:
-                # Each object store raises its own types; all mean that the shard cannot be had.
-                raise RunError(f"{what}: {explain(error)}") from error
-            if path.is_file():
-                return
-        raise RunError(f"{what}: it is missing.")
+                if path.is_file():
+                    return
+            raise FileNotFoundError("it is missing")
 
     def _download(self, shard_id: int) -> None:
         stream, shard = self._shards[shard_id]
@@ -184,9 +171,8 @@ class _ShardFile:
         self._file = file.path.open("rb", buffering=0)
         try:
             check_file(file.path, num_bytes=shard.raw_data.bytes, hashes=hashes)
-            self._bounds = read_bounds(
-                file.path, num_samples=len(shard), column_sizes=shard.column_sizes
-            ).tolist()
+            entry = {"samples": len(shard), "column_sizes": shard.column_sizes}
+            self._bounds = read_bounds(file.path, entry).tolist()
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
@@ -198,12 +184,7 @@ class _ShardFile:
         self._num_unsized = self._sizes.count(None)
 
     def read(self, position: int, columns: Mapping[str, str]) -> dict[str, Any]:
-        """Return columns of a sample by their parts; arrays of fixed shape are views of its bytes.
-
-        Raises:
-            RunError: The file has been cut.
-            ValueError: A column cannot be decoded; also as `struct.error`.
-        """
+        """Return columns of a sample by their parts; arrays may be views of its bytes."""
         begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
@@ -267,8 +248,9 @@ def open_samples(config: SourceConfig) -> MdsSamples:
     present = None
     if config.missing_latents == LEAVE_OUT:
         (place,) = locate_mds(config)
-        columns = find_latent_columns(place.columns, image_size=config.image_size)
-        present = find_present(place, image_column(columns))
+        columns = find_columns(place.columns, wants_latents=True, image_size=config.image_size)
+        column, _ = columns.values()
+        present = find_present(place, column)
     return MdsSamples(shards, config=config, present=present)
 
 
@@ -277,11 +259,10 @@ def make_streams(config: SourceConfig) -> list[Stream]:
     streams = []
     for place in locate_mds(config):
         keep_index(place)
-        if config.rank == 0:
-            _tell_unpacking(place)
+        if config.rank == 0 and any(is_packed(shard, place.local) for shard in place.shards):
+            tell_unpacking(place.source, place.local)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
         stream = CheckedStream(
-            wanted_hash=config.validate_hash,
             remote=place.remote,
             local=place.local,
             # A shard that is read in place cannot be downloaded again: trying delays the error.
@@ -293,16 +274,3 @@ def make_streams(config: SourceConfig) -> list[Stream]:
         )
         streams.append(stream)
     return streams
-
-
-def _tell_unpacking(place: MdsPlace) -> None:
-    """Print how much disk space the shards take that are not decompressed yet."""
-    num_bytes = sum(
-        shard["raw_data"]["bytes"] for shard in place.shards if is_packed(shard, place.local)
-    )
-    if num_bytes:
-        print(
-            f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
-            f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
-            file=sys.stderr,
-        )

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.mds_entries import read_bounds
-from sdbench.data.latent_columns import find_image_columns, find_latent_columns
-from sdbench.data.samples import SampleType
+from sdbench.data.formats.mds_entries import encodings_of, read_bounds
+from sdbench.data.latent_columns import find_image_columns
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -28,17 +27,9 @@ LEAVE_OUT = "leave_out"
 BYTES = "bytes"
 
 
-def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
-    """Count the samples of an epoch; of a local folder of latents, those with a latent.
-
-    Raises:
-        ConfigError: Latents are missing and may not be left out, all are, their number is unknown
-            before the run, or they are another model's.
-        RunError: A shard is damaged.
-    """
+def count_samples(place: MdsPlace, column: str, *, config: SourceConfig) -> int:
+    """Count the samples of an epoch; in a local folder, those with a value in this column."""
     num_samples = place.num_samples
-    if not config.wants_latents:
-        return num_samples
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):
         raise ConfigError(
@@ -47,19 +38,15 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
             allowed="one folder of shards that are not compressed, without another for copies",
             flag="--missing_latents, --remote, --local or --streams",
         )
-    columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
-    image = image_column(columns)
-    has_bytes = any(_encoding(shard, image) == BYTES for shard in place.shards)
-    if place.remote is not None or not has_bytes:
+    if place.remote is not None:
         return num_samples
-    _check_sizes(place, columns, config=config)
-    num_present = sum(map(len, find_present(place, image)))
+    num_present = sum(map(len, find_present(place, column)))
     if leaves_out and num_present:
         return num_present
     if num_present < num_samples and (leaves_out or config.on_bad_sample == "error"):
         raise ConfigError(
             f"{num_samples - num_present} of the {num_samples} samples of {place.source} have no "
-            f"{image}, as their pictures were smaller",
+            f"{column}, as their pictures were smaller",
             value=config.missing_latents,
             allowed=f"{LEAVE_OUT}, which goes on without them" if num_present else "another size",
             flag="--missing_latents" if num_present else "--image_size",
@@ -75,7 +62,7 @@ def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
     """
     return tuple(
         np.flatnonzero(_read_sizes(Path(place.local), shard, column)).astype(np.uint32)
-        if _encoding(shard, column) == BYTES
+        if encodings_of(shard)[column] == BYTES
         else np.arange(shard["samples"], dtype=np.uint32)
         for shard in place.shards
     )
@@ -92,20 +79,13 @@ def describe_missing(place: MdsPlace) -> Iterator[str]:
             )
 
 
-def image_column(columns: Mapping[str, str]) -> str:
-    """Return the column of the encoded image from the result of `find_latent_columns`."""
-    return columns[SampleType(tuple(columns)).value[0]]
-
-
-def _encoding(shard: dict, column: str) -> str:
-    return shard["column_encodings"][shard["column_names"].index(column)]
-
-
-def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceConfig) -> None:
+def check_lengths(
+    place: MdsPlace, columns: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check that some sample of the first shard has arrays of as many bytes as the model wants."""
     shard = place.shards[0]
-    for part, shape in SampleType(tuple(columns)).array_shapes(config).items():
-        if _encoding(shard, columns[part]) != BYTES:
+    for part, shape in shapes.items():
+        if place.remote is not None or encodings_of(shard)[columns[part]] != BYTES:
             continue
         found = set(_read_sizes(Path(place.local), shard, columns[part]).tolist()) - {0}
         wanted = math.prod(shape) * np.dtype(np.float16).itemsize
@@ -125,9 +105,7 @@ def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
     offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:
-        begins = read_bounds(
-            path, num_samples=shard["samples"], column_sizes=shard["column_sizes"]
-        )[:-1]
+        begins = read_bounds(path, shard)[:-1]
         data = np.memmap(path, np.uint8, mode="r")
         return data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
     except (OSError, ValueError, IndexError) as error:

@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    find_picture_columns,
-    lacks_columns,
-    wrong_type,
-)
+from sdbench.data.formats.checks import bad_place, wrong_type
 from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
-from sdbench.data.latent_columns import check_array, find_latent_columns
+from sdbench.data.latent_columns import check_array, find_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
 from sdbench.data.samples import (
@@ -38,6 +33,9 @@ from sdbench.data.source import SourceConfig
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
+# Names of Arrow's types.
+BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
+TEXTS = ("string", "large_string", "string_view")
 # On this machine, or streamed.
 ParquetFile = StoredFile | RemoteObject
 Content = TypeVar("Content")
@@ -55,7 +53,9 @@ class ParquetSamples(Samples):
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
             schema = footer.schema.to_arrow_schema()
             if number == 0:
-                self.columns = _find_columns(schema.names, path=path, config=config)
+                self.columns = find_columns(
+                    schema.names, wants_latents=config.wants_latents, image_size=config.image_size
+                )
                 self.sample_type = SampleType(tuple(self.columns))
                 self._shapes = self.sample_type.array_shapes(config)
             _check_columns(schema, self.columns, shapes=self._shapes, path=path)
@@ -136,21 +136,14 @@ class ParquetSamples(Samples):
 def _to_array(
     value: Any, place: str, *, shape: tuple[int, ...], dtypes: Sequence[np.dtype]
 ) -> np.ndarray:
-    """Return the array of a value: bytes of one of these types, or (nested) lists of numbers.
-
-    Args:
-        value: An Arrow scalar.
-        place: The sample and the column, for messages.
-        shape: The shape that the array must have.
-        dtypes: Types that the bytes may have, told by their length.
-    """
+    """Return the array of an Arrow scalar: bytes of one of these types, or lists of numbers."""
     import pyarrow.compute
     from pyarrow import types
 
     if not value.is_valid:
         raise BadSampleError(f"{place}: no value.")
     num_values = math.prod(shape)
-    if _is_bytes(value.type):
+    if _is_one_of(value.type, BYTES):
         buffer = value.as_buffer()
         by_length = {num_values * dtype.itemsize: dtype for dtype in dtypes}
         if buffer.size not in by_length:
@@ -188,18 +181,10 @@ def _unwrap(column: Any) -> Any:
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
 
 
-def _is_bytes(kind: Any) -> bool:
+def _is_one_of(kind: Any, names: Sequence[str]) -> bool:
     from pyarrow import types
 
-    tests = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
-    return any(test(kind) for test in tests)
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    tests = types.is_string, types.is_large_string, types.is_string_view
-    return any(test(kind) for test in tests)
+    return any(getattr(types, f"is_{name}")(kind) for name in names)
 
 
 def _holds_floats(kind: Any) -> bool:
@@ -208,15 +193,6 @@ def _holds_floats(kind: Any) -> bool:
     while types.is_nested(kind) and hasattr(kind, "value_type"):
         kind = kind.value_type
     return types.is_floating(kind)
-
-
-def _find_columns(names: list[str], *, path: ParquetFile, config: SourceConfig) -> dict[str, str]:
-    if config.wants_latents:
-        return find_latent_columns(names, image_size=config.image_size)
-    columns = find_picture_columns(names)
-    if columns is None:
-        raise lacks_columns(names, place=f"The parquet file {path}")
-    return columns
 
 
 def _check_columns(
@@ -230,25 +206,24 @@ def _check_columns(
     import pyarrow
 
     if any(schema.names.count(column) != 1 for column in columns.values()):
-        raise ConfigError(
+        raise bad_place(
             f"The parquet file {path} does not have each column that is read, once",
             value=f"columns {', '.join(sorted(schema.names))}",
             allowed=", ".join(columns.values()),
-            flag=PLACE_FLAGS,
         )
     for part, column in columns.items():
         field = schema.field(column)
         kind, shape = _unwrap(pyarrow.nulls(0, field.type)).type, _declared_shape(field)
         found = str(field.type)
         if part == "image":
-            is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
+            is_right, allowed = _is_one_of(kind, BYTES), "binary, or a struct with the field bytes"
         elif part == "caption":
-            is_right, allowed = _is_text(kind), "text"
+            is_right, allowed = _is_one_of(kind, TEXTS), "text"
         elif shape is not None:
             is_right = _long_sides(shape) == _long_sides(shapes[part])
             found, allowed = f"tensors of the shape {shape}", f"the shape {shapes[part]}"
         else:
-            is_right = _is_bytes(kind) or _holds_floats(kind)
+            is_right = _is_one_of(kind, BYTES) or _holds_floats(kind)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
             raise wrong_type(column, place=str(path), part=part, kind=found, allowed=allowed)
@@ -298,11 +273,8 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
         what = f"{path} is damaged or missing ({' '.join(str(error).split())})"
         if kind is RunError:
             raise RunError(f"{what}.") from error
-        raise ConfigError(
-            what,
-            value=path.source or str(path),
-            allowed="whole parquet files",
-            flag=PLACE_FLAGS,
+        raise bad_place(
+            what, value=path.source or str(path), allowed="whole parquet files"
         ) from error
 
 

@@ -49,8 +49,9 @@ def list_samples(
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    A hard or symbolic link stands for the file in the tar that it leads to. WebDataset's own
-    iterators do not notice a cut tar, skip links in silence, and give no places.
+    A hard or symbolic link stands for the file in the tar that it leads to; a stream cannot go back
+    to it. WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no
+    places.
 
     Args:
         file: The open tar.
@@ -58,11 +59,10 @@ def list_samples(
         kinds: Extensions; members without one of them are no sample.
         take: Maps extension and place of a member to what is yielded; called at that place, unless
             the member is a link.
-        is_stream: The file cannot go back, so that links are refused.
+        is_stream: Whether links are refused.
 
     Raises:
-        RunError: The tar is damaged, compressed, or no tar; it has two members of one name in a
-            sample, a sparse file, a link that leads to no file in it, or a link in a stream.
+        RunError: The tar is damaged or no tar, or holds what cannot be read.
     """
     listed = _list_members(file, tar, kinds=kinds, is_stream=is_stream)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
@@ -96,7 +96,7 @@ def _list_members(
                     raise tarfile.ReadError("a member has a negative size")
                 end = members.offset
                 parts = _MEMBER.fullmatch(member.name)
-                if not parts or _META.match(member.name) or not _is_visible(member.name):
+                if not parts or _META.match(member.name) or not is_visible(member.name):
                     continue
                 key, extension = parts[1], parts[2].lower()
                 if member.isfile() and not member.issparse():
@@ -158,11 +158,6 @@ def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
     return place
 
 
-def _is_visible(path: str) -> bool:
-    """Return False for members that a program left behind; ``.`` and ``..`` hide nothing."""
-    return all(is_visible(part) for part in path.split("/") if part.strip("."))
-
-
 def read_span(file: BinaryIO, span: Span) -> bytes:
     """Return the content of a member."""
     begin, num_bytes = span
@@ -179,11 +174,7 @@ class SampleReader:
     """
 
     def __init__(self, config: SourceConfig) -> None:
-        """Read the class prompts, if there are any.
-
-        Raises:
-            ConfigError: Their file cannot be read.
-        """
+        """Read the class prompts; a `ConfigError` if their file cannot be read."""
         self._class_prompts = _read_class_prompts(config.class_prompts)
         self.images = image_extensions(read_avif=config.read_avif)
         self.captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
@@ -200,11 +191,7 @@ class SampleReader:
         return image, caption
 
     def make(self, name: str, members: Mapping[str, bytes]) -> ImageSample:
-        """Make a sample of the contents of its members by extension.
-
-        Raises:
-            BadSampleError: The class has no prompt, or the json or text cannot be read.
-        """
+        """Make a sample of the contents of its members by extension."""
         image_kind, caption_kind = self.choose(members)
         image = members.get(image_kind)
         if caption_kind is None:

@@ -19,7 +19,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.files import (
     StoredFile,
     fetch_files,
@@ -31,7 +31,7 @@ from sdbench.data.formats.files import (
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
-from sdbench.data.remote import must_be_copied
+from sdbench.data.remote_files import must_be_copied
 from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import SourceConfig
 
@@ -87,11 +87,10 @@ class WebDatasetSamples(Samples):
         for tar in self._tars:
             if tar.source is not None:  # the output of a command has no version that would change
                 tar.path.unlink(missing_ok=True)
-        raise ConfigError(
+        raise bad_place(
             "The tars hold no sample",
             value=config.remote or config.local,
             allowed=f"tars with {', '.join(self._reader.kinds)}",
-            flag=PLACE_FLAGS,
         )
 
     def name(self, index: int) -> str:
