@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sdbench.analysis import compare
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
-from sdbench.base.stop import STOPS
+from sdbench.base.errors import ConfigError
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
 from sdbench.record.store import OK
@@ -80,19 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, name in in_rounds(commands, times=flags.times)
     ]
     outcomes: dict[Path, list[Outcome]] = {place: [] for place in folders.values()}
-    made = measure(runs, alone_in=folder, timeout_s=flags.timeout_s, num_runs=len(runs))
-    is_interrupted = False
     try:
-        for run, outcome in made:
+        for run, outcome in measure(runs, alone_in=folder, timeout_s=flags.timeout_s):
             outcomes[run.folder.parent].append(outcome)
-    except STOPS:
-        is_interrupted = True
-        print("interrupted: what has ended is kept", file=sys.stderr)
-    for place, of_command in outcomes.items():
-        if of_command:
-            print(f"\n{describe(of_command)}\n\nruns: {place}")
-    if is_interrupted:
-        return EXIT_INTERRUPTED
+    finally:  # a stop signal costs what has ended nothing
+        for place, of_command in outcomes.items():
+            if of_command:
+                print(f"\n{describe(of_command)}\n\nruns: {place}")
     if flags.against is not None:
         _compare(folders)
     ended = [outcome.status for of_command in outcomes.values() for outcome in of_command]
@@ -100,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(folders: Mapping[str, Path]) -> None:
-    """Print the comparison of both commands, or why it is refused."""
     places = [str(folders[BASELINE]), str(folders[CANDIDATE])]
     print(f"\npython -m sdbench compare {shlex.join(places)}\n", flush=True)
     try:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json
 from sdbench.base.progress import Progress
-from sdbench.base.stop import STOPS
 from sdbench.launch.child import refuse_flag, values_of
 from sdbench.launch.runs import in_rounds, new_folder
+from sdbench.record.configuration import group
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Table, make_table, to_terminal
 from sdbench.report.terminal import format_rates
@@ -96,15 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     else:
         folder, jobs = _submit(flags, request.rest)
-    try:
-        _wait(jobs)
-    except STOPS:
-        print(
-            f"interrupted, and the jobs go on: python -m sdbench submit --folder {folder} waits "
-            "for them",
-            file=sys.stderr,
-        )
-        return EXIT_INTERRUPTED
+    _wait(jobs)
     ended_well, failures = _collect(jobs)
     if ended_well:
         table = tabulate_nodes(ended_well)
@@ -120,11 +112,9 @@ def tabulate_nodes(records: Sequence[dict[str, Any]]) -> Table:
 
     The efficiency is images/s of a rank over images/s of a rank on the fewest nodes.
     """
-    by_nodes: dict[int, list[dict[str, Any]]] = {}
-    for record in sorted(records, key=lambda record: record["ranks"]["num_nodes"]):
-        by_nodes.setdefault(record["ranks"]["num_nodes"], []).append(record)
+    by_nodes = group(records, key_of=lambda record: record["ranks"]["num_nodes"])
     rows, base = [], None
-    for num_nodes, runs in by_nodes.items():
+    for num_nodes, runs in sorted(by_nodes.items()):
         summaries = [run["summary"] for run in runs]
         per_rank = statistics.mean(one["images_per_second_per_device"] for one in summaries)
         base = base or per_rank
@@ -185,7 +175,10 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, list[Jo
         # After each: if this program is ended, the next start finds the jobs.
         content = [{**job._asdict(), "folder": job.folder.name} for job in jobs]
         write_json(folder / JOBS_NAME, content)
-    print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
+    print(
+        f"submitted {len(jobs)} jobs, {jobs[0].number} to {jobs[-1].number}, which a Ctrl-C here "
+        f"does not stop: python -m sdbench submit --folder {folder} waits for them again"
+    )
     return folder, jobs
 
 
