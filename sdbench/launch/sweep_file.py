@@ -125,9 +125,11 @@ def read_sweep_file(path: Path) -> SweepFile:
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as the flags of benchmark.py."""
+    """Settings as flags; those without a value are left out."""
     flags = []
     for name, value in settings.items():
+        if value is None:
+            continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
         else:

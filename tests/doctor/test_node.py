@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -282,70 +281,3 @@ def test_of_many_tars_behind_a_url_only_the_first_is_copied(look, serve, tmp_pat
     place = f"{serve(Files)}/{{00000..00002}}.tar"
     assert look("--remote", place, "--data_format", "webdataset")["data"]["level"] == "ok"
     assert set(asked) == {"/00000.tar"}
-
-
-# --- W&B -----------------------------------------------------------------------------------------
-
-KEY = "0123456789abcdef0123456789abcdef01234567"
-VIEWER = '{"data": {"viewer": {"id": "me"}}}'
-
-
-@pytest.fixture
-def wandb(serve, monkeypatch):
-    """A function that starts a server which gives one answer; returns the keys that it sees."""
-
-    def start(code: int, body: str = "{}") -> list[str]:
-        keys: list[str] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                keys.append(self.headers["Authorization"])
-                self.send_response(code)
-                self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-        monkeypatch.setenv("WANDB_BASE_URL", serve(Handler))
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        return keys
-
-    return start
-
-
-def look_at_wandb(look) -> str:
-    finding = look("--wandb_project", "mine")["W&B"]
-    assert KEY not in json.dumps(finding)
-    return finding["level"]
-
-
-def test_nothing_is_asked_unless_a_project_is_named_or_when_offline(look, wandb, monkeypatch):
-    keys = wandb(200)
-    assert look()["W&B"]["level"] == "skipped"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert look_at_wandb(look) == "skipped"
-    assert keys == []
-
-
-@pytest.mark.parametrize(
-    ("code", "body", "level"),
-    [
-        (200, VIEWER, "ok"),
-        (401, "{}", "error"),
-        (200, '{"data": {"viewer": null}}', "error"),
-        (502, "{}", "error"),
-        (302, VIEWER, "error"),  # the key must not follow it
-        (200, "<html>", "error"),
-    ],
-)
-def test_the_answer_to_the_key_decides(look, wandb, code, body, level):
-    keys = wandb(code, body)
-    assert look_at_wandb(look) == level
-    assert len(keys) == 1
-
-
-def test_a_server_out_of_reach_is_an_error(look, monkeypatch):
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert look_at_wandb(look) == "error"

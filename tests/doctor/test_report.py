@@ -14,7 +14,7 @@ from tests.refusals import refusal_of
 
 NAMES = [
     *("ranks", "driver", "GPUs", "GPU health", "NVLink", "network cards"),
-    *("software", "model", "plan", "processes", "shared memory", "disk", "data", "W&B"),
+    *("software", "model", "plan", "processes", "shared memory", "disk", "data"),
     *("nodes alike", "all-reduce"),
 ]
 
