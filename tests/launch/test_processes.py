@@ -60,21 +60,6 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("runs/*/record.json"))
 
 
-# torchrun turns every failure into 1.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "exit_code"),
-    [pytest.param(COMPOSER_2, 2, id="composer"), pytest.param(TORCHRUN_2, 1, id="torchrun")],
-)
-def test_launchers_fail_on_bad_input_too(tmp_path, launcher, exit_code):
-    completed = run(launcher, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
-    assert completed.returncode == exit_code
-    # One rank prints it; behind that the table of torchrun has the reason once more.
-    printed = [line for line in completed.stderr.splitlines() if line.startswith("error: ")]
-    assert ["does not divide over 2 ranks: got 7" in line for line in printed] == [True]
-    assert not list(tmp_path.glob("*/record.json"))
-
-
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
     (picture_folder / "1.png").write_bytes(b"no picture")
     flags = (*LEAN, "--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
