@@ -117,7 +117,7 @@ def test_a_link_in_place_of_the_folder_is_refused(name, mode, home, tars, refuse
     [
         ("/dev/null", "/dev/null/sdbench"),
         ("", "/proc/nobody/.cache/sdbench"),
-        ("relative", "relative"),
+        ("relative", "relative/sdbench"),
     ],
 )
 def test_without_a_home_no_other_folder_is_taken(home, named, tars, refused, monkeypatch, tmp_path):

@@ -11,7 +11,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +137,7 @@ class Step(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Teach a model a subject, or go on with it; returns the exit code of the step that failed.
-
-    Raises:
-        ConfigError: Something cannot be used; found before anything is started.
-    """
+    """Teach a model a subject, or go on with it; returns the exit code of the step that failed."""
     request = parse(
         DreamboothFlags,
         argv,
@@ -158,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print("\n".join(shlex.join(step.command) for step in steps))
         return 0
-    with only_one_in(folder, what="dreambooth"):
+    with only_one_in(folder):
         return _run(steps, folder=folder)
 
 
@@ -328,9 +323,8 @@ def _run(steps: Sequence[Step], *, folder: Path) -> int:
         if step.target is not None and _is_made(step.target, folder):
             print(f"{step.target} is there already, from the newest checkpoint.")
             continue
-        exit_code, reason = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
+        exit_code = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
         if exit_code != 0:
-            print(f"error: {step.what}: {for_terminal(reason)}", file=sys.stderr)
             return exit_code
     print(f"\nAll is in {folder}; before and after: {folder / SHEET_NAME}")
     return 0

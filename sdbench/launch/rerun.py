@@ -17,7 +17,7 @@ from sdbench import data
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
 from sdbench.data.command_output import PIPE
-from sdbench.launch.child import check_suite_is_here, run_in_terminal
+from sdbench.launch.child import check_suite_is_here, refuse_flag, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
 from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 from sdbench.models.architecture import resolve_architecture
@@ -30,7 +30,7 @@ from sdbench.record.provenance import (
     package_versions,
     speed_environment,
 )
-from sdbench.record.store import BENCHMARK, FEED, OK, TRAIN, kind_of
+from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
 from sdbench.report.runs import read_record
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
@@ -86,12 +86,7 @@ class RerunFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a record's command once more; returns its exit code, 0 if it was only printed.
-
-    Raises:
-        ConfigError: Something that the run needs is not here, or the record does not say it.
-        RunError: The data set is elsewhere and cannot be reached.
-    """
+    """Run a record's command once more; returns its exit code, 0 if it was only printed."""
     request = parse(
         RerunFlags,
         argv,
@@ -103,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = request.config
     record = read_record(flags.record, flag="RECORD")
     folder = flags.folder or Path("runs", f"rerun_{record['run_id']}")
-    command, unknown = _find_command(record, request.rest, folder=folder)
-    data_here, gpu = _check_inputs(record, command), _check_gpus(record)
+    command, config, unknown = _find_command(record, request.rest, folder=folder)
+    data_here, gpu = _check_inputs(record, config), _check_gpus(record)
     variables, left_out = _environment(record, has_gpus=gpu is not None)
     lacking, differences = _compare(record, data_here, gpu=gpu)
     for heading, sentences in (
@@ -118,22 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(without_controls(shlex.join(words)), flush=True)  # unchanged, to be copied
     if flags.dry_run:
         return EXIT_OK
-    exit_code, _ = run_in_terminal(command, folder=folder, variables=variables)
-    is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
-    if exit_code == EXIT_OK and is_comparable:
-        before = flags.record if flags.record.is_dir() else flags.record.parent
-        compare = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
-        print(f"\nbeside the record: {without_controls(compare)}")
-    return exit_code
+    return run_in_terminal(command, folder=folder, variables=variables)
 
 
 def _find_command(
     record: Mapping[str, Any], rest: Sequence[str], *, folder: Path
-) -> tuple[list[str], list[str]]:
-    """The command of a record, and sentences on what the record does not say of it.
-
-    Flags in `rest` replace settings of the record.
-    """
+) -> tuple[list[str], Any, list[str]]:
+    """The command of a record, its settings, and what the record does not say of it."""
     kind = kind_of(record)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -144,15 +130,9 @@ def _find_command(
         )
     program, config_type = PROGRAMS[kind]
     check_suite_is_here(program)
+    refuse_flag("--results_dir", rest, why="the new run has its own folder", flag="--folder")
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
-    if "results_dir" in replaced:
-        raise ConfigError(
-            "the folder of the new run is given before --",
-            value=given.config.results_dir,
-            allowed="--folder",
-            flag="--results_dir",
-        )
     start, unknown = _find_launcher(record)
     kept, unknown_settings = _settings_to_give(record, config_type, without=replaced | OF_THE_RUN)
     if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
@@ -164,9 +144,9 @@ def _find_command(
     if revision is not None and not replaced & {"model_name", "model_revision"}:
         kept["model_revision"] = revision
     arguments = [*to_flags(kept), *rest]
-    parse(config_type, arguments, description="", epilog="", prog=program)
+    config = parse(config_type, arguments, description="", epilog="", prog=program).config
     command = [*start, program, *arguments, "--results_dir", str(folder)]
-    return command, [*unknown, *unknown_settings]
+    return command, config, [*unknown, *unknown_settings]
 
 
 def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -275,14 +255,11 @@ def _check_gpus(record: Mapping[str, Any]) -> str | None:
     return None if first is None else ask(nvml, "nvmlDeviceGetName", first)
 
 
-def _check_inputs(record: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any] | None:
+def _check_inputs(record: Mapping[str, Any], config: Any) -> dict[str, Any] | None:
     """The facts of the data set, as a record has them; refuses data or weights that are not here.
 
     A model of the hub is left to the run itself.
     """
-    program, config_type = PROGRAMS[kind_of(record)]
-    arguments = command[command.index(program) + 1 :]
-    config = parse(config_type, arguments, description="", epilog="").config
     model, workload = getattr(config, "model_name", None), record.get("workload", {})
     what, how_made = "weights of the record are", ""
     try:

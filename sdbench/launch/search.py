@@ -96,12 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def propose(outcomes: Mapping[int, Outcome], *, limit: int) -> Iterator[int]:
     """The micro-batches to try: doubled until one does not fit, then halving the gap.
 
-    Args:
-        outcomes: How each probe has ended; filled in by the caller before the next is asked for.
-        limit: Largest micro-batch to try.
-
-    Raises:
-        RunError: Not even one image fits.
+    The caller fills in how each has ended before it asks for the next.
     """
     yield 1
     if outcomes[1].status != OK:

@@ -137,8 +137,6 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     """Strong or weak scaling, as the global batches say."""
     batches = {record["config"]["batch_size"] for record in records}
     shares = {record["config"]["batch_size"] / record["ranks"]["world_size"] for record in records}
-    if len({record["ranks"]["world_size"] for record in records}) == 1:
-        return "One number of ranks"
     if len(batches) == 1:
         return f"Strong scaling: a global batch of {batches.pop()} shared by all ranks"
     if len(shares) == 1:

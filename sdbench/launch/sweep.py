@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(_describe(sweep, runs, _find_pending(runs, flags.retry), folder=folder))
         return 0
-    with only_one_in(folder, what="sweep"):
+    with only_one_in(folder):
         _check_environment(folder, allow_other=flags.allow_mixed)
         pending = _find_pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)

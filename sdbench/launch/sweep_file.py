@@ -79,12 +79,7 @@ class SweepFile(NamedTuple):
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read and check a sweep file.
-
-    Raises:
-        ConfigError: It cannot be read, has a setting that benchmark.py does not have, or asks for
-            more than `MAX_RUNS` runs.
-    """
+    """Read and check a sweep file; a mistake in it is a ConfigError."""
     content = {**DEFAULTS, **read_mapping(path, allowed="a YAML file of a sweep", flag="FILE")}
     if not (content["grid"] or content["list"]):
         raise _wrong(path, "grid, list", None, "at least one of them")

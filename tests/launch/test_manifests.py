@@ -127,23 +127,6 @@ def test_a_job_that_is_stopped_has_longer_than_its_ranks_take_for_themselves():
     assert min(*graces_s, int(ray["RAY_JOB_STOP_WAIT_TIME_S"])) > stop_grace_s > 100
 
 
-def test_the_three_jobs_run_the_same_pod_but_for_how_it_finds_the_others():
-    specs = [only_pod_spec(kind) for kind in JOBS]
-    for spec in specs:
-        (container,) = spec["containers"]
-        for name in ("name", "args", "ports"):
-            container.pop(name, None)
-        container["env"] = [
-            entry
-            for entry in container["env"]
-            if not entry["name"].startswith("NUM_") and entry["name"] != "LAUNCHER"
-        ]
-        spec.pop("restartPolicy", None)  # which the operator of v1 sets itself
-    assert specs[1:] == specs[:1] * 2
-    arguments = {list_pods(documents(kind))[0].command for kind in JOBS}
-    assert len(arguments) == 1
-
-
 def ray_cluster():
     """The Ray cluster of a RayJob, and the description of a pod of each of its groups."""
     (job,) = documents("rayjob")

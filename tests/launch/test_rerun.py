@@ -93,7 +93,6 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
     assert main(["rerun", str(run / "record.json"), "--folder", str(folder)]) == 0
     printed = capfd.readouterr()
     assert not LACKING.search(printed.err)
-    assert f"sdbench compare {run} {folder}" in printed.out
     before = load_record(run)
     (path,) = folder.glob("*/record.json")
     after = load_record(path)
@@ -359,5 +358,5 @@ def test_elsewhere_than_the_checkout_it_says_so(run_of_folder, tmp_path, monkeyp
 
 
 def test_flags_that_a_rerun_does_not_take(run_of_folder):
-    assert refusal_of("rerun", run_of_folder[0], "--", "--results_dir", "mine").value == "mine"
+    assert refusal_of("rerun", run_of_folder[0], "--", "--results_dir", "x").flag == "--folder"
     assert refusal_of("rerun", run_of_folder[0], "--", "--batchsize", "3").flag == "--batch_size"

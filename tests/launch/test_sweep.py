@@ -308,13 +308,23 @@ def test_secrets_that_a_command_prints_stay_out(
     assert f"--{setting}={shown}" in "".join(texts) and f"{setting}={shown}" in printed
 
 
-def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
-    import filelock
+HOLD = """
+import pathlib, sys, sdbench.state.lock
+with sdbench.state.lock.lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path, repository, capsys):
     (tmp_path / "sweep").mkdir()
-    with filelock.FileLock(tmp_path / "sweep" / ".lock"):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "sweep")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=repository, **pipes) as holder:
+        assert holder.stdout.readline()
         assert sweep(tmp_path, grid={"seed": [1]})[0] == 2
-    assert "another sweep is at work" in capsys.readouterr().err
+        holder.stdin.close()
+    assert "Another run is at work in this folder" in capsys.readouterr().err
 
 
 def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):
