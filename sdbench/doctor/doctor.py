@@ -120,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(job: Job) -> Report | None:
     """Check this node, and all nodes with the other ranks.
 
-    Returns:
-        The report on the first rank and on a rank that cannot reach the others; else None.
+    The report is that of the first rank, or of a rank that cannot reach the others; else None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
