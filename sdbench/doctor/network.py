@@ -44,12 +44,6 @@ def read_nics() -> list[Nic]:
     return nics
 
 
-def describe_nics(nics: list[Nic]) -> str:
-    """Describe ports by kind and rate, e.g. ``32 x EFA 100 Gbit/s``."""
-    counts = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics)
-    return ", ".join(f"{number} x {kind}" for kind, number in counts.items()) or "none"
-
-
 @check(
     "network cards",
     "on a cloud, start nodes with EFA enabled; hand the devices to the container (docker run "
@@ -64,7 +58,9 @@ def check_cards(job: Job) -> Seen:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED
         yield level, "neither EFA nor InfiniBand: between nodes gradients travel over TCP"
         return
-    yield OK, f"active: {describe_nics([nic for nic in nics if nic.state == 'ACTIVE'])}"
+    kinds = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics if nic.state == "ACTIVE")
+    active = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    yield OK, f"active: {active or 'none'}"
     for nic in nics:
         if nic.state != "ACTIVE":
             yield WARNING, f"{nic.name} is {nic.state or 'in no known state'}"
