@@ -37,7 +37,7 @@ from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
+from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -303,16 +303,6 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         architecture = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
-    for name in ("clip_network", "dino_network"):
-        place = getattr(flags, name)
-        absent = place and missing_files(Path(place), reads_text=name == "clip_network")
-        if absent:
-            raise ConfigError(
-                f"the network has no {' and no '.join(absent)}",
-                value=place,
-                allowed="a folder of transformers with its weights in safetensors",
-                flag=f"--{name}",
-            )
     return image_size
 
 

@@ -20,7 +20,6 @@ import generate
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
-from sdbench.settings.similarity import NETWORK_FILES
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip
@@ -190,8 +189,6 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--prompt", "a unqtkn | dog"), "--prompt"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
-        (("--clip_network", "my-dog"), "--clip_network"),
-        (("--dino_network", "none"), "--dino_network"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
@@ -211,14 +208,6 @@ def test_a_subject_without_pictures_and_a_class_without_a_name_are_refused(tmp_p
     assert refusal_of("dreambooth", *SUBJECT, *SMALL).flag == "--class_prompt or --no_prior"
     Path("empty").mkdir()
     assert refusal_of("dreambooth", "empty", *COMMAND[1:]).flag == "SUBJECT"
-    network = Path("network")
-    network.mkdir()
-    (network / NETWORK_FILES[0]).touch()
-    error = refusal_of("dreambooth", *COMMAND, "--dino_network", "network")
-    assert (error.flag, error.what) == (
-        "--dino_network",
-        f"the network has no {NETWORK_FILES[1]} and no {NETWORK_FILES[2]}",
-    )
     Path("train.py").unlink()
     error = refusal_of("dreambooth", *COMMAND)
     assert (error.flag, error.value) == ("cd", str(tmp_path))
