@@ -4,8 +4,8 @@ The schemas are structural ones, as a CustomResourceDefinition takes them: a PyT
 kubeflow-training, a TrainJob and its runtime from kubeflow-trainer-api, which also has the parts of
 Kubernetes that they hold. The models tell names and types; they know no enumerations.
 
-No package of PyPI, npm or Debian has KubeRay's definitions. So the fields of a RayJob stand here as
-"KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0.
+No package of PyPI, npm or Debian has KubeRay's definitions. The fields that our RayJob uses stand
+here as "KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0.
 """
 
 from __future__ import annotations
@@ -35,72 +35,35 @@ PLAIN: dict[Any, dict[str, Any]] = {
 WORDS = {"str": str, "bool": bool, "int": int, "datetime": datetime.datetime}
 
 TEXTS = dict[str, str]
-# Names stand for types of this table or of Kubernetes, [name] for a list of them, Any for what no
-# manifest here has.
+# Names stand for types of this table or of Kubernetes, [name] for a list of them.
 RAY_TYPES: dict[str, dict[str, Any]] = {
     "RayJob": {"apiVersion": str, "kind": str, "metadata": Any, "spec": "RayJobSpec"},
     "RayJobSpec": {
-        "activeDeadlineSeconds": int,
         "backoffLimit": int,
-        "clusterSelector": TEXTS,
-        "deletionStrategy": Any,
         "entrypoint": str,
-        "entrypointNumCpus": float,
-        "entrypointNumGpus": float,
-        "entrypointResources": str,
-        "jobId": str,
-        "managedBy": str,
-        "metadata": TEXTS,
-        "preRunningDeadlineSeconds": int,
         "rayClusterSpec": "RayClusterSpec",
         "runtimeEnvYAML": str,
         "shutdownAfterJobFinishes": bool,
-        "submissionMode": str,
-        "submitterConfig": Any,
-        "submitterPodTemplate": "V1PodTemplateSpec",
-        "suspend": bool,
-        "ttlSecondsAfterFinished": int,
     },
     "RayClusterSpec": {
         "authOptions": "AuthOptions",
-        "autoscalerOptions": Any,
-        "enableInTreeAutoscaling": bool,
-        "gcsFaultToleranceOptions": Any,
         "headGroupSpec": "HeadGroupSpec",
-        "headServiceAnnotations": TEXTS,
-        "historyServerOptions": Any,
-        "managedBy": str,
-        "networkPolicy": Any,
         "rayVersion": str,
-        "suspend": bool,
-        "tlsOptions": Any,
-        "upgradeStrategy": Any,
         "workerGroupSpecs": ["WorkerGroupSpec"],
     },
-    "AuthOptions": {"enableK8sTokenAuth": bool, "mode": str, "secretName": str},
+    "AuthOptions": {"mode": str},
     "HeadGroupSpec": {
-        "enableIngress": bool,
-        "headService": Any,
-        "ingressOptions": Any,
-        "labels": TEXTS,
         "rayStartParams": TEXTS,
         "resources": TEXTS,
-        "serviceType": str,
         "template": "V1PodTemplateSpec",
     },
     "WorkerGroupSpec": {
         "groupName": str,
-        "idleTimeoutSeconds": int,
-        "labels": TEXTS,
         "maxReplicas": int,
         "minReplicas": int,
-        "numOfHosts": int,
-        "priority": int,
         "rayStartParams": TEXTS,
         "replicas": int,
         "resources": TEXTS,
-        "scaleStrategy": Any,
-        "suspend": bool,
         "template": "V1PodTemplateSpec",
     },
 }

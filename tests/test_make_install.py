@@ -54,24 +54,14 @@ OTHERS = {
     ("listed", "pip", "environ", "variables", "flags"),
     [
         (LISTED, {}, {}, PLACES | OTHERS, []),
-        ("", {}, {}, {}, []),
-        ("", {"index-url": "https://p/x"}, {}, {"UV_DEFAULT_INDEX": "https://p/x"}, []),
         (
             *("", {"no-index": "1", "find-links": "/one /two"}, {}),
             *({"UV_FIND_LINKS": "/one,/two"}, ["--no-index"]),
         ),
         # Places that the user gave uv are the only ones, and a variable that is set stays.
-        *(
-            (LISTED, {"no-index": "true"}, {name: "https://mine"}, OTHERS, [])
-            for name in ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS")
-        ),
-        (
-            *(LISTED, {}, {"SSL_CERT_FILE": "a", "https_proxy": "b", "UV_HTTP_TIMEOUT": "9"}),
-            *(PLACES | {name: OTHERS[name] for name in ("UV_CONSTRAINT", "UV_INSECURE_HOST")}, []),
-        ),
+        (LISTED, {"no-index": "true"}, {"UV_INDEX": "https://mine"}, OTHERS, []),
         # pip reads a bundle of certificates, too.
         ("", {}, {"REQUESTS_CA_BUNDLE": "/ca.crt"}, {"SSL_CERT_FILE": "/ca.crt"}, []),
-        ("", {"cert": "/a.crt"}, {"REQUESTS_CA_BUNDLE": "b"}, {"SSL_CERT_FILE": "/a.crt"}, []),
     ],
 )
 def test_settings_of_pip_become_those_of_uv(uv_install, listed, pip, environ, variables, flags):

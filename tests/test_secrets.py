@@ -132,7 +132,7 @@ def test_no_output_of_a_run_holds_the_secret_of_its_place(
         ),
     ],
 )
-@pytest.mark.parametrize("program", ["benchmark", "data", "verify-data"])
+@pytest.mark.parametrize("program", ["data", "verify-data"])
 def test_no_error_holds_the_secret_of_a_place_that_cannot_be_read(
     program, place, named, tmp_path, run, capfd
 ):
@@ -140,21 +140,11 @@ def test_no_error_holds_the_secret_of_a_place_that_cannot_be_read(
     if program == "verify-data":
         assert cli.main(["verify-data", place, *flags]) == 1
     else:
-        main, argv = (benchmark.main, RUN) if program == "benchmark" else (data.main, FEED)
-        exit_code, record = run(main, *argv, *flags, "--remote", place)
+        exit_code, record = run(data.main, *FEED, *flags, "--remote", place)
         assert exit_code == 1 and named in record["reason"]
         assert files_with_secret(tmp_path / "runs") == []
     printed = "".join(capfd.readouterr())
     assert named in printed and SECRET not in printed
-
-
-def test_no_record_of_a_failure_holds_the_secret_of_its_place(tmp_path, run, served, capfd):
-    place = f"http://me:{SECRET}@{served['host']}/pairs"  # Streaming copies shards, but not by http
-    exit_code, record = run(data.main, *FEED, "--remote", place)
-    assert (exit_code, record["status"]) == (1, "failed")
-    assert f"http://{served['host']}/pairs" in record["reason"]
-    assert files_with_secret(tmp_path / "runs") == []
-    assert SECRET not in "".join(capfd.readouterr())
 
 
 def test_a_wrong_value_and_the_config_are_printed_without_it(run, capfd):

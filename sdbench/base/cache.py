@@ -17,41 +17,31 @@ def private_folder(name: str = ".") -> Path:
     Raises:
         ConfigError: It cannot be made, is another user's, or can be replaced by another user.
     """
-    root = _cache_home() / "sdbench"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sdbench")
     for folder in (root, root / name):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own, above = folder.lstat(), folder.parent.stat()
-        except OSError as error:
-            reason = f"cannot be made ({error.strerror})"
-            raise _refusal(f"The cache folder {reason}", folder) from error
-        if stat.S_ISLNK(own.st_mode):
-            raise _refusal("The cache folder is a link", folder)
-        if own.st_uid != os.geteuid():
-            raise _refusal(f"The cache folder belongs to user {own.st_uid}", folder)
-        if own.st_mode & 0o077:
-            mode = stat.S_IMODE(own.st_mode)
-            raise _refusal(f"The cache folder is open to others (mode {mode:04o})", folder)
-        is_open = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
-        if is_open or above.st_uid not in (0, os.geteuid()):
-            raise _refusal("Others could exchange the cache folder for another", folder)
+        if fault := _find_fault(folder):
+            raise ConfigError(
+                f"The cache folder {fault}",
+                value=str(folder),
+                allowed="a folder of this user's with mode 0700, in one that others cannot change",
+                flag="XDG_CACHE_HOME (for copies of data also --local)",
+            )
     return root / name
 
 
-def _cache_home() -> Path:
+def _find_fault(folder: Path) -> str | None:
+    """Make a folder, and say why it is not this user's alone, if it is not."""
+    if not folder.is_absolute():
+        return "is not an absolute path"
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise _refusal("There is no home folder for a cache", None) from error
-    if not home.is_absolute():
-        raise _refusal("The cache folder is not an absolute path", home)
-    return home
-
-
-def _refusal(what: str, folder: Path | None) -> ConfigError:
-    return ConfigError(
-        what,
-        value=folder and str(folder),
-        allowed="a folder of this user's with mode 0700, in one that others cannot change",
-        flag="XDG_CACHE_HOME (for copies of data also --local)",
-    )
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own, above = folder.lstat(), folder.parent.stat()
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    mode = stat.filemode(own.st_mode)
+    if stat.S_ISLNK(own.st_mode) or own.st_uid != os.geteuid() or own.st_mode & 0o077:
+        return f"is a link or open to others (mode {mode}, user {own.st_uid})"
+    is_open = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+    if is_open or above.st_uid not in (0, os.geteuid()):
+        return "could be exchanged for another by others"
+    return None

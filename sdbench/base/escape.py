@@ -12,17 +12,8 @@ from typing import Any
 # Excel, LibreOffice and Google Sheets take these for the beginning of a formula (OWASP, "CSV
 # Injection"); the last four are the full-width forms. A leading apostrophe makes a text of it.
 FORMULA_BEGINNINGS = (*"=+-@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-MARKDOWN_MARKS = {
-    "\\": "\\\\",
-    "|": "\\|",
-    "`": "\\`",
-    "*": "\\*",
-    "_": "\\_",
-    "[": "\\[",
-    "#": "\\#",
-    "~": "\\~",
-    "$": "\\$",  # formulas, on GitHub
-}
+# The dollar sign begins a formula on GitHub.
+MARKDOWN_MARKS = {mark: f"\\{mark}" for mark in "\\|`*_[#~$"}
 # ECMA-48: colours, moves of the cursor, the title of the window; then the rest of C0 and C1, and
 # the marks that change the direction of writing.
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")

@@ -40,8 +40,6 @@ def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = Non
     to remove (`redact`), who knows where a value ends and which URL is a link. If the disk is full,
     the file `reserve` is overwritten and renamed.
     """
-    if not path.name:  # `/`, or the working folder
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     data = redact_environment(content).encode() if isinstance(content, str) else content
     try:
         with new_file(path, is_private=False) as new, new.open("wb") as file:

@@ -35,7 +35,7 @@ class Progress:
     """Shows how much is done; work that ends before the first line is due shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
-        """Begin now; an earlier run has done `num_done` units of the total, which may change."""
+        """Begin now, after `num_done` units of the total, which may change; 0: it is not known."""
         self.total = total
         self._unit = unit
         self._num_before = self._num_done = num_done
@@ -113,8 +113,9 @@ class Progress:
             self._bar.close()
 
     def _line(self, note: str) -> str:
-        line = f"{self._unit} {self._num_done}/{self.total}{f': {note}' if note else ''}"
-        if not self.rate:
+        of_total = f"/{self.total}" if self.total else ""
+        line = f"{self._unit} {self._num_done}{of_total}{f': {note}' if note else ''}"
+        if not self.rate or not self.total:
             return line
         pace = f"{1 / self.rate:.3g} s/{self._unit}"
         if self.rate > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bounded, describe
-from sdbench.ranks.distributed import Ranks, connect, num_tasks_without_launcher
+from sdbench.ranks.distributed import Ranks, gather, num_tasks_without_launcher
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
 # Linux gives to clients.
@@ -60,56 +61,26 @@ def _ask_slurm(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-class Meeting:
-    """The connection of all ranks, by gloo."""
+def time_all_reduce(job: Job, *, device_type: str, num_values: int | None) -> tuple[str, str]:
+    """Time an all-reduce by NCCL (``cuda``) or gloo (``cpu``); return a finding's level and text.
 
-    def __init__(self, job: Job, *, patience_s: float) -> None:
-        """Wait for all ranks; `gather` later waits `patience_s` for the slowest node.
-
-        Raises:
-            RuntimeError: Ranks are missing, or cannot reach each other.
-        """
-        self.ranks = job.ranks
-        if self.ranks.world_size > 1:
-            import torch
-
-            connect(self.ranks, device_type="cpu", timeout_s=job.timeout_s)
-            patience = datetime.timedelta(seconds=patience_s)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=patience)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in order; a lost rank is a RuntimeError."""
-        if self.ranks.world_size == 1:
-            return [value]
-        import torch
-
-        values: list[Any] = [None] * self.ranks.world_size
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
-
-    def reduce(self, job: Job, *, device_type: str, num_values: int | None) -> tuple[str, str]:
-        """Time an all-reduce by NCCL (``cuda``) or gloo (``cpu``); return level and text.
-
-        A rank that cannot take part is named. `num_values` is None for a model of unknown size.
-        """
-        if self.ranks.world_size == 1 or num_values is None:
-            return SKIPPED, "a single rank, or a model of unknown size"
-
-        def measure() -> float:
-            return _time_all_reduce(job, device_type=device_type, num_values=num_values)
-
-        try:
-            own: Any = bounded(measure, timeout_s=job.timeout_s)
-        except Exception as problem:
-            own = describe(problem)
-        times = self.gather(own)
-        for rank, result in enumerate(times):
-            if isinstance(result, str):
-                return ERROR, f"it has failed on rank {rank}: {result}"
-        return judge_all_reduce(job, seconds=max(times), num_values=num_values)
+    A rank that cannot take part is named. `num_values` is None for a model of unknown size.
+    """
+    if job.ranks.world_size == 1 or num_values is None:
+        return SKIPPED, "a single rank, or a model of unknown size"
+    measure = functools.partial(_measure, job, device_type=device_type, num_values=num_values)
+    try:
+        own: Any = bounded(measure, timeout_s=job.timeout_s)
+    except Exception as problem:
+        own = describe(problem)
+    times = gather(own, job.ranks)
+    for rank, result in enumerate(times):
+        if isinstance(result, str):
+            return ERROR, f"it has failed on rank {rank}: {result}"
+    return judge_all_reduce(job, seconds=max(times), num_values=num_values)
 
 
-def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> float:
+def _measure(job: Job, *, device_type: str, num_values: int) -> float:
     """Return the median seconds of up to five all-reduces of a gradient, after a warm-up.
 
     Together they take at most a third of the job's timeout, if one of them does.

@@ -15,8 +15,9 @@ from sdbench.base.output import terminal_width
 from sdbench.base.stop import STOPS
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
-from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
+from sdbench.doctor.finding import ERROR, OK, Check, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
+from sdbench.ranks.distributed import connect, gather
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.kinds import POSITIVE_NUMBER, SECONDS, SWITCH
 from sdbench.settings.request import parse
@@ -31,7 +32,7 @@ own it takes those of the job, as benchmark.py has them.
 EPILOG = """\
 examples:
   python -m sdbench doctor
-  torchrun --nproc_per_node 8 -m sdbench doctor --remote s3://bucket/pairs --wandb_project mine
+  torchrun --nproc_per_node 8 -m sdbench doctor --remote s3://bucket/pairs
       with an all-reduce between the GPUs of this machine
   srun --ntasks-per-node=1 python -m sdbench doctor --strict
       on each node of a Slurm job, with an all-reduce between the nodes
@@ -41,7 +42,12 @@ exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 
 torchrun any failure is 1
 """
 # GPUs come before whatever opens a context on them.
-CHECKS = (*gpus.CHECKS, *network.CHECKS, *machine.CHECKS)
+CHECKS = [
+    one
+    for module in (gpus, network, machine)
+    for one in vars(module).values()
+    if isinstance(one, Check)
+]
 CONNECT = (
     "start all ranks within --timeout_s of each other, and let every node reach MASTER_ADDR at "
     "MASTER_PORT and the others at any port (security group, firewall, GLOO_SOCKET_IFNAME)"
@@ -83,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes_file=True,
     )
     flags = request.config
-    _check_data_flags(flags)
+    if flags.data_format != "auto":  # else it is told from the place, which may not answer
+        resolve_format(flags)
     job = Job(
         ranks=collective.find_ranks(),
         request=request.part(BenchmarkConfig),
@@ -113,22 +120,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(job: Job) -> Report | None:
     """Check this node, and all nodes with the other ranks.
 
-    Returns:
-        The report on the first rank and on a rank that cannot reach the others; else None.
+    The report is that of the first rank, or of a rank that cannot reach the others; else None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
     try:
-        meeting = collective.Meeting(job, patience_s=(len(CHECKS) + 1) * job.timeout_s)
+        # A collective waits for the slowest node.
+        patience_s = (len(CHECKS) + 1) * job.timeout_s
+        connect(ranks, device_type="cpu", timeout_s=job.timeout_s, patience_s=patience_s)
         own = _look(job)
-        everyone = meeting.gather(own)
+        everyone = gather(own, ranks)
         firsts = everyone[:: ranks.local_world_size]
         on_gpus = all(one["device_type"] == "cuda" for one in everyone)
         together = {
             "nodes alike": collective.compare_nodes(
                 [first["findings"] for first in firsts], [first["gpus"] for first in firsts]
             ),
-            "all-reduce": meeting.reduce(
+            "all-reduce": collective.time_all_reduce(
                 job,
                 device_type="cuda" if on_gpus else "cpu",
                 num_values=everyone[0]["num_trainable"],
@@ -153,28 +161,20 @@ def examine(job: Job) -> Report | None:
 
 def _look(job: Job) -> dict[str, Any]:
     """Return the results of this rank; the first rank of a node runs the checks of the node."""
-    findings = {
-        check.name: settle(check, job)
-        for check in CHECKS
-        if job.ranks.local_rank == 0 and (check.is_for_all_nodes or job.ranks.rank == 0)
-    }
+    import torch
+
+    checks = CHECKS if job.ranks.local_rank == 0 else ()
+    findings = {check.name: settle(check, job) for check in checks}
+    has_gpu = False
+    with contextlib.suppress(TimeoutError):  # which the line about the driver tells
+        has_gpu = bounded(torch.cuda.is_available, timeout_s=job.timeout_s)
     return {
         "host": socket.gethostname(),
         "findings": findings,
         "gpus": gpus.describe_gpus(gpus.read_gpus()),
-        "device_type": _find_device_type(job),
+        "device_type": "cuda" if has_gpu else "cpu",
         "num_trainable": job.num_trainable,
     }
-
-
-def _find_device_type(job: Job) -> str:
-    import torch
-
-    try:
-        has_gpu = bounded(torch.cuda.is_available, timeout_s=job.timeout_s)
-    except TimeoutError:  # which the line about the driver tells
-        has_gpu = False
-    return "cuda" if has_gpu else "cpu"
 
 
 @contextlib.contextmanager
@@ -190,9 +190,3 @@ def _only_results_on_stdout() -> Iterator[None]:
         sys.stdout = python_stdout
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _check_data_flags(config: BenchmarkConfig) -> None:
-    """Refuse flags that contradict each other about the data source."""
-    if config.data_format != "auto":  # else it is told from the place, which may not answer
-        resolve_format(config)

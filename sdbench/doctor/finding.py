@@ -59,14 +59,16 @@ class Check(NamedTuple):
         name: Names the line.
         look: Checks one node; what it raises is an error of the node.
         advice: What to do about a warning or an error.
-        is_for_all_nodes: False: only the first node is checked, which alone writes the record and
-            logs.
     """
 
     name: str
     look: Callable[[Job], Seen]
-    advice: str = ""
-    is_for_all_nodes: bool = True
+    advice: str
+
+
+def check(name: str, advice: str) -> Callable[[Callable[[Job], Seen]], Check]:
+    """Make the decorated function a check."""
+    return lambda look: Check(name, look, advice)
 
 
 class Finding(NamedTuple):

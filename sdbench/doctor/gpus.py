@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Check, Job, Seen
+from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 from sdbench.measure.gpu_monitor import CLOCK_REASONS, NORMAL_REASON
 from sdbench.measure.host import ask, open_nvml
 
@@ -68,6 +68,12 @@ def describe_gpus(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{number} x {name}" for name, number in counts.items()) or "no GPU"
 
 
+@check(
+    "driver",
+    "start the container with its GPUs (docker run --gpus all, a limit nvidia.com/gpu in the "
+    "pod, --gpus-per-node in Slurm); install nvidia-ml-py, and torch for a CUDA that the "
+    "driver knows; look into dmesg for Xid errors: a GPU may have to be reset",
+)
 def check_driver(job: Job) -> Seen:
     """Check that torch can use the driver."""
     nvml = open_nvml()
@@ -91,6 +97,11 @@ def check_driver(job: Job) -> Seen:
     yield OK, found
 
 
+@check(
+    "GPUs",
+    "name GPUs that nvidia-smi lists, start a rank for each, end other processes (from inside "
+    "a container only the host sees them), or drain the node if a GPU has been lost",
+)
 def check_gpus(job: Job) -> Seen:
     """Check that all GPUs are present and free of other processes."""
     gpus = read_gpus()
@@ -120,6 +131,11 @@ def check_gpus(job: Job) -> Seen:
             yield ERROR if is_full else WARNING, found
 
 
+@check(
+    "GPU health",
+    "errors: reset the GPU, or drain the node (nvidia-smi -q -d ECC); slowed down: look at "
+    "cooling and power; nvidia-smi -mig 0 and -pm 1 set the modes, on the host",
+)
 def check_gpu_health(job: Job) -> Seen:
     """Check memory errors, clocks, MIG and persistence mode of the GPUs."""
     gpus = read_gpus()
@@ -138,6 +154,11 @@ def check_gpu_health(job: Job) -> Seen:
             yield WARNING, f"GPU {gpu.index} is not in persistence mode: each run loads the driver"
 
 
+@check(
+    "NVLink",
+    "run nvidia-smi nvlink --status, start nvidia-fabricmanager, of the driver's version, on "
+    "the host, or drain the node",
+)
 def check_nvlink(job: Job) -> Seen:
     """Check that all GPUs of this node have the same number of NVLink connections."""
     gpus = read_gpus()
@@ -150,32 +171,3 @@ def check_nvlink(job: Job) -> Seen:
     fewer = [str(index) for index, number in links.items() if number < most]
     if fewer:
         yield ERROR, f"fewer NVLink connections on GPU {', '.join(fewer)}"
-
-
-CHECKS = (
-    Check(
-        "driver",
-        check_driver,
-        "start the container with its GPUs (docker run --gpus all, a limit nvidia.com/gpu in the "
-        "pod, --gpus-per-node in Slurm); install nvidia-ml-py, and torch for a CUDA that the "
-        "driver knows; look into dmesg for Xid errors: a GPU may have to be reset",
-    ),
-    Check(
-        "GPUs",
-        check_gpus,
-        "name GPUs that nvidia-smi lists, start a rank for each, end other processes (from inside "
-        "a container only the host sees them), or drain the node if a GPU has been lost",
-    ),
-    Check(
-        "GPU health",
-        check_gpu_health,
-        "errors: reset the GPU, or drain the node (nvidia-smi -q -d ECC); slowed down: look at "
-        "cooling and power; nvidia-smi -mig 0 and -pm 1 set the modes, on the host",
-    ),
-    Check(
-        "NVLink",
-        check_nvlink,
-        "run nvidia-smi nvlink --status, start nvidia-fabricmanager, of the driver's version, on "
-        "the host, or drain the node",
-    ),
-)

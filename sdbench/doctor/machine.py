@@ -1,10 +1,9 @@
-"""Checks of software, plan, processors, disks, data and W&B of a node."""
+"""Checks of software, plan, processors, disks and data of a node."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import shutil
 import tempfile
@@ -21,9 +20,9 @@ from sdbench.doctor.finding import (
     OK,
     SKIPPED,
     WARNING,
-    Check,
     Job,
     Seen,
+    check,
     show_gib,
 )
 from sdbench.doctor.gpus import read_gpus
@@ -41,6 +40,7 @@ NCCL_BYTES = 1 * BYTES_PER_GIB
 LOW_FREE_BYTES = 1 * BYTES_PER_GIB
 
 
+@check("software", "pip install -r requirements.txt")
 def check_software(job: Job) -> Seen:
     """Check that the packages have the versions pinned for one of the sets of packages."""
     versions, state = package_versions(), git_state()
@@ -76,6 +76,7 @@ def count_ranks_per_node(job: Job) -> int:
     return max(job.ranks.local_world_size, len(read_gpus()))
 
 
+@check("model", "--model_name FOLDER takes whole weights from a disk")
 def check_model(job: Job) -> Seen:
     """Check that the model is available and its files of weights are complete."""
     from safetensors import safe_open
@@ -99,6 +100,7 @@ def check_model(job: Job) -> Seen:
             yield OK, f"{len(weights.keys())} tensors in {file.relative_to(folder)}"
 
 
+@check("plan", "benchmark.py would refuse or fail as well")
 def check_plan(job: Job) -> Seen:
     """Check that the job's flags fit each other and the memory of this node."""
     from sdbench.measure.hardware import check_gpu_code, inspect_machine
@@ -133,6 +135,11 @@ def check_plan(job: Job) -> Seen:
     yield OK, found
 
 
+@check(
+    "processes",
+    "give each task its cores (srun --cpus-per-task, docker run --cpuset-cpus), or start fewer "
+    "ranks on a node, or fewer --num_workers",
+)
 def check_processes(job: Job) -> Seen:
     """Check that there are enough processors for ranks and loaders."""
     num_cores = num_cpu_cores()
@@ -143,6 +150,11 @@ def check_processes(job: Job) -> Seen:
         yield WARNING if num_loaders > num_cores else OK, f"{num_loaders} loader processes"
 
 
+@check(
+    "shared memory",
+    "docker run --shm-size, in a pod an emptyDir of medium Memory at /dev/shm, or fewer "
+    "--num_workers; the next run that needs them removes files of killed ones",
+)
 def check_shared_memory(job: Job) -> Seen:
     """Check that batches and NCCL fit into /dev/shm, without files of killed runs."""
     if not SHARED_MEMORY.is_dir():
@@ -164,6 +176,7 @@ def check_shared_memory(job: Job) -> Seen:
         yield WARNING, f"{len(stale)} files of runs that were killed, e.g. {stale[0].name}"
 
 
+@check("disk", "free some space, or name another folder by the flag or variable")
 def check_disk(job: Job) -> Seen:
     """Check that records, caches and temporary files can be written."""
     config = job.request.config
@@ -186,6 +199,7 @@ def check_disk(job: Job) -> Seen:
         yield level, f"{flag} {folder} has {show_gib(free_bytes)} free{why}"
 
 
+@check("data", "make it whole and reachable from this node")
 def check_data(job: Job) -> Seen:
     """Check that the first sample of each place of the data can be read and decoded."""
     from sdbench.data import detect_format
@@ -235,48 +249,3 @@ def _find_first_part(place: str, data_format: str) -> str:
     if data_format == "parquet" and is_url(place):
         return find_files(place, suffix=".parquet")[0]
     return place
-
-
-def check_wandb(job: Job) -> Seen:
-    """Check that W&B answers and accepts the key of a run."""
-    mode = os.environ.get("WANDB_MODE", "online")
-    if job.request.config.wandb_project is None or mode != "online":
-        yield SKIPPED, f"no --wandb_project, or WANDB_MODE={mode}: nothing is sent to W&B"
-        return
-    from wandb.apis import InternalApi
-
-    wandb = InternalApi(retry_timedelta=datetime.timedelta(0))  # else it asks again for days
-    if wandb.api_key is None:
-        yield WARNING, f"no key for {wandb.api_url}: runs stay on disk, to be sent later"
-    elif wandb.viewer():
-        yield OK, f"{wandb.api_url} knows the key"
-    else:
-        yield ERROR, f"{wandb.api_url} does not know the key"
-
-
-CHECKS = (
-    Check("software", check_software, "pip install -r requirements.txt"),
-    Check("model", check_model, "--model_name FOLDER takes whole weights from a disk"),
-    Check("plan", check_plan, "benchmark.py would refuse or fail as well"),
-    Check(
-        "processes",
-        check_processes,
-        "give each task its cores (srun --cpus-per-task, docker run --cpuset-cpus), or start fewer "
-        "ranks on a node, or fewer --num_workers",
-    ),
-    Check(
-        "shared memory",
-        check_shared_memory,
-        "docker run --shm-size, in a pod an emptyDir of medium Memory at /dev/shm, or fewer "
-        "--num_workers; the next run that needs them removes files of killed ones",
-    ),
-    Check("disk", check_disk, "free some space, or name another folder by the flag or variable"),
-    Check("data", check_data, "make it whole and reachable from this node"),
-    Check(
-        "W&B",
-        check_wandb,
-        "wandb login --relogin, WANDB_API_KEY from a secret, WANDB_BASE_URL, https_proxy, or "
-        "WANDB_MODE=offline",
-        is_for_all_nodes=False,
-    ),
-)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Check, Job, Seen
+from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 
 SYS_INFINIBAND = Path("/sys/class/infiniband")
 DEV_INFINIBAND = Path("/dev/infiniband")
@@ -44,12 +44,13 @@ def read_nics() -> list[Nic]:
     return nics
 
 
-def describe_nics(nics: list[Nic]) -> str:
-    """Describe ports by kind and rate, e.g. ``32 x EFA 100 Gbit/s``."""
-    counts = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics)
-    return ", ".join(f"{number} x {kind}" for kind, number in counts.items()) or "none"
-
-
+@check(
+    "network cards",
+    "on a cloud, start nodes with EFA enabled; hand the devices to the container (docker run "
+    "--device /dev/infiniband --ulimit memlock=-1, a limit vpc.amazonaws.com/efa or rdma/... "
+    "in the pod, LimitMEMLOCK=infinity for slurmd); look at the cable of a port that is down; "
+    "for EFA install aws-ofi-nccl where the loader finds it (LD_LIBRARY_PATH)",
+)
 def check_cards(job: Job) -> Seen:
     """Check that EFA or InfiniBand is present, up, and usable from this container."""
     nics = read_nics()
@@ -57,7 +58,9 @@ def check_cards(job: Job) -> Seen:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED
         yield level, "neither EFA nor InfiniBand: between nodes gradients travel over TCP"
         return
-    yield OK, f"active: {describe_nics([nic for nic in nics if nic.state == 'ACTIVE'])}"
+    kinds = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics if nic.state == "ACTIVE")
+    active = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    yield OK, f"active: {active or 'none'}"
     for nic in nics:
         if nic.state != "ACTIVE":
             yield WARNING, f"{nic.name} is {nic.state or 'in no known state'}"
@@ -84,15 +87,3 @@ def _can_load(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-CHECKS = (
-    Check(
-        "network cards",
-        check_cards,
-        "on a cloud, start nodes with EFA enabled; hand the devices to the container (docker run "
-        "--device /dev/infiniband --ulimit memlock=-1, a limit vpc.amazonaws.com/efa or rdma/... "
-        "in the pod, LimitMEMLOCK=infinity for slurmd); look at the cable of a port that is down; "
-        "for EFA install aws-ofi-nccl where the loader finds it (LD_LIBRARY_PATH)",
-    ),
-)

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.terminal import format_number, format_rate
+from sdbench.state.lock import lock
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
@@ -48,7 +49,7 @@ class Outcome:
         duration_s: From its start to its end.
         cause: Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if one of its ranks
             ended without a word; None if it is not known.
-        run_folder: The folder of its record; None without a record.
+        run: Name of the folder of its record; None without a record.
         record: The record, or None.
     """
 
@@ -57,13 +58,8 @@ class Outcome:
     exit_code: int
     duration_s: float
     cause: str | None
-    run_folder: Path | None
+    run: str | None
     record: dict[str, Any] | None
-
-    @property
-    def run(self) -> str | None:
-        """The name of the run's folder."""
-        return None if self.run_folder is None else self.run_folder.name
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -121,26 +117,20 @@ def measuring_command(command: Sequence[str]) -> list[str]:
 
 def find_program(command: Sequence[str]) -> list[str]:
     """The command with its program as a path: this Python, beside it, or on PATH."""
-    if not command:
-        raise ConfigError(
-            "there is no command to run",
-            value="",
-            allowed="a command behind --, e.g. -- composer benchmark.py --use_synth_data",
-            flag="COMMAND",
-        )
-    if command[0] in ("python", "python3"):  # not one with other packages
-        return [sys.executable, *command[1:]]
-    is_name = os.path.basename(command[0]) == command[0] != ""
-    beside = Path(sys.executable).parent / command[0]
-    program = str(beside) if is_name and beside.is_file() else shutil.which(command[0])
+    name, *arguments = command or ("",)
+    if name in ("python", "python3"):  # not one with other packages
+        return [sys.executable, *arguments]
+    is_name = os.path.basename(name) == name != ""
+    beside = Path(sys.executable).parent / name
+    program = str(beside) if is_name and beside.is_file() else shutil.which(name)
     if program is None:
         raise ConfigError(
-            "this program is not installed",
-            value=command[0],
-            allowed="composer, torchrun, python or a program on PATH",
+            "there is no command, or its program is not installed",
+            value=name,
+            allowed="composer, torchrun, python or a program on PATH, behind --",
             flag="COMMAND",
         )
-    return [program, *command[1:]]
+    return [program, *arguments]
 
 
 def make_folder(folder: Path) -> None:
@@ -157,25 +147,13 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_one_in(folder: Path, *, what: str) -> Iterator[None]:
-    """Make the folder, and keep a second program (`what`) out of it during the block."""
-    import filelock
-
+def only_one_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep a second program out of it during the block."""
     make_folder(folder)
-    lock = filelock.FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ConfigError(
-            f"another {what} is at work in this folder",
-            value=str(folder),
-            allowed="one at a time",
-            flag="--folder",
-        ) from None
-    try:
+    with contextlib.ExitStack() as stack:
+        with blamed_on("--folder"):
+            stack.enter_context(lock(folder))
         yield
-    finally:
-        lock.release()
 
 
 class End(NamedTuple):
@@ -232,8 +210,6 @@ def run_guarded(
         exit_code = process.wait()
     except BaseException:  # Ctrl-C or SIGTERM: no rank may outlive the program
         process.stdin.close()
-        if output is None:
-            print(f"ending the command, which has {grace_s:g} s for it", file=sys.stderr)
         process.wait()
         raise
     finally:
@@ -245,23 +221,24 @@ def run_guarded(
 
 def run_in_terminal(
     command: Sequence[str], *, folder: Path, variables: Sequence[str] = (), grace_s: float = GRACE_S
-) -> tuple[int, str]:
+) -> int:
     """Run a command as `run_guarded`, one at a time in a folder, with this process's output.
 
-    Returns its exit code and how it ended in words; `variables` are assignments ``NAME=value``.
+    Returns its exit code; `variables` are assignments ``NAME=value``.
     """
     found = find_program(command)
     make_folder(folder)
     cause_file = folder / CAUSE_NAME
     cause_file.unlink(missing_ok=True)
     end = run_guarded(
-        ["env", *variables, *found] if variables else found,
+        ["env", *variables, *found],
         lock_file=folder / LOCK_NAME,
         cause_file=cause_file,
         grace_s=grace_s,
     )
-    reported = read_cause(cause_file) or {}
-    return end.exit_code, reported.get("message") or describe_exit(end.exit_code)
+    if end.exit_code != 0 and read_cause(cause_file) is None:  # which it has printed itself
+        print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
+    return end.exit_code
 
 
 def check_suite_is_here(*names: str) -> None:
@@ -326,9 +303,9 @@ def _first_error(folder: Path) -> str | None:
 
 def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
     """Combine the record in the folder and the end of the process into an outcome."""
-    record, run_folder, complaint = None, None, None
+    record, run, complaint = None, None, None
     for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
-        run_folder = path.parent
+        run = path.parent.name
         try:
             record = load_record(path)
         except (OSError, ValueError) as error:
@@ -357,7 +334,7 @@ def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
         exit_code=end.exit_code,
         duration_s=end.duration_s,
         cause=cause,
-        run_folder=run_folder,
+        run=run,
         record=record,
     )
 

@@ -11,16 +11,14 @@ import hashlib
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench import data
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.stop import STOPS
 from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
@@ -39,7 +37,7 @@ from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
+from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -139,11 +137,7 @@ class Step(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Teach a model a subject, or go on with it; returns the exit code of the step that failed.
-
-    Raises:
-        ConfigError: Something cannot be used; found before anything is started.
-    """
+    """Teach a model a subject, or go on with it; returns the exit code of the step that failed."""
     request = parse(
         DreamboothFlags,
         argv,
@@ -159,20 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print("\n".join(shlex.join(step.command) for step in steps))
         return 0
-    with only_one_in(folder, what="dreambooth"):
-        try:
-            return _run(steps, folder=folder)
-        except STOPS:
-            print("interrupted: the same command goes on here", file=sys.stderr)
-            return EXIT_INTERRUPTED
+    with only_one_in(folder):
+        return _run(steps, folder=folder)
 
 
 def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> list[Step]:
-    """The steps in their order; `rest` goes to train.py.
-
-    Raises:
-        ConfigError: train.py does not take the flags.
-    """
+    """The steps in their order; `rest` goes to train.py, which may refuse it."""
     untrained = {"model_name": flags.model}
     samples = {
         "prompts": PROMPT_SEPARATOR.join(_sample_prompts(flags)),
@@ -192,13 +178,13 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         Step("training", _train(flags, rest, folder=folder)),
         Step(
             "export",
-            ("python", "-m", "sdbench", "export", str(folder / RUN), *_given(export)),
+            ("python", "-m", "sdbench", "export", str(folder / RUN), *to_flags(export)),
             target=exported,
         ),
         Step("pictures after", _draw({**trained, **samples}, flags, folder / AFTER)),
         Step(
             "before and after",
-            ("python", "-m", "sdbench", "before-after", str(folder), *_given(judged)),
+            ("python", "-m", "sdbench", "before-after", str(folder), *to_flags(judged)),
         ),
     ]
     if flags.prior:
@@ -206,11 +192,6 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         step = Step("pictures of the class", _draw({**untrained, **drawn}, flags, folder / CLASS))
         steps.insert(0, step)
     return steps
-
-
-def _given(settings: Mapping[str, Any]) -> list[str]:
-    """The settings that have a value, as flags."""
-    return to_flags({name: value for name, value in settings.items() if value is not None})
 
 
 def _launcher(num_ranks: int) -> list[str]:
@@ -230,8 +211,7 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
 
 
 def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
-    """The command that draws pictures into a folder."""
-    own = _given({**settings, "image_size": flags.image_size, "folder": folder})
+    own = to_flags({**settings, "image_size": flags.image_size, "folder": folder})
     users = split_words(flags.generate_flags or "", flag="--generate_flags")
     for taken in (*(word.partition("=")[0] for word in own), *UNFIT_FLAGS):
         why = "the command itself says what is drawn and where"
@@ -240,11 +220,6 @@ def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> 
 
 
 def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tuple[str, ...]:
-    """The command that trains.
-
-    Raises:
-        ConfigError: train.py does not take the flags, or one of `rest` is the command's own.
-    """
     on_ray = flags.engine == RAY
     own: dict[str, Any] = {
         "task": DREAMBOOTH,
@@ -266,7 +241,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         own["class_remote"] = str(folder / CLASS / PICTURES_NAME)
         own["class_prompt"] = flags.class_prompt
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
-    arguments = ["--config", config, *_given(own), *unsaid, *rest]
+    arguments = ["--config", config, *to_flags(own), *unsaid, *rest]
     trained = parse_request(arguments, description="", epilog="").config
     for name, value in own.items():
         if getattr(trained, name) != value:
@@ -276,13 +251,6 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
                 allowed="other flags of train.py",
                 flag="what stands behind --",
             )
-    if trained.batch_size % flags.num_ranks and not trained.allow_uneven_batch:
-        raise ConfigError(
-            f"the global batch of {trained.batch_size} does not divide over the ranks",
-            value=flags.num_ranks,
-            allowed="a divisor, or another --batch_size behind --",
-            flag="--num_ranks",
-        )
     return (*_launcher(1 if on_ray else flags.num_ranks), "train.py", *arguments)
 
 
@@ -290,18 +258,32 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
     """Find mistakes before anything is started; returns the side of all pictures in pixels."""
     flags = request.config
     check_suite_is_here("train.py", "generate.py", FULL_CONFIG, LORA_CONFIG)
-    _check_prompts(request)
-    with blamed_on("SUBJECT"):
-        data.check(
-            SourceConfig(
-                data_format=data.detect_format(flags.subject),
-                remote=flags.subject,
-                caption=flags.prompt,
-                image_size=VAE_FACTOR,
-                device_batch_size=1,
-                seed=0,
-            )
+    if flags.prior and flags.class_prompt is None:
+        raise ConfigError(
+            "pictures of the class are drawn for a prompt",
+            value=None,
+            allowed='a prompt such as "photo of a dog", or --no_prior: no such pictures',
+            flag="--class_prompt or --no_prior",
         )
+    check(request, ("num_class_images",))
+    for name in ("prompt", "class_prompt"):
+        if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
+            raise ConfigError(
+                f"{PROMPT_SEPARATOR} separates prompts, and this is one",
+                value=getattr(flags, name),
+                allowed=f"a prompt without {PROMPT_SEPARATOR}",
+                flag=f"--{name}",
+            )
+    with blamed_on("SUBJECT"):
+        source = SourceConfig(
+            data_format=data.detect_format(flags.subject),
+            remote=flags.subject,
+            caption=flags.prompt,
+            image_size=VAE_FACTOR,
+            device_batch_size=1,
+            seed=0,
+        )
+        data.check(source)
     own_pictures = Path(flags.subject).resolve()
     if {own_pictures} & {folder.resolve(), *folder.resolve().parents}:
         raise ConfigError(
@@ -321,59 +303,18 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         architecture = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
-    for name in ("clip_network", "dino_network"):
-        place = getattr(flags, name)
-        absent = place and missing_files(Path(place), reads_text=name == "clip_network")
-        if absent:
-            raise ConfigError(
-                f"the network has no {' and no '.join(absent)}",
-                value=place,
-                allowed="a folder of transformers with its weights in safetensors",
-                flag=f"--{name}",
-            )
     return image_size
 
 
-def _check_prompts(request: Request[DreamboothFlags]) -> None:
-    flags = request.config
-    if flags.prior and flags.class_prompt is None:
-        raise ConfigError(
-            "pictures of the class are drawn for a prompt",
-            value=None,
-            allowed='a prompt such as "photo of a dog", or --no_prior: no such pictures',
-            flag="--class_prompt or --no_prior",
-        )
-    check(request, ("num_class_images",))
-    for name in ("prompt", "class_prompt"):
-        if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
-            raise ConfigError(
-                f"{PROMPT_SEPARATOR} separates prompts, and this is one",
-                value=getattr(flags, name),
-                allowed=f"a prompt without {PROMPT_SEPARATOR}",
-                flag=f"--{name}",
-            )
-    class_words = (flags.class_prompt or "").lower().split()
-    if class_words and set(flags.prompt.lower().split()) <= set(class_words):
-        raise ConfigError(
-            "the prompt has no word of its own, by which the model could tell the subject from its "
-            f"class {flags.class_prompt!r}",
-            value=flags.prompt,
-            allowed='a rare word for the subject beside its class: "photo of a unqtkn dog"',
-            flag="--prompt",
-        )
-
-
 def _run(steps: Sequence[Step], *, folder: Path) -> int:
-    """Run the steps; returns the exit code of the first that fails, or 0."""
     for number, step in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {step.what}")
         print(for_terminal(shlex.join(step.command)), flush=True)
         if step.target is not None and _is_made(step.target, folder):
             print(f"{step.target} is there already, from the newest checkpoint.")
             continue
-        exit_code, reason = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
+        exit_code = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
         if exit_code != 0:
-            print(f"error: {step.what}: {for_terminal(reason)}", file=sys.stderr)
             return exit_code
     print(f"\nAll is in {folder}; before and after: {folder / SHEET_NAME}")
     return 0

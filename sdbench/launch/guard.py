@@ -29,16 +29,9 @@ KILLED_WITHIN_S = 60.0
 
 
 def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int:
-    """Run a command to its end, or until it is asked to stop.
+    """Run a command to its end, or until it is asked to stop; returns its exit code, as a shell.
 
-    Args:
-        command: Program and arguments.
-        grace_s: How long processes that are asked to end may take.
-        has_starter: Standard input is the pipe of the program that started this one; otherwise
-            only a signal stops the command.
-
-    Returns:
-        Its exit code; 128 plus the number of the signal that ended it, as a shell has it.
+    With a starter, standard input is that program's pipe; without, only a signal stops it.
     """
     # A list, and no event: a signal may arrive while this thread holds an event's lock.
     reasons_to_stop: list[object] = []

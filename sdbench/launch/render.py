@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import re
 import shlex
@@ -110,6 +111,7 @@ def _matching(allowed: str, pattern: str) -> Kind:
     return Kind(allowed, read, "TEXT")
 
 
+WORD = _matching("a text without spaces, quotes and variables", r"[A-Za-z0-9_./:@%+=,-]+")
 NAME = _matching(
     "a name of lower-case letters, digits, dots and dashes", r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 )
@@ -133,21 +135,8 @@ class RenderFlags:
         None,
         "where the image is, with a slash at the end: registry.example.com/team/",
     )
-    docker_image_name: str = setting(
-        _matching(
-            "lower-case letters, digits, dots, dashes, underscores and slashes",
-            r"[a-z0-9]+([._/-]+[a-z0-9]+)*",
-        ),
-        "mosaicml-stable-diffusion",
-        "name of the image",
-    )
-    tag: str | None = setting(
-        _matching(
-            "letters, digits, dots, dashes and underscores", r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
-        ),
-        None,
-        "tag of the image, e.g. 0.32.1",
-    )
+    docker_image_name: str = setting(WORD, "mosaicml-stable-diffusion", "name of the image")
+    tag: str | None = setting(WORD, None, "tag of the image, e.g. 0.32.1")
     num_nodes: int | None = setting(NODES, None, "nodes, and so pods, that train")
     num_gpus_per_node: int = setting(whole_number(1, 1024), 8, "GPUs, and so ranks, of a node")
     num_efa_per_node: int | None = setting(
@@ -166,12 +155,7 @@ class RenderFlags:
     encoder_instance_type: str = setting(NAME, "g5.2xlarge", "machines that decode and encode")
     program: str = setting(one_of(*PARSERS), "benchmark.py", "what the job runs")
     remote: str | None = setting(
-        _matching(
-            "a place without spaces, quotes and variables: s3://bucket/laion",
-            r"[A-Za-z0-9_./:@%+=,-]+",
-        ),
-        None,
-        "the data set's pictures, at a place that all pods reach",
+        WORD, None, "the data set's pictures, at a place that all pods reach: s3://bucket/laion"
     )
     master_port: int = setting(PORT, 29500, "port on node 0 where the ranks meet")
     rdzv_backend: str = setting(
@@ -181,11 +165,7 @@ class RenderFlags:
     )
     rdzv_host: str | None = setting(NAME, None, "service where they meet")
     rdzv_port: int | None = setting(PORT, None, "port there")
-    run_id: str | None = setting(
-        _matching("letters, digits and dashes", r"[A-Za-z0-9-]{1,63}"),
-        None,
-        "name of the run at the etcd, a new one for each job",
-    )
+    run_id: str | None = setting(NAME, None, "name of the run at the etcd, a new one for each job")
     results_claim: str = setting(
         NAME, f"{JOB_NAME}-results", "persistent volume claim that the records go to"
     )
@@ -198,11 +178,7 @@ COMPUTED = ("NUM_WORKERS", "WORLD_SIZE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill in a template and write it, or say what it would run; returns the exit code.
-
-    Raises:
-        ConfigError: A variable is unset, unknown or wrong, or the manifest has a fault.
-    """
+    """Fill in a template and write it, or say what it would run; returns the exit code."""
     name, rest = choose_command(
         {name: manifest.meaning for name, manifest in MANIFESTS.items()},
         argv,
@@ -223,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = flags.template or FOLDER / manifest.template
     template = _read(path)
     names = find_names(template, path=path)
-    for unused in [one for one in VARIABLES if one not in names and request.is_users(one.lower())]:
-        if unused not in ("NUM_NODES", "NUM_GPUS_PER_NODE") or not names & {*COMPUTED}:
+    for unused in VARIABLES:
+        if unused not in names and request.is_users(unused.lower()):
             raise ConfigError(
                 f"the template has no variable {unused}",
                 value=getattr(flags, unused.lower()),
@@ -235,13 +211,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments:
         text = _replace_arguments(text, arguments, path)
     documents = _read_documents(text, path)
-    _check_arguments(documents, arguments, path)
+    _check_arguments(documents, arguments)
     if flags.out is None and not flags.dry_run:
         print(text, end="")
         return 0
     file = flags.out or Path(f"{JOB_NAME}-{name}.yaml")
     if flags.dry_run:
-        print("\n".join(_describe(documents)))
+        lines = itertools.chain.from_iterable(map(_describe, documents))
+        print("\n".join(dict.fromkeys(lines)))  # the workers of a job repeat what its master runs
     else:
         _write(file, text)
         print(f"written: {file}")
@@ -280,7 +257,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def find_names(template: str, *, path: Path) -> set[str]:
-    """The variables of a template, ``${NAME}`` each; refuses any other dollar sign."""
+    """The variables of a template, ``${NAME}`` each, and those that they follow from.
+
+    Any other dollar sign is refused.
+    """
     names = set()
     for found in string.Template.pattern.finditer(template):
         if found["braced"] not in (*VARIABLES, *COMPUTED):
@@ -292,12 +272,11 @@ def find_names(template: str, *, path: Path) -> set[str]:
                 flag=f"the template {path}",
             )
         names.add(found["braced"])
-    return names
+    return names | {"NUM_NODES", "NUM_GPUS_PER_NODE"} if names & {*COMPUTED} else names
 
 
 def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     """The value of every variable of a template; refuses a variable without one."""
-    wanted = {*names, "NUM_NODES"} if names & {*COMPUTED} else names
     is_at_pod = flags.rdzv_backend == "c10d"
     now = datetime.datetime.now(datetime.timezone.utc)
     num_nodes = flags.num_nodes or 0
@@ -313,7 +292,7 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     given = {name: getattr(flags, name.lower()) for name in VARIABLES}
     values = defaults | {name: value for name, value in given.items() if value is not None}
     unset = [
-        SETTINGS[name.lower()] for name in VARIABLES if name in wanted and values.get(name) is None
+        SETTINGS[name.lower()] for name in VARIABLES if name in names and values.get(name) is None
     ]
     if unset:
         raise ConfigError(
@@ -337,43 +316,35 @@ def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
             flag=f"ARGUMENTS or the template {path}",
         )
 
+    for argument in arguments:
+        if len(argument.splitlines()) > 1:  # YAML would make a space of it
+            raise ConfigError(
+                "an argument has a line break",
+                value=argument,
+                allowed="arguments of one line each",
+                flag="ARGUMENTS",
+            )
+
     def write_list(found: re.Match[str]) -> str:
         # JSON is YAML, and a text in it stays a text.
         items = map(json.dumps, (*arguments, f"--results_dir={RESULTS_DIR}"))
         return "".join([f"{found[1]}args:\n", *(f"{found[1]}  - {item}\n" for item in items)])
 
     def write_line(found: re.Match[str]) -> str:
-        for argument in arguments:
-            if len(argument.splitlines()) > 1:  # YAML would make a space of it
-                raise ConfigError(
-                    "an argument has a line break",
-                    value=argument,
-                    allowed="arguments of one line each",
-                    flag="ARGUMENTS",
-                )
         words = (f"--results_dir={RESULTS_DIR}", *map(shlex.quote, arguments))
         return "".join(f"{found[1]}{word}\n" for word in words)
 
     return ENTRYPOINT_ARGUMENTS.sub(write_line, ARGUMENTS.sub(write_list, text))
 
 
-def _check_arguments(
-    documents: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path
-) -> None:
+def _check_arguments(documents: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> None:
     """Refuse arguments that the program would refuse in the cluster."""
     program, words = "benchmark.py", list(arguments)
     for document in documents:
         if document["kind"] == "RayJob":  # its entrypoint holds the arguments
             _, program, *words = shlex.split(document["spec"]["entrypoint"])
-    parse_arguments = PARSERS.get(Path(program).name)
-    if parse_arguments is None:
-        raise ConfigError(
-            "the entrypoint runs no program of the suite",
-            value=program,
-            allowed=" or ".join(f"python {known}" for known in PARSERS),
-            flag=f"the template {path}",
-        )
-    parse_arguments(words, description="", epilog="")
+    if Path(program).name in PARSERS:
+        PARSERS[Path(program).name](words, description="", epilog="")
 
 
 def _read_documents(text: str, path: Path) -> list[dict[str, Any]]:
@@ -394,8 +365,9 @@ def _read_documents(text: str, path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             "this is not a manifest", value=text[:40], allowed="documents with a kind", flag=flag
         )
-    for place, value in walk(documents):
-        _check_part(place, value, flag=flag)
+    for document in documents:
+        for place, value in _walk(document, (str(document["kind"]),)):
+            _check_part(place, value, flag=flag)
     return documents
 
 
@@ -414,13 +386,8 @@ def _check_part(place: Place, value: Any, *, flag: str) -> None:
     raise ConfigError(f"{'.'.join(place)}: {problem}", value=value, allowed=allowed, flag=flag)
 
 
-def walk(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Place, Any]]:
-    """Every part of the documents of a manifest, with its place."""
-    for document in documents:
-        yield from _walk(document, (str(document["kind"]),))
-
-
 def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Every part of a document, with its place."""
     yield place, value
     parts = value.items() if isinstance(value, Mapping) else ()
     parts = enumerate(value) if isinstance(value, list) else parts
@@ -428,18 +395,16 @@ def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         yield from _walk(part, (*place, str(key)))
 
 
-def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+def _describe(document: Mapping[str, Any]) -> Iterator[str]:
     """Lines on what a manifest runs: numbers, commands, variables and devices."""
-    lines = []
-    for place, value in walk(documents):
+    for place, value in _walk(document, (str(document["kind"]),)):
         if place[-1] in COUNT_KEYS:
-            lines.append(f"{'.'.join(place)}: {value}")
+            yield f"{'.'.join(place)}: {value}"
         elif place[-1] in ("command", "args"):
-            lines.append(f"{place[-1]}: {shlex.join(value)}")
+            yield f"{place[-1]}: {shlex.join(value)}"
         elif place[-1] == "entrypoint":
-            lines.append(f"entrypoint: {value}")
+            yield f"entrypoint: {value}"
         elif place[-1] == "limits":
-            lines += [f"limit: {name}={number}" for name, number in value.items()]
+            yield from (f"limit: {name}={number}" for name, number in value.items())
         elif place[-1] == "env":
-            lines += [f"env: {one['name']}={one.get('value', '(secret)')}" for one in value]
-    return list(dict.fromkeys(lines))  # the workers of a job repeat what its master runs
+            yield from (f"env: {one['name']}={one.get('value', '(secret)')}" for one in value)

@@ -10,12 +10,11 @@ import dataclasses
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.analysis import compare
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
-from sdbench.base.stop import STOPS
+from sdbench.base.errors import ConfigError
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
 from sdbench.record.store import OK
@@ -68,40 +67,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="COMMAND ...",
     )
     flags = request.config
-    commands = {CANDIDATE: measuring_command(request.rest)}
+    commands = {"": measuring_command(request.rest)}  # its runs are in the folder itself
     if flags.against is not None:
         baseline = split_words(flags.against, flag="--against")
-        commands = {BASELINE: measuring_command(baseline), **commands}
+        commands = {BASELINE: measuring_command(baseline), CANDIDATE: commands[""]}
     folder = new_folder(flags.folder, prefix="repeat")
-    # The runs of a single command are in the folder itself.
-    folders = {name: folder / name if flags.against else folder for name in commands}
     runs = [
-        Run(name if flags.against else "", commands[name], folders[name] / str(number))
-        for number, name in in_rounds(commands, times=flags.times)
+        Run(name, command, folder / name / str(number))
+        for number, (name, command) in in_rounds(commands.items(), times=flags.times)
     ]
-    outcomes: dict[Path, list[Outcome]] = {place: [] for place in folders.values()}
-    made = measure(runs, alone_in=folder, timeout_s=flags.timeout_s, num_runs=len(runs))
-    is_interrupted = False
+    outcomes: dict[Path, list[Outcome]] = {folder / name: [] for name in commands}
     try:
-        for run, outcome in made:
+        for run, outcome in measure(runs, alone_in=folder, timeout_s=flags.timeout_s):
             outcomes[run.folder.parent].append(outcome)
-    except STOPS:
-        is_interrupted = True
-        print("interrupted: what has ended is kept", file=sys.stderr)
-    for place, of_command in outcomes.items():
-        if of_command:
-            print(f"\n{describe(of_command)}\n\nruns: {place}")
-    if is_interrupted:
-        return EXIT_INTERRUPTED
+    finally:  # a stop signal costs what has ended nothing
+        for place, of_command in outcomes.items():
+            if of_command:
+                print(f"\n{describe(of_command)}\n\nruns: {place}")
     if flags.against is not None:
-        _compare(folders)
+        _compare(str(folder / BASELINE), str(folder / CANDIDATE))
     ended = [outcome.status for of_command in outcomes.values() for outcome in of_command]
     return 0 if set(ended) == {OK} else 1
 
 
-def _compare(folders: Mapping[str, Path]) -> None:
-    """Print the comparison of both commands, or why it is refused."""
-    places = [str(folders[BASELINE]), str(folders[CANDIDATE])]
+def _compare(*places: str) -> None:
     print(f"\npython -m sdbench compare {shlex.join(places)}\n", flush=True)
     try:
         compare.main(places)

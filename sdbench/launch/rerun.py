@@ -17,7 +17,7 @@ from sdbench import data
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
 from sdbench.data.command_output import PIPE
-from sdbench.launch.child import check_suite_is_here, run_in_terminal
+from sdbench.launch.child import check_suite_is_here, refuse_flag, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
 from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 from sdbench.models.architecture import resolve_architecture
@@ -30,7 +30,7 @@ from sdbench.record.provenance import (
     package_versions,
     speed_environment,
 )
-from sdbench.record.store import BENCHMARK, FEED, OK, TRAIN, kind_of
+from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
 from sdbench.report.runs import read_record
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
@@ -42,7 +42,6 @@ from sdbench.settings.setting import (
     GPU,
     NO_OLDER_RECORD,
     REQUIRED,
-    Setting,
     declarations,
     of_device,
     setting,
@@ -87,12 +86,7 @@ class RerunFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a record's command once more; returns its exit code, 0 if it was only printed.
-
-    Raises:
-        ConfigError: Something that the run needs is not here, or the record does not say it.
-        RunError: The data set is elsewhere and cannot be reached.
-    """
+    """Run a record's command once more; returns its exit code, 0 if it was only printed."""
     request = parse(
         RerunFlags,
         argv,
@@ -104,15 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = request.config
     record = read_record(flags.record, flag="RECORD")
     folder = flags.folder or Path("runs", f"rerun_{record['run_id']}")
-    command, unknown = _find_command(record, request.rest, folder=folder)
-    data_here = _check_inputs(record, command)
-    unknown += _list_unknown_facts(record, has_data=data_here is not None)
-    num_gpus, gpu = _check_gpus(record)
-    variables, left_out = _environment(record, has_gpus=num_gpus > 0)
-    differences = [*_list_differences(record, data_here, gpu=gpu), *left_out]
+    command, config, unknown = _find_command(record, request.rest, folder=folder)
+    data_here, gpu = _check_inputs(record, config), _check_gpus(record)
+    variables, left_out = _environment(record, has_gpus=gpu is not None)
+    lacking, differences = _compare(record, data_here, gpu=gpu)
     for heading, sentences in (
-        ("The record does not say:", unknown),
-        ("Here it is not as in the record:", differences),
+        ("The record does not say:", [*unknown, *lacking]),
+        ("Here it is not as in the record:", [*differences, *left_out]),
     ):
         if sentences:
             lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
@@ -121,22 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(without_controls(shlex.join(words)), flush=True)  # unchanged, to be copied
     if flags.dry_run:
         return EXIT_OK
-    exit_code, _ = run_in_terminal(command, folder=folder, variables=variables)
-    is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
-    if exit_code == EXIT_OK and is_comparable:
-        before = flags.record if flags.record.is_dir() else flags.record.parent
-        compare = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
-        print(f"\nbeside the record: {without_controls(compare)}")
-    return exit_code
+    return run_in_terminal(command, folder=folder, variables=variables)
 
 
 def _find_command(
     record: Mapping[str, Any], rest: Sequence[str], *, folder: Path
-) -> tuple[list[str], list[str]]:
-    """The command of a record, and sentences on what the record does not say of it.
-
-    Flags in `rest` replace settings of the record.
-    """
+) -> tuple[list[str], Any, list[str]]:
+    """The command of a record, its settings, and what the record does not say of it."""
     kind = kind_of(record)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -147,15 +130,9 @@ def _find_command(
         )
     program, config_type = PROGRAMS[kind]
     check_suite_is_here(program)
+    refuse_flag("--results_dir", rest, why="the new run has its own folder", flag="--folder")
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
-    if "results_dir" in replaced:
-        raise ConfigError(
-            "the folder of the new run is given before --",
-            value=given.config.results_dir,
-            allowed="--folder",
-            flag="--results_dir",
-        )
     start, unknown = _find_launcher(record)
     kept, unknown_settings = _settings_to_give(record, config_type, without=replaced | OF_THE_RUN)
     if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
@@ -167,15 +144,15 @@ def _find_command(
     if revision is not None and not replaced & {"model_name", "model_revision"}:
         kept["model_revision"] = revision
     arguments = [*to_flags(kept), *rest]
-    parse(config_type, arguments, description="", epilog="", prog=program)
+    config = parse(config_type, arguments, description="", epilog="", prog=program).config
     command = [*start, program, *arguments, "--results_dir", str(folder)]
-    return command, [*unknown, *unknown_settings]
+    return command, config, [*unknown, *unknown_settings]
 
 
 def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The words before the program, and a sentence if the record does not name the launcher."""
-    ranks = {"launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
-    num_ranks, launcher, unknown = ranks["world_size"], ranks["launcher"], []
+    ranks = record.get("ranks", ONE_RANK)
+    num_ranks, launcher, unknown = ranks["world_size"], ranks.get("launcher"), []
     if record["config"].get("engine") == RAY:  # the program itself has Ray start them
         return ["python"], []
     if ranks["num_nodes"] > 1:
@@ -186,15 +163,12 @@ def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             flag="RECORD",
         )
     if launcher is None:
-        # Of several ranks torchrun sets the variable where nobody has, and composer does not.
-        of_several = TORCHRUN if "OMP_NUM_THREADS" in record["environment"] else COMPOSER
-        launcher = of_several if num_ranks > 1 else NO_LAUNCHER
+        launcher = COMPOSER if num_ranks > 1 else NO_LAUNCHER
         unknown = [f"what started its ranks ({num_ranks}): {launcher} is taken"]
-    starts = {
-        COMPOSER: [COMPOSER, "-n", str(num_ranks)],
-        TORCHRUN: [TORCHRUN, "--nproc_per_node", str(num_ranks)],
-    }
-    return starts.get(launcher, ["python"]), unknown
+    starts = {COMPOSER: "-n", TORCHRUN: "--nproc_per_node"}
+    if launcher in starts:
+        return [launcher, starts[launcher], str(num_ranks)], unknown
+    return ["python"], unknown
 
 
 def _settings_to_give(
@@ -219,9 +193,24 @@ def _settings_to_give(
         value = recorded.get(name, one.before)
         if value == of_device(getattr(own, name), on_gpu=on_gpu):
             continue
-        if name == "local" and _is_left_out(value, declared) and recorded.get("remote"):
+        is_elsewhere = _is_left_out(value, declared)
+        if name == "local" and is_elsewhere and recorded.get("remote"):
             continue  # copies of the data go to the cache
-        _check_value(one, value, declared, how_made=_tell_how_made(record))
+        if value is None:
+            raise ConfigError(
+                "a setting of the record has no value, and in this version it always has one",
+                value=f"{name}: null",
+                allowed=f"{one.kind.allowed}, behind --",
+                flag=one.flag,
+            )
+        if is_elsewhere or (name == "ray_address" and value != "auto"):
+            raise ConfigError(
+                f"a record does not say where {one.flag} is: places, commands and clusters are not "
+                "left to it",
+                value=value,
+                allowed=f"its place, behind --: -- {one.flag} PLACE{_tell_how_made(record)}",
+                flag=one.flag,
+            )
         kept[name] = value
     if unknown:
         sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
@@ -229,28 +218,6 @@ def _settings_to_give(
         values = ", ".join(f"{name} {recorded[name]}" for name in gone)
         sentences.append(f"what this version has in the place of its settings {values}")
     return kept, sentences
-
-
-def _check_value(
-    one: Setting, value: Any, declared: Mapping[str, Setting], *, how_made: str
-) -> None:
-    """Refuse a value of the record that is missing there, or that a record may not choose."""
-    if value is None:
-        raise ConfigError(
-            "a setting of the record has no value, and in this version it always has one",
-            value=f"{one.name}: null",
-            allowed=f"{one.kind.allowed}, behind --",
-            flag=one.flag,
-        )
-    is_cluster = one.name == "ray_address" and value != "auto"
-    if is_cluster or _is_left_out(value, declared):
-        raise ConfigError(
-            f"a record does not say where {one.flag} is: places, commands and clusters are not "
-            "left to it",
-            value=value,
-            allowed=f"its place, behind --: -- {one.flag} PLACE{how_made}",
-            flag=one.flag,
-        )
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -262,23 +229,18 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
 
     if not isinstance(value, str):
         return False
-    if value.startswith(PIPE) or any(f"<{name}>" in value for name in names):
-        return True
     try:
-        return any(place.startswith(PIPE) for place in braceexpand(value))
+        places = [value, *braceexpand(value)]
     except UnbalancedBracesError:  # a text, or a place that the program itself refuses
-        return False
+        places = [value]
+    is_command = any(place.startswith(PIPE) for place in places)
+    return is_command or any(f"<{name}>" in value for name in names)
 
 
-def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
-    """Number of GPUs of this machine, and model of the first.
-
-    Raises:
-        ConfigError: The run had more.
-    """
+def _check_gpus(record: Mapping[str, Any]) -> str | None:
+    """The model of the first GPU here; refuses a machine with fewer GPUs than the run had."""
     nvml = open_nvml()
     num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
-    first = ask(nvml, "nvmlDeviceGetHandleByIndex", 0) if num_gpus else None
     needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
     on_ray = record["config"].get("engine") == RAY  # its nodes may be others
     if record["machine"]["device_type"] == GPU and num_gpus < needed and not on_ray:
@@ -289,17 +251,15 @@ def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
             allowed=f"a machine with {needed} GPUs, with its driver and the package nvidia-ml-py",
             flag="RECORD",
         )
-    return num_gpus, None if first is None else ask(nvml, "nvmlDeviceGetName", first)
+    first = ask(nvml, "nvmlDeviceGetHandleByIndex", 0) if num_gpus else None
+    return None if first is None else ask(nvml, "nvmlDeviceGetName", first)
 
 
-def _check_inputs(record: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any] | None:
+def _check_inputs(record: Mapping[str, Any], config: Any) -> dict[str, Any] | None:
     """The facts of the data set, as a record has them; refuses data or weights that are not here.
 
     A model of the hub is left to the run itself.
     """
-    program, config_type = PROGRAMS[kind_of(record)]
-    arguments = command[command.index(program) + 1 :]
-    config = parse(config_type, arguments, description="", epilog="").config
     model, workload = getattr(config, "model_name", None), record.get("workload", {})
     what, how_made = "weights of the record are", ""
     try:
@@ -319,23 +279,21 @@ def _check_inputs(record: Mapping[str, Any], command: Sequence[str]) -> dict[str
 def _tell_how_made(record: Mapping[str, Any]) -> str:
     """The end of a sentence: how the data set was made, if the record says so."""
     sentence = ""
-    for provenance in filter(None, (record.get("data") or {}).get("made_by", ())):
-        facts = {name: value for name, value in provenance.items() if value is not None}
-        command = facts.pop("command", None)
-        told = ", ".join(f"{name} {value}" for name, value in facts.items())
-        sentence += f"; it was made by {command}: {told}"
+    for facts in filter(None, (record.get("data") or {}).get("made_by", ())):
+        told = ", ".join(
+            f"{name} {value}" for name, value in facts.items() if name != "command" and value
+        )
+        sentence += f"; it was made by {facts['command']}: {told}"
     return sentence
 
 
 def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str], list[str]]:
-    """Assignments of the record's variables, and sentences on the variables that are left out.
-
-    A path belongs to the machine of the record, and may name a library that is loaded.
-    """
+    """Assignments of the record's variables, and sentences on the variables that are left out."""
     here, on_gpu = speed_environment(), record["machine"]["device_type"] == GPU
     assigned, told = {}, []
     for name, value in record["environment"].items():
         changes_speed = name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
+        # A path may also name a library that is loaded.
         is_of_machine = "/" in value or (name == CHOOSES_GPUS and on_gpu)
         if changes_speed and (here.get(name) == value or not is_of_machine):
             assigned[name] = value
@@ -351,55 +309,49 @@ def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str
     return [f"{name}={value}" for name, value in sorted(assigned.items())], told
 
 
-def _list_differences(
-    record: Mapping[str, Any], data_here: dict[str, Any] | None, *, gpu: str | None
-) -> list[str]:
-    """Sentences on the machine, the commit, the packages and the data set that differ."""
-    machine, commit, state = record["machine"], record["git"]["commit"], git_state()
-    data_before = record.get("data")
-    pairs = [
-        (
-            f"{machine['num_cpu_cores']} cores of {machine['cpu_name']}",
-            f"{num_cpu_cores()} cores of {read_cpu()[0]}",
-        ),
-        (f"commit {commit}", f"commit {state['commit']}" if commit else f"commit {commit}"),
-    ]
+def _compare(
+    record: Mapping[str, Any], data_here: Mapping[str, Any] | None, *, gpu: str | None
+) -> tuple[list[str], list[str]]:
+    """Facts other than settings that the record lacks, and sentences on those that differ here."""
+    machine, git, state = record["machine"], record["git"], git_state()
+    data_then, workload = record.get("data"), record.get("workload", {})
+    then = {
+        "machine": f"{machine['num_cpu_cores']} cores of {machine['cpu_name']}",
+        **record["versions"],
+        **record.get("other_versions", {}),
+    }
+    now = {
+        "machine": f"{num_cpu_cores()} cores of {read_cpu()[0]}",
+        **package_versions(),
+        **other_versions(),
+    }
     if machine["device_type"] == GPU and gpu is not None:
-        pairs.append((machine["device_name"], gpu))
-    if data_before is not None and data_before["sha256"] != (data_here or {}).get("sha256"):
-        pairs.append((_describe_facts(data_before), _describe_facts(data_here)))
-    before = {**record["versions"], **record.get("other_versions", {})}
-    here = {**package_versions(), **other_versions()}
+        then["GPU"], now["GPU"] = machine["device_name"], gpu
+    if git["commit"] is not None:
+        then["commit"], now["commit"] = git["commit"], state["commit"]
+    if data_then is not None and data_then["sha256"] != (data_here or {}).get("sha256"):
+        then["data set"], now["data set"] = map(_describe_data, (data_then, data_here))
     # An older record does not name all packages.
-    for name in sorted({*before, *here}) if "other_versions" in record else before:
-        pairs.append((f"{name} {before.get(name)}", f"{name} {here.get(name)}"))
-    sentences = [f"{then} -> {now}" for then, now in pairs if then != now]
+    names = {*then, *now} if "other_versions" in record else then
+    differences = [
+        f"{name} {then.get(name)} -> {now.get(name)}"
+        for name in sorted(names)
+        if then.get(name) != now.get(name)
+    ]
     if state["dirty"]:
-        sentences.append("this checkout has changes that are in no commit")
-    return sentences
-
-
-def _describe_facts(facts: Mapping[str, Any] | None) -> str:
-    if facts is None:
-        return "the data set: synthetic"
-    size = "" if facts["num_bytes"] is None else f", {facts['num_bytes']} bytes"
-    return f"the data set: {facts['num_files']} files{size}, sha256 {facts['sha256'][:12]}"
-
-
-def _list_unknown_facts(record: Mapping[str, Any], *, has_data: bool) -> list[str]:
-    """Sentences on facts other than settings that this record lacks."""
-    workload, git = record.get("workload", {}), record["git"]
-    facts = {
-        "a hash of its data set: the one here is taken for the same": (
-            has_data and record.get("data") is None
-        ),
-        "a hash of its weights: the ones here are taken for the same": (
-            workload.get("weights") == "loaded" and not workload["revision"]
-        ),
-        f"the versions of packages other than the {len(record['versions'])} named": (
-            "other_versions" not in record
-        ),
+        differences.append("this checkout has changes that are in no commit")
+    lacks = {
+        "a hash of its data set": data_here is not None and data_then is None,
+        "a hash of its weights": workload.get("weights") == "loaded" and not workload["revision"],
+        "the versions of its other packages": "other_versions" not in record,
         "its commit": git["commit"] is None,
         "the changes to its commit, with which it ran": git["dirty"],
     }
-    return [sentence for sentence, is_unknown in facts.items() if is_unknown]
+    return [fact for fact, is_lacking in lacks.items() if is_lacking], differences
+
+
+def _describe_data(facts: Mapping[str, Any] | None) -> str:
+    if facts is None:
+        return "synthetic"
+    size = "" if facts["num_bytes"] is None else f", {facts['num_bytes']} bytes"
+    return f"{facts['num_files']} files{size}, sha256 {facts['sha256'][:12]}"

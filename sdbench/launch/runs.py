@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,15 +37,12 @@ class Run:
     Attributes:
         name: What tells it from the others, for people; may be empty.
         command: Program and arguments.
-        folder: Made for it.
+        folder: Made for it; what an earlier attempt has left there is removed.
     """
 
     name: str
     command: Sequence[str]
     folder: Path
-
-    def clear(self) -> None:
-        """Remove the files of an earlier attempt, if there may be one."""
 
 
 RunT = TypeVar("RunT", bound=Run)
@@ -56,7 +54,6 @@ def measure(
     alone_in: Path,
     timeout_s: float | None,
     end_s: float = math.inf,
-    num_runs: int | None = None,
 ) -> Iterator[tuple[RunT, Outcome]]:
     """Make runs, and show how each has ended.
 
@@ -66,14 +63,13 @@ def measure(
         timeout_s: Bound on each; None for no bound.
         end_s: When the time is up, on the monotonic clock. The run that is under way then has not
             ended, unless its own time is up too.
-        num_runs: How many there are; None if that is not known before.
     """
-    with Progress(num_runs or 0, unit="run") as progress:
+    with Progress(len(runs) if isinstance(runs, Sequence) else 0, unit="run") as progress:
         for run in runs:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
-            run.clear()
+            shutil.rmtree(run.folder, ignore_errors=True)
             bound_s = min(timeout_s or math.inf, left_s)
             outcome = run_child(
                 run.command,
@@ -83,11 +79,7 @@ def measure(
             )
             if outcome.status == TIMEOUT and bound_s == left_s:
                 return
-            described = ": ".join(filter(None, (for_terminal(run.name), outcome.described)))
-            if num_runs is None:
-                progress.say(f"  {described}")
-            else:
-                progress.report(described)
+            progress.report(": ".join(filter(None, (for_terminal(run.name), outcome.described))))
             if outcome.status not in (OK, OOM):
                 progress.say(tail(run.folder))
             yield run, outcome

@@ -7,13 +7,11 @@ The fastest is measured once more in a fresh process, with the settings of the c
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdbench.base.cause import KILLED
-from sdbench.base.errors import EXIT_INTERRUPTED, MemoryEstimateError, RunError
-from sdbench.base.stop import STOPS
+from sdbench.base.errors import MemoryEstimateError, RunError
 from sdbench.launch.child import Outcome, measuring_command, refuse_flag
 from sdbench.launch.runs import Run, RunsFlags, measure, new_folder
 from sdbench.record.store import FAILED, OK, OOM
@@ -72,20 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         Run(f"micro-batch {size}", [*short, FLAG, str(size), *SHORT], folder / f"probe-{size}")
         for size in propose(outcomes, limit=flags.max_micro_batch)
     )
-    try:
-        for probe, outcome in measure(probes, alone_in=folder, timeout_s=flags.timeout_s):
-            _check_probe(probe, outcome)
-            outcomes[int(probe.folder.name.removeprefix("probe-"))] = outcome
-        winner = _find_fastest(outcomes)
-        print(f"Measuring micro-batch {winner} again, with the command's own settings")
-        run = Run(f"micro-batch {winner}", [*command, FLAG, str(winner)], folder / "winner")
-        ((_, final),) = measure([run], alone_in=folder, timeout_s=flags.timeout_s)
-    except STOPS:
-        print("interrupted: what was probed is in the folder", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    fits = _find_fitting(outcomes)
-    bound = "" if len(fits) < len(outcomes) else " (the largest that was tried)"
-    print(f"\nlargest micro-batch that fits: {fits[-1]}{bound}")
+    for probe, outcome in measure(probes, alone_in=folder, timeout_s=flags.timeout_s):
+        has_no_memory = outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
+        if outcome.status not in (OK, OOM) and not has_no_memory:
+            raise RunError(
+                f"{probe.name} ended for another reason than memory: {outcome.status}, "
+                f"{outcome.reason}"
+            )
+        outcomes[int(probe.folder.name.removeprefix("probe-"))] = outcome
+    rates = {
+        size: outcome.summary["images_per_second"]
+        for size, outcome in outcomes.items()
+        if outcome.status == OK
+    }
+    winner = max(rates, key=lambda size: rates[size])
+    print(f"Measuring micro-batch {winner} again, with the command's own settings")
+    run = Run(f"micro-batch {winner}", [*command, FLAG, str(winner)], folder / "winner")
+    ((_, final),) = measure([run], alone_in=folder, timeout_s=flags.timeout_s)
+    bound = "" if len(rates) < len(outcomes) else " (the largest that was tried)"
+    print(f"\nlargest micro-batch that fits: {max(rates)}{bound}")
     print(f"fastest: {winner}, {final.described}\nruns: {folder}")
     return 0 if final.status == OK else 1
 
@@ -93,12 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def propose(outcomes: Mapping[int, Outcome], *, limit: int) -> Iterator[int]:
     """The micro-batches to try: doubled until one does not fit, then halving the gap.
 
-    Args:
-        outcomes: How each probe has ended; filled in by the caller before the next is asked for.
-        limit: Largest micro-batch to try.
-
-    Raises:
-        RunError: Not even one image fits.
+    The caller fills in how each has ended before it asks for the next.
     """
     yield 1
     if outcomes[1].status != OK:
@@ -119,28 +117,6 @@ def propose(outcomes: Mapping[int, Outcome], *, limit: int) -> Iterator[int]:
             too_large = size
 
 
-def _check_probe(probe: Run, outcome: Outcome) -> None:
-    """Refuse to go on after another failure than one for want of memory."""
-    is_too_large = outcome.status == OOM or (
-        outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
-    )
-    if outcome.status != OK and not is_too_large:
-        raise RunError(
-            f"{probe.name} ended for another reason than memory: {outcome.status}, {outcome.reason}"
-        )
-
-
-def _find_fitting(outcomes: Mapping[int, Outcome]) -> list[int]:
-    """The micro-batches that fit, the smallest first."""
-    return sorted(size for size, outcome in outcomes.items() if outcome.status == OK)
-
-
-def _find_fastest(outcomes: Mapping[int, Outcome]) -> int:
-    """The micro-batch with the highest rate in its few steps."""
-    fits = _find_fitting(outcomes)
-    return max(fits, key=lambda size: outcomes[size].summary["images_per_second"])
-
-
 def _device_batch(record: dict[str, Any]) -> int | None:
     """A rank's share of the global batch; None on a CPU whose batch grows with the micro-batch."""
     is_given = record["origin"]["batch_size"] in ("flag", "file")
@@ -150,7 +126,6 @@ def _device_batch(record: dict[str, Any]) -> int | None:
 
 
 def _without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A command without some flags and their values."""
     kept, skip = [], False
     for argument in command:
         name, equals, _ = argument.partition("=")

@@ -12,17 +12,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
-from sdbench.base.files import write_json
-from sdbench.base.outside import read_json
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
-from sdbench.base.stop import STOPS
 from sdbench.launch.child import refuse_flag, values_of
 from sdbench.launch.runs import in_rounds, new_folder
+from sdbench.record.configuration import group
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Table, make_table, to_terminal
 from sdbench.report.terminal import format_rates
@@ -32,7 +31,8 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
-JOBS_NAME = "jobs.json"
+# In the folder of each job: its number in Slurm.
+NUMBER_NAME = "job.txt"
 POLL_S = 5.0
 FORGOTTEN = "no longer known to Slurm"
 # States of a job that has ended; PENDING, RUNNING and others go on.
@@ -69,14 +69,6 @@ class SubmitFlags:
     folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
 
 
-class Job(NamedTuple):
-    """A submitted measurement: its number in Slurm, its nodes, and where its record goes."""
-
-    number: int
-    num_nodes: int
-    folder: Path
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Submit, wait and show the result; returns the exit code."""
     request = parse(
@@ -88,23 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="ARGUMENTS of benchmark.py",
     )
     flags = request.config
-    if flags.folder is not None and (flags.folder / JOBS_NAME).exists():
-        folder = flags.folder
-        jobs = [
-            Job(job["number"], job["num_nodes"], folder / job["folder"])
-            for job in read_json(folder / JOBS_NAME)
-        ]
-    else:
+    folder, jobs = flags.folder, {}
+    if folder is not None:
+        jobs = {int(one.read_text()): one.parent for one in folder.glob(f"*/{NUMBER_NAME}")}
+    if not jobs:
         folder, jobs = _submit(flags, request.rest)
-    try:
-        _wait(jobs)
-    except STOPS:
-        print(
-            f"interrupted, and the jobs go on: python -m sdbench submit --folder {folder} waits "
-            "for them",
-            file=sys.stderr,
-        )
-        return EXIT_INTERRUPTED
+    _wait(jobs)
     ended_well, failures = _collect(jobs)
     if ended_well:
         table = tabulate_nodes(ended_well)
@@ -120,11 +101,9 @@ def tabulate_nodes(records: Sequence[dict[str, Any]]) -> Table:
 
     The efficiency is images/s of a rank over images/s of a rank on the fewest nodes.
     """
-    by_nodes: dict[int, list[dict[str, Any]]] = {}
-    for record in sorted(records, key=lambda record: record["ranks"]["num_nodes"]):
-        by_nodes.setdefault(record["ranks"]["num_nodes"], []).append(record)
+    by_nodes = group(records, key_of=lambda record: record["ranks"]["num_nodes"])
     rows, base = [], None
-    for num_nodes, runs in by_nodes.items():
+    for num_nodes, runs in sorted(by_nodes.items()):
         summaries = [run["summary"] for run in runs]
         per_rank = statistics.mean(one["images_per_second_per_device"] for one in summaries)
         base = base or per_rank
@@ -147,8 +126,6 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     """Strong or weak scaling, as the global batches say."""
     batches = {record["config"]["batch_size"] for record in records}
     shares = {record["config"]["batch_size"] / record["ranks"]["world_size"] for record in records}
-    if len({record["ranks"]["world_size"] for record in records}) == 1:
-        return "One number of ranks"
     if len(batches) == 1:
         return f"Strong scaling: a global batch of {batches.pop()} shared by all ranks"
     if len(shares) == 1:
@@ -156,11 +133,11 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     return "Neither strong nor weak scaling: global batch and images per rank both differ"
 
 
-def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, list[Job]]:
+def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, dict[int, Path]]:
     """Submit a job for each number of nodes and each repeat; `arguments` are for benchmark.py."""
     batch_size = _check(flags, arguments)
     folder = new_folder(flags.folder, prefix="submit").resolve()
-    jobs: list[Job] = []
+    jobs: dict[int, Path] = {}
     for repeat, num_nodes in in_rounds(flags.nodes, times=flags.repeats):
         run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
         run_folder.mkdir()
@@ -181,11 +158,14 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, list[Jo
         )
         if done.returncode:
             raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
-        jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
-        # After each: if this program is ended, the next start finds the jobs.
-        content = [{**job._asdict(), "folder": job.folder.name} for job in jobs]
-        write_json(folder / JOBS_NAME, content)
-    print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
+        number = int(done.stdout.split(";")[0])
+        jobs[number] = run_folder
+        # If this program is ended, the next start finds the jobs.
+        replace_file(run_folder / NUMBER_NAME, str(number))
+    print(
+        f"submitted {len(jobs)} jobs, {min(jobs)} to {max(jobs)}, which a Ctrl-C here does not "
+        f"stop: python -m sdbench submit --folder {folder} waits for them again"
+    )
     return folder, jobs
 
 
@@ -230,18 +210,18 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
     return batch_size
 
 
-def _wait(jobs: Sequence[Job]) -> None:
+def _wait(jobs: Mapping[int, Path]) -> None:
     """Wait until Slurm has ended or forgotten every job."""
     left = list(jobs)
     with Progress(len(jobs), unit="job") as progress:
         while left:
             states = _read_states()
-            for job in list(left):
+            for number in list(left):
                 # Slurm forgets a job some minutes after its end.
-                state = states.get(job.number, FORGOTTEN)
+                state = states.get(number, FORGOTTEN)
                 if state in ENDED:
-                    left.remove(job)
-                    progress.report(f"{job.number} on {job.num_nodes} nodes: {state}")
+                    left.remove(number)
+                    progress.report(f"{number}, {jobs[number].name}: {state}")
             if left:
                 time.sleep(POLL_S)
 
@@ -256,12 +236,12 @@ def _read_states() -> dict[int, str]:
     return {int(number): state for number, state in pairs}
 
 
-def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
+def _collect(jobs: Mapping[int, Path]) -> tuple[list[dict[str, Any]], list[str]]:
     """Records of good runs, and a sentence for each job without one."""
     ended_well, failures = [], []
-    for job in jobs:
+    for number, folder in jobs.items():
         # A job that was started again has one for each start.
-        paths = sorted(job.folder.glob(f"*/{RECORD_NAME}"))
+        paths = sorted(folder.glob(f"*/{RECORD_NAME}"))
         try:
             last = load_record(paths[-1]) if paths else {"status": FAILED, "reason": "no record"}
         except (OSError, ValueError) as error:
@@ -270,7 +250,6 @@ def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
             ended_well.append(last)
         else:
             failures.append(
-                f"job {job.number} on {job.num_nodes} nodes: {last['status']}, {last['reason']} "
-                f"(see {job.folder}/output.log)"
+                f"job {number}: {last['status']}, {last['reason']} (see {folder}/output.log)"
             )
     return ended_well, failures

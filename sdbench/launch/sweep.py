@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
+from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact_values
-from sdbench.base.stop import STOPS
 from sdbench.launch.child import Outcome, only_one_in
 from sdbench.launch.runs import Run, in_rounds, measure
 from sdbench.launch.sweep_file import Cell, SweepFile, read_sweep_file
@@ -35,13 +32,7 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 STATE_NAME, ENVIRONMENT_NAME = "cell.json", "environment.json"
-# Columns in a table of figures of the settings that have another name there.
-COLUMN_OF_SETTING = {
-    "use_ema": "ema",
-    "device_train_microbatch_size": "micro_batch",
-    "batch_size": "global_batch",
-    "model_name": "model",
-}
+RESULT = ("status", "reason", "exit_code", "duration_s", "run")
 EPILOG = """\
 a sweep file:
   launcher: composer -n 2             (default: composer)
@@ -98,49 +89,34 @@ class SweepRun(Run):
     repeat: int
     outcome: dict[str, Any] | None = None
 
-    def read(self) -> None:
-        """Read how the run has ended, if it has."""
+    def read(self, retry: Collection[str]) -> None:
+        """Read how the run has ended, unless it has to be made again."""
         path = self.folder / STATE_NAME
-        if not path.is_file():
-            return
-        outcome = _read_file(path, without="the run is made again")
-        if not {"status", "reason", "duration_s", "run"} <= outcome.keys():
-            raise _broken(path, "a key is missing", without="the run is made again")
-        run = outcome["run"]
-        if run is None or (self.folder / run / RECORD_NAME).is_file():
-            self.outcome = outcome
+        if path.is_file():
+            outcome = _read(path, read_json_object)
+            run = outcome["run"]
+            is_here = run is None or (self.folder / run / RECORD_NAME).is_file()
+            self.outcome = outcome if is_here and outcome["status"] not in retry else None
 
     def record(self) -> dict[str, Any] | None:
         """The record; None without one, or if it could not be read when the run ended."""
         if self.outcome is None or self.outcome["run"] is None:
             return None
-        path = self.folder / self.outcome["run"]
         try:
-            return load_record(path)
-        except ValueError as error:
-            if self.outcome["status"] != OK:
-                return None  # cell.json gives the reason
-            raise _broken(path, error, without="the run is made again") from None
+            return _read(self.folder / self.outcome["run"], load_record)
+        except ConfigError:
+            if self.outcome["status"] == OK:
+                raise
+            return None  # cell.json gives the reason
 
     def end(self, outcome: Outcome) -> None:
         """Write the outcome."""
         self.outcome = {
             "settings": dict(self.cell.settings),
             "command": list(self.command),
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "exit_code": outcome.exit_code,
-            "duration_s": outcome.duration_s,
-            "run": outcome.run,
+            **{name: getattr(outcome, name) for name in RESULT},
         }
         write_json(self.folder / STATE_NAME, self.outcome)
-
-    def clear(self) -> None:
-        """Remove the files of an unfinished or failed attempt."""
-        (self.folder / STATE_NAME).unlink(missing_ok=True)  # first: a half-cleared run is no run
-        self.outcome = None
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,23 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(_describe(sweep, runs, _find_pending(runs, flags.retry), folder=folder))
         return 0
-    with only_one_in(folder, what="sweep"):
+    with only_one_in(folder):
         _check_environment(folder, allow_other=flags.allow_mixed)
         pending = _find_pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
-        made = measure(
-            pending,
-            alone_in=folder,
-            timeout_s=sweep.timeout_s,
-            end_s=end_s,
-            num_runs=len(pending),
-        )
+        made = measure(pending, alone_in=folder, timeout_s=sweep.timeout_s, end_s=end_s)
         try:
             for run, outcome in made:
                 run.end(outcome)
-        except STOPS:
-            print("interrupted: the same command goes on here", file=sys.stderr)
-            return EXIT_INTERRUPTED
         finally:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
     print(f"\n{to_terminal(_make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
@@ -187,19 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
         print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
-    machines = {record["machine"]["slug"] for run in runs if (record := run.record()) is not None}
-    if len(machines) > 1:  # another GPU, too, which the environment does not tell
-        names = for_terminal(", ".join(sorted(machines)))
-        print(f"caution: measured on different machines: {names}", file=sys.stderr)
     statuses = {run.outcome["status"] for run in runs if run.outcome is not None}
     return 0 if statuses and statuses <= {OK, OOM} else 1
 
 
-def _find_pending(runs: Sequence[SweepRun], retry: tuple[str, ...]) -> list[SweepRun]:
-    """The runs that have not ended, or have ended in a way that is to be retried."""
+def _find_pending(runs: Sequence[SweepRun], retry: Collection[str]) -> list[SweepRun]:
     for run in runs:
-        run.read()
-    return [run for run in runs if run.outcome is None or run.outcome["status"] in retry]
+        run.read(retry)
+    return [run for run in runs if run.outcome is None]
 
 
 def _check_environment(folder: Path, *, allow_other: bool) -> None:
@@ -216,8 +178,7 @@ def _check_environment(folder: Path, *, allow_other: bool) -> None:
     path = folder / ENVIRONMENT_NAME
     if not path.is_file():
         write_json(path, here)
-        return
-    began = _read_file(path, without="the sweep goes on unchecked")
+    began = _read(path, read_json_object)
     changes = [
         f"{name} {began.get(name)} -> {here.get(name)}"
         for name in sorted({*began, *here})
@@ -232,21 +193,20 @@ def _check_environment(folder: Path, *, allow_other: bool) -> None:
         )
 
 
-def _read_file(path: Path, *, without: str) -> dict[str, Any]:
-    """Read a file that the sweep has written; `without` says what happens if it is removed."""
+def _read(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Read a file of the sweep; a cell.json has to hold a whole outcome."""
     try:
-        return read_json_object(path)
+        content = read(path)
+        if path.name == STATE_NAME and not {*RESULT} <= content.keys():
+            raise ValueError("a key is missing")
     except (OSError, ValueError) as error:
-        raise _broken(path, error, without=without) from None
-
-
-def _broken(path: Path, error: object, *, without: str) -> ConfigError:
-    return ConfigError(
-        f"a file of the sweep cannot be read ({error})",
-        value=str(path),
-        allowed=f"the file as it was written; without it {without}",
-        flag="--folder",
-    )
+        raise ConfigError(
+            f"a file of the sweep cannot be read ({error})",
+            value=str(path),
+            allowed="the file as it was written; without it the sweep makes the run again",
+            flag="--folder",
+        ) from None
+    return content
 
 
 def _make_table(runs: Sequence[SweepRun]) -> Table:
@@ -277,26 +237,20 @@ def _describe(
         f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(runs) - len(pending)} of "
         f"{len(runs)} runs are done"
     ]
-    to_run = {run.folder for run in pending}
     statuses: dict[str, list[str]] = {cell.key: [] for cell in sweep.cells}
     durations_s = []
     for run in runs:
-        if run.outcome is not None and run.folder not in to_run:
+        if run.outcome is not None:
             statuses[run.cell.key].append(run.outcome["status"])
-        if run.outcome is not None and run.outcome["status"] == OK:
-            durations_s.append(run.outcome["duration_s"])
+            durations_s += [run.outcome["duration_s"]] * (run.outcome["status"] == OK)
     for cell in sweep.cells:
         state = ", ".join(statuses[cell.key]) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
-    if pending and durations_s:
-        left_s = len(pending) * statistics.median(durations_s)
-        lines.append(f"about {left_s / 60:.0f} min, from the runs that have ended")
-    elif pending:
-        bound_s = min(len(pending) * sweep.timeout_s, sweep.budget_s or math.inf)
-        lines.append(
-            "how long it takes is not known before the first run has ended; at most "
-            f"{bound_s / 60:.0f} min by the time-out{' and the budget' * bool(sweep.budget_s)}"
-        )
+    if pending:
+        bound = "about" if durations_s else "at most"
+        each_s = statistics.median(durations_s) if durations_s else sweep.timeout_s
+        left_s = min(len(pending) * each_s, sweep.budget_s or math.inf)
+        lines.append(f"{bound} {left_s / 60:.0f} min")
     return "\n".join(lines)
 
 
@@ -306,11 +260,8 @@ def _make_rows(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     for run in runs:
         if run.outcome is None:
             continue
-        settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
-        record = run.record()
-        if record is None:
-            row = {**settings, "source": run.folder.name, "kind": "measured"}
-        else:
+        row = {"source": run.folder.name, "kind": "measured", "other_settings": run.name}
+        if (record := run.record()) is not None:
             row = make_row(record)
         rows.append(row | {"status": run.outcome["status"], "reason": run.outcome["reason"]})
     return rows

@@ -6,14 +6,13 @@ A sweep file is YAML with a launcher and settings of benchmark.py: `base` holds 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import shorten
@@ -23,13 +22,12 @@ from sdbench.launch.child import find_program, split_words
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.kinds import REPEATS, SECONDS
 from sdbench.settings.request import raise_unknown
+from sdbench.settings.setting import Setting
 
-DEFAULT_LAUNCHER = "composer"
-DEFAULT_TIMEOUT_S = 3600.0
 DEFAULTS: dict[str, Any] = {
-    "launcher": DEFAULT_LAUNCHER,
+    "launcher": "composer",
     "script": "benchmark.py",
-    "timeout_s": DEFAULT_TIMEOUT_S,
+    "timeout_s": 3600.0,
     "budget_s": None,
     "repeats": 1,
     "base": {},
@@ -41,8 +39,7 @@ NUM_KEY_DIGITS = 12
 MAX_RUNS = 100_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One configuration of a sweep.
 
     Attributes:
@@ -65,8 +62,7 @@ class Cell:
         return settings or "the one cell"
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepFile:
+class SweepFile(NamedTuple):
     """A checked sweep file.
 
     Attributes:
@@ -83,23 +79,13 @@ class SweepFile:
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read and check a sweep file.
-
-    Raises:
-        ConfigError: It cannot be read, has a setting that benchmark.py does not have, or asks for
-            more than `MAX_RUNS` runs.
-    """
+    """Read and check a sweep file; a mistake in it is a ConfigError."""
     content = {**DEFAULTS, **read_mapping(path, allowed="a YAML file of a sweep", flag="FILE")}
     if not (content["grid"] or content["list"]):
         raise _wrong(path, "grid, list", None, "at least one of them")
-    for key in content:
-        if key not in DEFAULTS:
-            raise_unknown(
-                str(key),
-                known=list(DEFAULTS),
-                where="key",
-                flag=f"{shorten(str(key))} in {path}",
-            )
+    for key in content.keys() - DEFAULTS.keys():
+        flag = f"{shorten(str(key))} in {path}"
+        raise_unknown(str(key), known=list(DEFAULTS), where="key", flag=flag)
     for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", REPEATS)):
         if content[key] is None and DEFAULTS[key] is None:
             continue
@@ -129,18 +115,16 @@ def read_sweep_file(path: Path) -> SweepFile:
         )
         if cells.setdefault(cell.key, cell) is not cell:
             raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
-    return SweepFile(
-        cells=tuple(cells.values()),
-        repeats=content["repeats"],
-        timeout_s=content["timeout_s"],
-        budget_s=content["budget_s"],
-    )
+    bounds = (content[key] for key in SweepFile._fields[1:])
+    return SweepFile(tuple(cells.values()), *bounds)
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as the flags of benchmark.py."""
+    """Settings as flags; those without a value are left out."""
     flags = []
     for name, value in settings.items():
+        if value is None:
+            continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
         else:
@@ -158,33 +142,25 @@ def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise _wrong(path, "grid", grid, "settings, each with a list of values")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise _wrong(path, "list", cells, "a list of settings and their values")
-    for given in (base, grid, *cells):
-        _check_names(path, given)
-    num_cells = len(cells) + (math.prod(map(len, grid.values())) if grid else 0)
-    if num_cells * content["repeats"] > MAX_RUNS:
-        raise _wrong(
-            path,
-            "grid, list, repeats",
-            f"{num_cells} cells x {content['repeats']}",
-            f"at most {MAX_RUNS:,} runs",
-        )
-    base = _parse_values(base)
-    grid = {name: [SETTINGS[name].parse(one) for one in grid[name]] for name in grid}
-    products = itertools.product(*grid.values()) if grid else ()
-    varied = [dict(zip(grid, values, strict=True)) for values in products]
-    return [{**base, **cell} for cell in [*varied, *map(_parse_values, cells)]]
 
-
-def _parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: SETTINGS[name].parse(value) for name, value in given.items()}
-
-
-def _check_names(path: Path, given: Mapping[Any, Any]) -> None:
-    for name, value in given.items():
+    def find(name: Any) -> Setting:
         if name not in SETTINGS:
             raise_unknown(str(name), known=list(SETTINGS), where=f"setting in {path}")
         if name == "results_dir":
-            raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
+            raise _wrong(path, name, name, "nothing: each run gets a folder of its own")
+        return SETTINGS[name]
+
+    base, *cells = (
+        {name: find(name).parse(value) for name, value in given.items()} for given in (base, *cells)
+    )
+    grid = {name: [find(name).parse(value) for value in grid[name]] for name in grid}
+    num_cells = len(cells) + (math.prod(map(len, grid.values())) if grid else 0)
+    if num_cells * content["repeats"] > MAX_RUNS:
+        num_runs = f"{num_cells} cells x {content['repeats']}"
+        raise _wrong(path, "grid, list, repeats", num_runs, f"at most {MAX_RUNS:,} runs")
+    products = itertools.product(*grid.values()) if grid else ()
+    varied = [dict(zip(grid, values, strict=True)) for values in products]
+    return [{**base, **cell} for cell in [*varied, *cells]]
 
 
 def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:

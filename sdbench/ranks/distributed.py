@@ -87,11 +87,13 @@ def num_restarts() -> int:
     return sum(int(os.environ.get(name, "0")) for name in names)
 
 
-def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
+def connect(
+    ranks: Ranks, *, device_type: str, timeout_s: float, patience_s: float | None = None
+) -> None:
     """Join the process group of NCCL (``cuda``) or gloo (``cpu``), if there are several ranks.
 
-    They wait for each other so long, here and later in each collective. A missing rank is a
-    RunError.
+    They wait for each other so long, and later in each collective `patience_s`, or as long. A
+    missing rank is a RunError.
     """
     if ranks.world_size == 1:
         return
@@ -99,7 +101,7 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
 
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=patience_s or timeout_s)
     if ranks.num_nodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.distributed.is_initialized():  # Ray Train has connected its workers

@@ -48,9 +48,7 @@ class Heartbeat:
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         """Beat for the first time, which every rank has to before any rank watches.
 
-        Args:
-            ranks: The rank of this process, which has joined the process group.
-            timeout_s: A rank that is silent for longer counts as lost.
+        The ranks have joined the process group; one that is silent for `timeout_s` is lost.
         """
         self._ranks = ranks
         self._timeout_s = timeout_s
@@ -72,10 +70,8 @@ class Heartbeat:
     def watch(self, on_loss: Callable[[str], None]) -> None:
         """Go on beating, and watch the other ranks.
 
-        Args:
-            on_loss: Called in another thread, with a sentence that names the rank, when a rank was
-                silent for the timeout and the main thread has not ended the run. It has to end the
-                process.
+        When one is lost and the main thread does not end the run, `on_loss` is called in another
+        thread with a sentence that names the rank; it has to end the process.
         """
         if self._store is None:
             return
@@ -120,11 +116,9 @@ class Heartbeat:
             time.sleep(2 * PERIOD_S)
 
     def find_lost(self) -> str | None:
-        """Wait as long as it takes to find lost ranks, and name them.
+        """Wait as long as it takes to find lost ranks, and name them in a sentence.
 
-        Returns:
-            A sentence without a full stop; None if every rank beats or has told why it ended, or
-            one has told that it failed.
+        None if every rank beats or has told why it ended, or one has told that it failed.
         """
         if self._talker is None:  # one rank, or `watch` was not called yet
             return None

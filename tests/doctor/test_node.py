@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import socket
+import functools
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from sdbench.data import remote
 from sdbench.doctor import gpus
 from tests.data import datasets
+from tests.ports import free_port
 
 
 def install(folder, package: str, version: str | None) -> None:
@@ -35,10 +35,8 @@ NEW = {"torch": "2.14.1", "torchvision": "0.29.1", "transformers": "5.1.0", "dif
     [
         (OLD, "ok"),
         (OLD | {"torch": "2.7.0+cu126"}, "ok"),
-        (OLD | {"diffusers": "0.1.0"}, "warning"),
         (OLD | {"diffusers": None}, "error"),
         (NEW, "ok"),
-        (NEW | {"transformers": "4.57.6"}, "warning"),
         (OLD | {"transformers": "5.1.0"}, "warning"),
     ],
 )
@@ -115,10 +113,8 @@ def test_only_gpus_that_the_job_may_use_are_checked_and_may_lack_nvlink(
 @pytest.mark.parametrize(
     ("name", "value", "num_gpus"),
     [
-        ("SLURM_GPUS_ON_NODE", "8", 0),
         ("SLURM_GPUS_ON_NODE", "8", 7),
         ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 3),
-        ("CUDA_VISIBLE_DEVICES", "7", 3),
     ],
 )
 def test_a_lost_gpu_is_an_error(look, set_gpus, monkeypatch, name, value, num_gpus):
@@ -128,12 +124,6 @@ def test_a_lost_gpu_is_an_error(look, set_gpus, monkeypatch, name, value, num_gp
 
 
 # --- The plan, processors and memory -------------------------------------------------------------
-
-
-def test_a_job_that_benchmark_would_refuse_is_an_error(look):
-    finding = look("--batch_size", "4", "--device_train_microbatch_size", "8")["plan"]
-    assert finding["level"] == "error"
-    assert "--device_train_microbatch_size" in finding["advice"]
 
 
 def test_too_many_loaders_are_a_warning(look):
@@ -218,11 +208,6 @@ def test_each_of_several_streams_is_read_and_a_missing_first_shard_is_an_error(l
         assert "shard.00000.mds" in finding["found"]
 
 
-def test_an_undecodable_first_sample_is_an_error(look, picture_folder):
-    (picture_folder / "0.png").write_bytes(b"no picture")
-    assert look("--remote", str(picture_folder))["data"]["level"] == "error"
-
-
 @pytest.fixture
 def impatient(monkeypatch) -> Iterator[None]:
     """A store is asked once, for a second."""
@@ -233,15 +218,8 @@ def impatient(monkeypatch) -> Iterator[None]:
     remote._make_s3_client.cache_clear()
 
 
-def closed_port() -> int:
-    """A port of this machine at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_a_bucket_out_of_reach_is_an_error(look, monkeypatch, impatient):
-    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-length")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -250,102 +228,20 @@ def test_a_bucket_out_of_reach_is_an_error(look, monkeypatch, impatient):
     assert "EndpointConnectionError" in finding["found"]
 
 
-@pytest.fixture
-def serve() -> Iterator:
-    """A function from a handler to the URL of its server."""
-    servers = []
-
-    def start(handler: type[BaseHTTPRequestHandler]) -> str:
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_of_many_tars_behind_a_url_only_the_first_is_copied(look, serve, tmp_path):
+def test_of_many_tars_behind_a_url_only_the_first_is_copied(look, tmp_path):
     datasets.write_tars(tmp_path / "tars")
     asked = []
 
-    class Files(BaseHTTPRequestHandler):
+    class Files(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            content = (tmp_path / "tars" / self.path.lstrip("/")).read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            super().do_GET()
 
-    place = f"{serve(Files)}/{{00000..00002}}.tar"
-    assert look("--remote", place, "--data_format", "webdataset")["data"]["level"] == "ok"
+    handler = functools.partial(Files, directory=str(tmp_path / "tars"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}/{{00000..00002}}.tar"
+        level = look("--remote", place, "--data_format", "webdataset")["data"]["level"]
+        server.shutdown()
+    assert level == "ok"
     assert set(asked) == {"/00000.tar"}
-
-
-# --- W&B -----------------------------------------------------------------------------------------
-
-KEY = "0123456789abcdef0123456789abcdef01234567"
-VIEWER = '{"data": {"viewer": {"id": "me"}}}'
-
-
-@pytest.fixture
-def wandb(serve, monkeypatch):
-    """A function that starts a server which gives one answer; returns the keys that it sees."""
-
-    def start(code: int, body: str = "{}") -> list[str]:
-        keys: list[str] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                keys.append(self.headers["Authorization"])
-                self.send_response(code)
-                self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-        monkeypatch.setenv("WANDB_BASE_URL", serve(Handler))
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        return keys
-
-    return start
-
-
-def look_at_wandb(look) -> str:
-    finding = look("--wandb_project", "mine")["W&B"]
-    assert KEY not in json.dumps(finding)
-    return finding["level"]
-
-
-def test_nothing_is_asked_unless_a_project_is_named_or_when_offline(look, wandb, monkeypatch):
-    keys = wandb(200)
-    assert look()["W&B"]["level"] == "skipped"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert look_at_wandb(look) == "skipped"
-    assert keys == []
-
-
-@pytest.mark.parametrize(
-    ("code", "body", "level"),
-    [
-        (200, VIEWER, "ok"),
-        (401, "{}", "error"),
-        (200, '{"data": {"viewer": null}}', "error"),
-        (502, "{}", "error"),
-        (302, VIEWER, "error"),  # the key must not follow it
-        (200, "<html>", "error"),
-    ],
-)
-def test_the_answer_to_the_key_decides(look, wandb, code, body, level):
-    keys = wandb(code, body)
-    assert look_at_wandb(look) == level
-    assert len(keys) == 1
-
-
-def test_a_server_out_of_reach_is_an_error(look, monkeypatch):
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert look_at_wandb(look) == "error"

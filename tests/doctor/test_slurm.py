@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,17 +48,3 @@ def test_srun_is_launcher_enough(cluster, tmp_path):
     assert [(one["name"], one["nodes"]) for one in errors] == [("GPUs", [0, 1])]
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}
     assert [levels[name] for name in ("ranks", "all-reduce")] == ["ok"] * 2
-
-
-def test_a_shell_in_an_allocation_is_alone(cluster, tmp_path):
-    done = subprocess.run(
-        ["salloc", "--quiet", "--nodes=2", *DOCTOR, "--results_dir", str(tmp_path)],
-        cwd=ROOT,
-        env={**cluster.environment, "OMP_NUM_THREADS": str(os.cpu_count())},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr + cluster.logs()
-    assert json.loads(done.stdout)["num_ranks"] == 1

@@ -43,8 +43,9 @@ def main() -> int:
     arguments, _ = parser.parse_known_args()
     with open(os.environ["STARTS"], "a") as starts:
         starts.write(" ".join(sys.argv[1:-2]) + "\n")
+    if arguments.seed in (4, 5):
+        print(" ".join(sys.argv), flush=True)
     if arguments.seed == 4:
-        print(" ".join(sys.argv), file=sys.stderr)
         return refuse(ConfigError("the seed is unlucky", value=4, allowed="5", flag="--seed"))
     micro_batch = arguments.device_train_microbatch_size or 1
     if arguments.seed == 7 and micro_batch >= OOM_FROM:

@@ -26,7 +26,7 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     commands: list[str] = []
 
     def run(command: Sequence[str], *, cause_file: Path, **others: object) -> child.End:
-        python, program, *arguments = command
+        _, python, program, *arguments = command
         assert python == sys.executable
         commands.append(shlex.join([program, *arguments]))
         monkeypatch.setenv(VARIABLE, str(cause_file))

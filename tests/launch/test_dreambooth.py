@@ -20,7 +20,6 @@ import generate
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
-from sdbench.settings.similarity import NETWORK_FILES
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip
@@ -108,8 +107,7 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     other = ["--model_name", "tiny", "--prompts", "a cat", "--num_steps", "2", "--folder"]
     assert generate.main([*other, str(FOLDER / "before")]) == 0
     assert sdbench(command) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: pictures before: the folder has pictures of another job")
+    assert "error: the folder has pictures of another job" in capsys.readouterr().err
     assert len(started) == 1
     for path in (FOLDER / "before" / "pictures").iterdir():
         path.unlink()
@@ -188,24 +186,15 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
     [
         (("--model", "stabilityai/stable-diffusion-2-base"), "--model"),
         (("--model", "my-dog"), "--model"),
-        (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
-        (("--class_prompt", "a | dog"), "--class_prompt"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
-        (("--clip_network", "my-dog"), "--clip_network"),
-        (("--dino_network", "none"), "--dino_network"),
-        (("--num_rank", "2"), "--num_ranks"),
-        (("--num_ranks", "3"), "--num_ranks"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
-        (("--", "--task", "pretrain"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
         (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
-        (("--", "--max_durations", "2ba"), "--max_duration"),
         (("--", "--lr", "much"), "--lr"),
-        (("--", "--run_name", "other"), "what stands behind --"),
     ],
     ids=str,
 )
@@ -219,15 +208,6 @@ def test_a_subject_without_pictures_and_a_class_without_a_name_are_refused(tmp_p
     assert refusal_of("dreambooth", *SUBJECT, *SMALL).flag == "--class_prompt or --no_prior"
     Path("empty").mkdir()
     assert refusal_of("dreambooth", "empty", *COMMAND[1:]).flag == "SUBJECT"
-    assert refusal_of("dreambooth", "none", *COMMAND[1:]).flag == "SUBJECT"
-    network = Path("network")
-    network.mkdir()
-    (network / NETWORK_FILES[0]).touch()
-    error = refusal_of("dreambooth", *COMMAND, "--dino_network", "network")
-    assert (error.flag, error.what) == (
-        "--dino_network",
-        f"the network has no {NETWORK_FILES[1]} and no {NETWORK_FILES[2]}",
-    )
     Path("train.py").unlink()
     error = refusal_of("dreambooth", *COMMAND)
     assert (error.flag, error.value) == ("cd", str(tmp_path))

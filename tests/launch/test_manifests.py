@@ -127,35 +127,6 @@ def test_a_job_that_is_stopped_has_longer_than_its_ranks_take_for_themselves():
     assert min(*graces_s, int(ray["RAY_JOB_STOP_WAIT_TIME_S"])) > stop_grace_s > 100
 
 
-def test_the_three_jobs_run_the_same_pod_but_for_how_it_finds_the_others():
-    specs = [only_pod_spec(kind) for kind in JOBS]
-    for spec in specs:
-        (container,) = spec["containers"]
-        for name in ("name", "args", "ports"):
-            container.pop(name, None)
-        container["env"] = [
-            entry
-            for entry in container["env"]
-            if not entry["name"].startswith("NUM_") and entry["name"] != "LAUNCHER"
-        ]
-        spec.pop("restartPolicy", None)  # which the operator of v1 sets itself
-    assert specs[1:] == specs[:1] * 2
-    arguments = {list_pods(documents(kind))[0].command for kind in JOBS}
-    assert len(arguments) == 1
-
-
-def test_pods_that_have_ended_stay_and_a_fixed_job_is_not_started_again():
-    (fixed,) = documents("eks")
-    (elastic,) = documents("eks-elastic")
-    (runtime, _) = documents("trainjob")
-    assert fixed["spec"]["runPolicy"] == elastic["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
-    replicas = fixed["spec"]["pytorchReplicaSpecs"]
-    assert {replica["restartPolicy"] for replica in replicas.values()} == {"Never"}
-    assert elastic["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert node["template"]["spec"]["backoffLimit"] == 0
-
-
 def ray_cluster():
     """The Ray cluster of a RayJob, and the description of a pod of each of its groups."""
     (job,) = documents("rayjob")
@@ -206,19 +177,3 @@ def test_trainers_and_encoders_are_other_machines_with_one_environment():
     assert claims["encoders"] == []
     pins = (FOLDER.parent / "requirements-ray.txt").read_text()
     assert re.search(r"^ray\[.*\]==(.*)$", pins, re.MULTILINE)[1] == cluster["rayVersion"]
-
-
-def test_the_etcd_speaks_version_2_where_elastic_jobs_look_for_it():
-    (service, deployment) = documents("etcd")
-    (elastic,) = documents("eks-elastic")
-    policy = elastic["spec"]["elasticPolicy"]
-    assert service["metadata"]["name"] == policy["rdzvHost"]
-    assert [port["port"] for port in service["spec"]["ports"]] == [policy["rdzvPort"]]
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert "--enable-v2" in container["command"]
-    assert re.fullmatch(r".*:v3\.5\.\d+", container["image"])
-    assert "livenessProbe" in container
-    assert "readinessProbe" in container
-    assert container["resources"].keys() == {"requests", "limits"}

@@ -305,12 +305,6 @@ def wait_for(port: int) -> None:
             time.sleep(0.5)
 
 
-def test_commands_in_order_do_not_draw_into_one_folder():
-    text = "".join((ROOT / guide).read_text() for guide in GUIDES)
-    folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
-    assert len(folders) == len(set(folders)) == 5
-
-
 @pytest.mark.slow
 def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
     workplace, capsys, monkeypatch
@@ -382,20 +376,6 @@ def test_every_command_of_the_cluster_guide_is_there():
     for dockerfile in re.findall(r"-f (\S+)", text):
         if dockerfile.endswith("Dockerfile"):
             assert (ROOT / dockerfile).exists(), dockerfile
-
-
-def test_every_variable_of_the_cluster_guide_is_read_by_a_file_that_it_is_for():
-    # Indented blocks are of other programs, such as nodegroup.conf.
-    text = re.sub(r"^    .*$", "", CLUSTER_GUIDE.read_text(), flags=re.MULTILINE)
-    set_by_user = set(re.findall(r"\b([A-Z][A-Z_]{2,})=", text))
-    assert {"IMAGE", "MOUNTS", "NODE_RANK", "LAUNCHER", "TAG"} <= set_by_user
-    folders = (ROOT / "multi-node", ROOT / "single-node")
-    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
-    readers = "".join(path.read_text() for path in (*files, ROOT / "Makefile"))
-    # Named where it is set does not count as read: it has to stand behind a $ or an ARG.
-    for name in set_by_user:
-        read = rf"\$[{{(]?{name}\b|ARG {name}\b|first_set [\w ]*\b{name}\b"
-        assert re.search(read, readers), name
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,6 @@ def test_a_dockerfile_uses_what_it_asks_for_and_copies_what_is_there(dockerfile)
         *sources, _ = line.split()
         for source in sources:
             assert (ROOT / source).exists(), source
-    # What the guide of the seed builds with.
-    assert {"PYTORCH_IMAGE", "MOSAICML_VERSION", "PYTORCH_INDEX_URL"} <= set(
-        re.findall(r"^ARG (\w+)", text, flags=re.MULTILINE)
-    )
 
 
 @pytest.fixture
@@ -101,13 +97,6 @@ def test_only_the_installer_that_aws_has_signed_is_unpacked(tmp_path, signed_arc
     script = f"curl() {{ cp {archive.parent}/* .; }}; {variables}; {steps} && echo unpacks"
     done = run("bash", "-c", script.replace("/tmp/efa", str(tmp_path / "efa")))
     assert (done.stdout.endswith("unpacks\n"), done.returncode == 0) == (fault is None,) * 2
-
-
-def test_both_images_set_the_suite_up_in_the_same_way():
-    many, one = (path.read_text().split("ARG MOSAICML_VERSION")[1] for path in DOCKERFILES)
-    # EFA's tools and a line break are all that the image for many machines has more.
-    without_efa = many.replace(":/opt/amazon/efa/bin", "").replace("$PATH \\\n    LD", "$PATH LD")
-    assert one == without_efa
 
 
 def test_composers_version_is_that_of_the_requirements():
@@ -205,16 +194,13 @@ def test_another_program_may_stand_first(start_ranks):
     [
         (TWO_NODES, "MASTER_PORT", "80"),
         (TWO_NODES, "MASTER_PORT", "0x50"),
-        (TWO_NODES, "MASTER_PORT", ""),
         (TWO_NODES, "MASTER_ADDR", ""),
         (TWO_NODES, "NODE_RANK", "2"),
-        (TWO_NODES, "NODE_RANK", ""),
         (TWO_NODES, "NUM_NODES", "two"),
         (TWO_NODES, "NUM_GPUS_PER_NODE", "{8}"),
         (TWO_NODES, "WORLD_SIZE", "12"),
         (TWO_NODES, "NUM_RANKS", "64"),
         (TWO_NODES, "LAUNCHER", "mpirun"),
-        (ELASTIC, "NUM_RANKS", "64"),
         (ELASTIC, "PET_RDZV_ENDPOINT", "etcd:80"),
         (ELASTIC, "PET_NNODES", "1:x"),
     ],

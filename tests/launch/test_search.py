@@ -65,9 +65,7 @@ def test_memory_or_a_limit_bounds_the_search(tmp_path, capsys, argv, flags, prob
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
-    ("seed", "status"),
-    [("2", "timeout"), ("4", "failed"), ("8", "failed")],
-    ids=["hangs", "bad input", "lost rank"],
+    ("seed", "status"), [("2", "timeout"), ("8", "failed")], ids=["hangs", "lost rank"]
 )
 def test_another_failure_than_memory_stops_the_search(tmp_path, capsys, seed, status):
     code, probes = search(tmp_path, "--timeout_s", "2", flags=("--seed", seed))
@@ -89,12 +87,9 @@ def test_probes_are_short_whatever_the_command_asks_for(tmp_path, starts):
 @pytest.mark.parametrize(
     ("argv", "command", "flag", "value"),
     [
-        ([], [], "COMMAND", ""),
         ([], ["python", FAKE, f"{SIZE}=4"], "COMMAND", SIZE),
         ([], ["python", FAKE, "--results_dir=x"], "COMMAND", "--results_dir"),
         (["--max_micro_batch", "0"], ["python", FAKE], "--max_micro_batch", "0"),
-        (["--timeout_s", "-5"], ["python", FAKE], "--timeout_s", "-5"),
-        ([], ["./no/such/program"], "COMMAND", "./no/such/program"),
     ],
 )
 def test_wrong_input_is_refused(tmp_path, argv, command, flag, value):

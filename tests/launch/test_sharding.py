@@ -8,12 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed import checkpoint
-from torch.torch_version import TorchVersion
 
 from sdbench.engines import ENGINES
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
-from sdbench.engines.sharding import let_cpus_average_between_nodes
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
@@ -193,11 +191,3 @@ def test_under_hybrid_zero1_each_node_has_all_averages(results):
     first, second, *other_node = held_by(results[NODES, "hybrid_zero1"])
     assert first and second and not first & second
     assert other_node == [first, second]
-
-
-@pytest.mark.parametrize(("version", "is_changed"), [("2.7.0+cu126", True), ("2.11.0", False)])
-def test_streams_of_a_cpu_record_events_where_torch_asks_for_some(version, is_changed, monkeypatch):
-    monkeypatch.setattr(torch.cpu.Stream, "record_event", lambda self: None)
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    let_cpus_average_between_nodes()
-    assert (torch.cpu.Stream().record_event() is not None) == is_changed

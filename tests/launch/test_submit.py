@@ -16,13 +16,9 @@ from tests.report.results_folder import make_record
     ("argv", "flag", "value"),
     [
         ((), "--nodes", ""),
-        (("--nodes", "1,x"), "--nodes", "1,x"),
-        (("--nodes", "1", "--repeats", "0"), "--repeats", "0"),
         (("--nodes", "1,2", "--scaling", "weak", "--", "--use_ema"), "--batch_size", "--use_ema"),
         (("--nodes", "2,3", "--scaling", "weak", "--", "--batch_size", "8"), "--nodes", 3),
-        (("--nodes", "1,2", "--scaling", "weak", "--", "--batch_size", "x"), "--batch_size", "x"),
         (("--nodes", "1,2", "--scaling", "weak", "--", "--batch_size=8x"), "--batch_size", "8x"),
-        (("--nodes", "1", "--", "--results_dir", "here"), "--folder", "--results_dir"),
         (("--nodes", "1", "--", "--results_dir=here"), "--folder", "--results_dir"),
         (("--nodes", "1"), "PATH", "no sbatch on PATH"),
     ],

@@ -132,7 +132,7 @@ def test_when_the_budget_is_spent_the_rest_is_named_and_made_the_next_time(
     assert code == 0
     assert [row["status"] for row in rows] == ["ok"]
     output = capsys.readouterr().out
-    assert "at most 13 min by the time-out and the budget" in output
+    assert "at most 13 min\n" in output
     assert "time is up, and 2 runs are missing; the same command makes them:\n  seed=2\n" in output
     assert num_starts(starts) == 2
     # Its own time-out is a finding, and what is behind it is measured.
@@ -146,12 +146,6 @@ def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, impatient):
     assert (code, rows) == (1, [])
 
 
-def test_repeats_come_round_by_round(tmp_path, starts):
-    _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]}, repeats=2)
-    sizes = [line.split("=")[1] for line in starts.read_text().splitlines()]
-    assert sizes == ["2", "4", "2", "4"] and len(rows) == 4
-
-
 def test_a_dry_run_shows_the_plan_and_another_cell_is_the_only_one_that_runs(
     tmp_path, starts, capsys
 ):
@@ -159,13 +153,14 @@ def test_a_dry_run_shows_the_plan_and_another_cell_is_the_only_one_that_runs(
     assert sweep(tmp_path, "--dry_run", grid=two, timeout_s=600) == (0, [])
     assert num_starts(starts) == 0
     output = capsys.readouterr().out
-    assert "device_train_microbatch_size=2: to run" in output
-    assert "not known before the first run has ended; at most 20 min" in output
+    assert "device_train_microbatch_size=2: to run" in output and "at most 20 min\n" in output
     sweep(tmp_path, grid=one)
     sweep(tmp_path, "--dry_run", grid=two)
-    assert "about 0 min, from the runs that have ended" in capsys.readouterr().out
-    _, rows = sweep(tmp_path, grid=two)
-    assert len(rows) == 2 and num_starts(starts) == 2
+    assert "about 0 min\n" in capsys.readouterr().out
+    _, rows = sweep(tmp_path, grid=two, repeats=2)
+    # Round by round.
+    sizes = [line.split("=")[1] for line in starts.read_text().splitlines()]
+    assert sizes == ["2", "4", "2", "4"] and len(rows) == 4
 
 
 @pytest.mark.parametrize(
@@ -175,12 +170,9 @@ def test_a_dry_run_shows_the_plan_and_another_cell_is_the_only_one_that_runs(
         ({"gird": {"seed": [1]}, "list": [{"seed": 1}]}, "gird"),
         ({"grid": {"batch_size": ["many"]}}, "many"),
         ({"grid": {"seed": 1}}, {"seed": 1}),
-        ({"list": [{"seed": 1}, {"seed": 1}]}, {}),
         ({"base": {"seed": 1}}, None),
-        ({"list": [{"results_dir": "x"}]}, "x"),
-        ({"list": [{"seed": 1}], "timeout_s": 0}, 0),
+        ({"list": [{"results_dir": "x"}]}, "results_dir"),
         ({"list": [{"seed": 1}], "timeout_s": True}, True),
-        ({"list": [{"seed": 1}], "launcher": "no-such-program"}, "no-such-program"),
         ({"list": [{"seed": 1}], "launcher": "'unclosed"}, "'unclosed"),
         ({"list": [{"seed": 1}], "script": "benchmrk.py"}, "benchmrk.py"),
         ({"list": [{"lr": 1e-4}, {"lr": "0.0001"}]}, {}),
@@ -202,19 +194,6 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
     assert sweep(tmp_path, grid=grid)[0] == 2
     assert "got 'torch 1.12.1 -> " in capsys.readouterr().err
     assert sweep(tmp_path, "--allow_mixed", grid=grid)[0] == 0
-
-
-def test_rows_of_another_machine_are_told(tmp_path, capsys):
-    """E.g. with another GPU beside as many cores and as much memory."""
-    sweep(tmp_path, list=[{"seed": 1}])
-    (file,) = (tmp_path / "sweep").glob("*/*/record.json")
-    record = json.loads(file.read_text())
-    slug, record["machine"]["slug"] = record["machine"]["slug"], "8-x100"
-    file.write_text(json.dumps(record))
-    assert "caution" not in capsys.readouterr().err
-    assert sweep(tmp_path, list=[{"seed": 1}, {"seed": 5}])[0] == 0
-    machines = ", ".join(sorted([slug, "8-x100"]))
-    assert f"caution: measured on different machines: {machines}\n" in capsys.readouterr().err
 
 
 def test_a_sweep_that_follows_a_killed_one_waits_until_its_ranks_are_gone(tmp_path):
@@ -312,7 +291,6 @@ SECRETS = ("hf_0123456789", "hunter2")
     ("setting", "value", "shown"),
     [
         ("wandb_name", "hf_0123456789", "<HF_TOKEN>"),
-        ("remote", "http://me:hunter2@host/a.tar", "http://host/a.tar"),
         ("remote", "pipe:curl -H 'X-Key: hunter2' http://host/a.tar", "pipe:curl"),
     ],
 )
@@ -330,13 +308,23 @@ def test_secrets_that_a_command_prints_stay_out(
     assert f"--{setting}={shown}" in "".join(texts) and f"{setting}={shown}" in printed
 
 
-def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
-    import filelock
+HOLD = """
+import pathlib, sys, sdbench.state.lock
+with sdbench.state.lock.lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path, repository, capsys):
     (tmp_path / "sweep").mkdir()
-    with filelock.FileLock(tmp_path / "sweep" / ".lock"):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "sweep")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=repository, **pipes) as holder:
+        assert holder.stdout.readline()
         assert sweep(tmp_path, grid={"seed": [1]})[0] == 2
-    assert "another sweep is at work" in capsys.readouterr().err
+        holder.stdin.close()
+    assert "Another run is at work in this folder" in capsys.readouterr().err
 
 
 def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):

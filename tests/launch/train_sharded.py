@@ -36,9 +36,6 @@ CASES: dict[str, dict[str, object]] = {
     "full-every": {"sharding": "full", "grad_sync": "every"},
     "full-unfused": {"sharding": "full", "optimizer": "adamw"},
     "every": {"grad_sync": "every"},
-    "bucket_view": {"gradient_as_bucket_view": True},
-    "static_graph": {"static_graph": True},
-    "small_buckets": {"ddp_bucket_mib": 1},
     "bf16": {"grad_compression": "bf16"},
     "all_of_ddp": {
         "sharding": "zero1",
