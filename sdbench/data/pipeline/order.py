@@ -115,13 +115,7 @@ class EpochOrder(DistributedSampler):
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """Compute the samples of one of this rank's batches again.
-
-        Args:
-            state: What `state` returned, at any time.
-            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
-            number: Of the batch in its epoch, from 0.
-        """
+        """Compute the samples of a batch of this rank again, `num_epochs` (<= 0) after `state`."""
         return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -151,9 +145,8 @@ class StreamedOrder(EpochOrder):
     An epoch is a line of samples: files in random order, the blocks of each as they are stored, and
     samples in random order within their block. The line is cut into lanes, one for each loading
     process of each rank, and batch b of a rank comes from the lane of its process b modulo their
-    number. So a file is read by one process, or by two where a cut goes through it; ranks have
-    equally many whole batches, and no two share a sample. What is left at the end of the line is
-    left out; it differs by epoch.
+    number. So a file is read by one process, or by two where a cut goes through it. As in
+    `EpochOrder` ranks have equally many whole batches, and the rest of the line is left out.
 
     The order depends on the numbers of ranks and of processes. A resumed epoch keeps those that it
     began with, so that nothing is repeated or left out; with other numbers its rest is read by

@@ -33,13 +33,10 @@ class CaptionTokenizer:
     def __init__(
         self, *, folder: Path | None = None, pad_token_id: int, new_token: str | None = None
     ) -> None:
-        """Load the tokenizer.
+        """Load the tokenizer of a folder, or build that of the vocabulary that we carry.
 
-        Args:
-            folder: A folder with ``vocab.json`` and ``merges.txt``, or ``tokenizer.json``; None
-                for the vocabulary that we carry.
-            pad_token_id: What follows eos. SD 2 pads with "!", id 0; SD 1 with eos, id 49407.
-            new_token: A word that becomes one token, behind the last of the vocabulary.
+        `pad_token_id` follows eos: SD 2 pads with "!", id 0, and SD 1 with eos, id 49407. A
+        `new_token` is a word that becomes one token, after the last of the vocabulary.
         """
         self.pad_token_id = pad_token_id
         if folder is None:

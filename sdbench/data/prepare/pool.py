@@ -28,12 +28,7 @@ NUM_PIECES_TRIED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The samples of a source, divided into shards.
-
-    Attributes:
-        num_samples: Samples that are taken, from the first one.
-        samples_per_shard: Samples in a shard, bad ones included.
-    """
+    """The first samples of a source, divided into shards; bad samples count too."""
 
     num_samples: int
     samples_per_shard: int
@@ -71,7 +66,7 @@ def run_work(
     """Do numbered pieces of work, in this process or in several others, and show the progress.
 
     Those are spawned, not forked, as they use libraries with threads. They end with this one,
-    whatever ends it.
+    whatever ends it. The reports come in the order in which pieces are finished.
 
     Args:
         work: Does the piece with a given number; is pickled once for each process.
@@ -80,9 +75,6 @@ def run_work(
             first pieces shows that it is worth starting them.
         num_samples: Of all the work, for the progress.
         num_done: Samples that an earlier run has done.
-
-    Yields:
-        The reports, in the order in which pieces are finished.
 
     Raises:
         RunError: A process died.

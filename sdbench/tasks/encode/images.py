@@ -44,11 +44,7 @@ class ImageReader:
     """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
 
     def __init__(self, configs: Sequence[SourceConfig]) -> None:
-        """Open the source, described once for each resolution.
-
-        Raises:
-            ConfigError: The source cannot be used.
-        """
+        """Open the source, described once for each resolution."""
         self._samples: Samples | None = None
         if configs[0].data_format == "synthetic":
             self._batches = [data.open_batches(config) for config in configs]

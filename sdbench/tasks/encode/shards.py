@@ -30,12 +30,7 @@ from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 def encode_here(
     job: EncodeJob, numbers: Sequence[int], *, reader: ImageReader, device: str
 ) -> Generator[EncodedBatch]:
-    """Encode the batches of shards in this process, while its workers read and decode.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, a file is damaged, or no batch came for
-            too long.
-    """
+    """Encode the batches of shards in this process, while its workers read and decode."""
     encoder = job.make_encoder(device)
     pieces = [piece for number in numbers for piece in job.pieces(number)]
     with contextlib.closing(_load(job, pieces, reader=reader)) as loaded:
@@ -83,12 +78,7 @@ def write_shards(
     output: Output,
     ranks: Ranks,
 ) -> list[Step]:
-    """Write the shards of this rank, and return the times and counts of each batch.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, too many are, a file is damaged, or the
-            output cannot be written.
-    """
+    """Write the shards of this rank, and return the times and counts of each batch."""
     config = job.configs[0]
     steps: list[Step] = []
     all_bad = output.totals().bad
