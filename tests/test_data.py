@@ -127,21 +127,6 @@ def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, fla
     assert (refusal.flag, refusal.value) == (flag, value)
 
 
-def test_a_results_folder_that_cannot_be_written_is_bad_input(tmp_path, capsys):
-    (tmp_path / "runs").write_text("a file")
-    assert run(tmp_path, *SMALL) == (None, 2)
-    assert printed_refusal(capsys.readouterr().err).flag == "--results_dir"
-
-
-def test_a_server_that_is_dead_before_the_run_is_no_bad_input(tmp_path, capsys, monkeypatch):
-    def check(config):
-        raise RunError("s3://bucket/a cannot be listed")
-
-    monkeypatch.setattr(data, "check", check)
-    assert run(tmp_path, *SMALL) == (None, 1)
-    assert capsys.readouterr().err == "error: s3://bucket/a cannot be listed\n"
-
-
 @pytest.mark.parametrize(
     ("error", "status", "exit_code"),
     [

@@ -8,14 +8,11 @@ import os
 import tarfile
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet
 import pytest
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data import open_samples
-from sdbench.data.image_files import image_extension
 from sdbench.data.prepare.chunk_formats import FORMATS
 from sdbench.data.prepare.rows import describe_source
 from sdbench.data.prepare.writers import Output, open_output
@@ -122,20 +119,6 @@ def test_mds_shards_have_both_hashes_and_their_final_names(tmp_path):
         assert file["hashes"] == {name: get_hash(name, data) for name in ("sha1", "xxh64")}
 
 
-def test_arrays_in_parquet(tmp_path):
-    columns = {"latents_64": "ndarray:float16:4,8,8", "caption": "str"}
-    values = [np.full((4, 8, 8), number, dtype=np.float16) for number in range(130)]
-    output = begin(tmp_path / "out", data_format="parquet", columns=columns, num_chunks=1)
-    output.write_chunk(0, ({"latents_64": value, "caption": ""} for value in values))
-    output.finish()
-    file = pyarrow.parquet.ParquetFile(tmp_path / "out" / "part-00000.parquet")
-    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    assert [group.num_rows for group in groups] == [64, 64, 2]
-    assert groups[0].column(1).compression == "UNCOMPRESSED"
-    stored = [np.frombuffer(data, np.float16) for data in file.read()["latents_64"].to_pylist()]
-    np.testing.assert_array_equal(stored, [value.ravel() for value in values])
-
-
 def test_a_folder_that_is_taken(tmp_path):
     write_all(begin(tmp_path / "out")).finish()
     with refused("--folder", value=str(tmp_path / "out")):
@@ -215,9 +198,3 @@ def test_a_source_that_cannot_be_read_is_not_the_outputs_fault(tmp_path):
 
     with pytest.raises(RunError, match=r"A sample cannot be read \(.*photos/a.jpg"):
         begin(tmp_path / "out").write_chunk(0, read())
-
-
-def test_the_type_of_an_image_is_told_by_its_bytes():
-    assert [image_extension(data) for data in IMAGES] == ["png", "jpg", "webp"]
-    with pytest.raises(ValueError, match="like a GIF file, and JPEG, PNG and WebP files are read"):
-        image_extension(b"GIF89a")

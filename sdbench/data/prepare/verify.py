@@ -15,7 +15,6 @@ from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
-from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
@@ -74,8 +73,6 @@ def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     except ConfigError as error:
         print(f"broken: {error.value}: {error.what}.")
         return 1, ""
-    for name in _find_orphans(place):
-        print(f"note: {name} is not named in {INDEX_NAME}")
     # It imports torch, which --help does without.
     from sdbench.data.formats.mds_shards import make_streams
 
@@ -178,16 +175,6 @@ def _verify_samples(rows: RowReader, pieces: Shards, number: int) -> WorkReport:
         except (BadSampleError, RunError) as error:
             bad.append(str(error))
     return WorkReport(len(indices), bad)
-
-
-def _find_orphans(place: MdsPlace) -> list[str]:
-    """Return the files in the user's folder that the index does not name."""
-    if is_url(place.source):
-        return []
-    folder = Path(place.source)
-    known = {file["basename"] for shard in place.shards for file in files_of(shard)}
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known - {INDEX_NAME, PROVENANCE_NAME})
 
 
 def _work_through(work: Work, num_pieces: int, num_samples: int, flags: VerifyFlags) -> int:
