@@ -157,10 +157,18 @@ def run_two(tmp_path, picture_folder):
 
 
 def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
-    options = ["--image_size", "64,128", "--samples_per_shard", "3", "--stored_latents", "sampled"]
-    run("alone", *options)
-    assert run_two("together", *options) == [0, 0]
+    options = ["--samples_per_shard", "3", "--stored_latents", "sampled"]
+    run("alone", *options, "--image_size", "64,128", "--num_workers", "1")
+    assert run_two("together", *options, "--image_size", "64,128") == [0, 0]
     assert shards(tmp_path / "together") == shards(tmp_path / "alone")
+    for size in (64, 128):  # several resolutions are those of single runs
+        run(str(size), *options, "--image_size", str(size))
+        both = read(tmp_path / "alone", image_size=size)
+        single = read(tmp_path / str(size), image_size=size)
+        assert both[0]["latent"].shape == (4, size // 8, size // 8)
+        for one, other in zip(both, single, strict=True):
+            for name in ("latent", "text_embedding"):
+                np.testing.assert_array_equal(one[name], other[name])
     (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
     record = load_record(path)
     validate(record)
@@ -222,18 +230,6 @@ def test_a_bad_sample_stops_a_run_and_a_resume_may_not_change_what_is_written(
 
 
 # --- What is written -----------------------------------------------------------------------------
-
-
-def test_several_resolutions_are_those_of_single_runs(run, tmp_path):
-    for out, sizes in (("64", "64"), ("128", "128"), ("both", "128,64")):
-        assert run(out, "--image_size", sizes, "--num_workers", "1")[0] == 0
-    for size in (64, 128):
-        several = read(tmp_path / "both", image_size=size)
-        single = read(tmp_path / str(size), image_size=size)
-        assert several[0]["moments"].shape == (8, size // 8, size // 8)
-        for one, other in zip(several, single, strict=True):
-            for name in ("moments", "text_embedding"):
-                np.testing.assert_array_equal(one[name], other[name])
 
 
 def test_sampled_latents_are_drawn_from_the_moments_by_the_seed(run, tmp_path):

@@ -256,12 +256,6 @@ def test_fewer_samples_than_a_batch(kind, make_config):
         data.check(make_config(kind, device_batch_size=1, world_size=50))
 
 
-@pytest.mark.parametrize("kind", STORED)
-def test_a_place_that_is_not_there_is_named(kind, make_config, tmp_path):
-    with refused(value=str(tmp_path / "nowhere")):
-        data.check(make_config(kind, remote=str(tmp_path / "nowhere")))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in STORED if "latents" not in kind])
 def test_images_are_not_latents(kind, make_config):
     has_columns = kind in ("mds", "parquet")

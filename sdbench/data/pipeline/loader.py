@@ -195,14 +195,10 @@ class CheckedLoader(DataLoader):
         order: EpochOrder | KeyStream,
         config: SourceConfig,
     ) -> None:
-        """Set the loader up as `config` says.
+        """Set the loader up as `config` says; `batches` makes a batch of keys.
 
-        Args:
-            dataset: Gives keys: an iterable one those of this rank in order, a map-style one those
-                that `order`, its sampler, asks for.
-            batches: Makes a batch of keys.
-            order: The order of an epoch.
-            config: Batch size, workers and the like.
+        An iterable `dataset` gives the keys of this rank in order, a map-style one those that
+        `order`, its sampler, asks for.
         """
         if config.num_workers:
             _check_folder_of_sockets()
@@ -239,13 +235,10 @@ class CheckedLoader(DataLoader):
         return {"num_samples": self._reader.num_samples, **state}
 
     def names_before(self, state: dict[str, Any], *, num_back: int) -> list[str]:
-        """Name the samples of a batch that this rank was handed, by computing its order again.
+        """Name the samples of a batch of this rank, by computing its order again.
 
-        A sample that was bad, and had a stand-in, is named as well.
-
-        Args:
-            state: What `state_dict` gave.
-            num_back: Batches between that position and the batch; 0: the one right before it.
+        The batch is `num_back` batches before the one that was handed out last at `state`. A sample
+        that was bad, and had a stand-in, is named as well.
         """
         num_done = state["num_images"] // self._config.global_batch_size
         num_epochs, number = divmod(num_done - 1 - num_back, len(self))
@@ -255,12 +248,8 @@ class CheckedLoader(DataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: the next epoch has the remaining batches only.
 
-        Args:
-            state: What `state_dict` gave, with the same data, seed and global batch. It is loaded
-                into a new loader, on every rank, before the first batch.
-
-        Raises:
-            ConfigError: The data has another number of samples, and so other orders.
+        It is loaded into a new loader of the same data, seed and global batch, on every rank,
+        before the first batch. Another number of samples, and so other orders, is a `ConfigError`.
         """
         if state["num_samples"] != self._reader.num_samples:
             raise ConfigError(
@@ -276,12 +265,7 @@ class CheckedLoader(DataLoader):
         self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of one epoch.
-
-        Raises:
-            RunError: The loader failed, was silent for too long, or ended its epoch early; or too
-                many samples are bad.
-        """
+        """Yield the batches of one epoch; if it ends early or has too many bad samples, raise."""
         self._num_in_epoch, self._num_resumed = self._num_resumed, 0
         try:
             yield from self._deliver()

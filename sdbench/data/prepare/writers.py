@@ -201,16 +201,11 @@ def open_output(
 ) -> Output:
     """Begin a data set, or go on with one that was not finished.
 
-    Args:
-        out: Folder of the new data set.
-        data_format: As of `Output`, as the columns and the chunks are.
-        columns: Tars and folders take ``jpg`` and ``caption`` alone.
-        num_chunks: Chunks of the whole data set.
-        job: What decides the content of the chunks, as values of JSON; not how the work is done
-            (workers, what happens on bad samples).
-        data: The source as `identify_data` describes it.
-        accepts_changes: Go on where files of the source have been written again under their names,
-            e.g. a picture that was repaired. Finished chunks keep what they hold.
+    The `job` decides the content of the chunks, as values of JSON, but not how the work is done
+    (workers, what happens on bad samples). `data` is the source as `identify_data` describes it.
+    With `accepts_changes` it goes on where files of the source have been written again under their
+    names, e.g. a picture that was repaired, and finished chunks keep what they hold. Tars and
+    folders take the columns ``jpg`` and ``caption`` alone.
 
     Raises:
         ConfigError: `out` exists, or holds the beginnings of another job.

@@ -369,7 +369,7 @@ class Precompute(Task):
         try:
             with contextlib.closing(self._encode(mine)) as encoded:
                 steps = write_shards(self._job, mine, encoded, output=output, ranks=self._ranks)
-            everyone = distributed.gather((steps, _peak_memory_gib(self._machine)), self._ranks)
+            everyone = distributed.gather((steps, hardware.peak_memory_gib()), self._ranks)
             if self._ranks.rank != 0:
                 return {}
             totals = self._totals = output.finish()
@@ -480,14 +480,6 @@ def _choose(draft: Draft, *, on_gpu: bool) -> None:
     cores_per_rank = draft.machine.num_cpu_cores // draft.ranks.local_world_size
     num_workers = min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu and not on_ray else 0
     draft.choose_if_open("num_workers", num_workers, "the cores")
-
-
-def _peak_memory_gib(machine: Machine) -> float:
-    if machine.device_type == "cpu":
-        return hardware.peak_resident_memory_gib()
-    import torch
-
-    return torch.cuda.max_memory_allocated() / hardware.BYTES_PER_GIB
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
