@@ -43,5 +43,8 @@ def expected_square(index: int, *, epoch: int) -> np.ndarray:
 def test_they_follow_from_seed_epoch_and_sample(config):
     loader = data.build(config)
     for epoch, batches in enumerate([list(loader), list(loader)]):
+        # The colours of a pixel lie side by side.
+        channels_last = torch.channels_last
+        assert all(one["image"].is_contiguous(memory_format=channels_last) for one in batches)
         for square in torch.cat([batch["image"] for batch in batches]).numpy():
             assert np.array_equal(square, expected_square(int(square[0, 0, 0]), epoch=epoch))

@@ -7,14 +7,12 @@ import pickle
 import tempfile
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.pipeline.transforms import decode_image
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices
@@ -195,21 +193,6 @@ def test_float32_images_are_the_same_pixels_in_minus_one_to_one(kind, make_confi
     assert floats.min() >= -1
     assert floats.max() <= 1
     assert torch.equal(((floats + 1) * 127.5).round().to(torch.uint8), pixels)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_has_the_decoded_pixels_with_the_colours_side_by_side(
-    num_workers, make_config, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
-    datasets.write_folder(tmp_path / "ramps")
-    options = {"remote": str(tmp_path / "ramps"), "shuffle": False, "num_workers": num_workers}
-    loader = data.build(make_config("folder", **options))
-    for first, batch in zip(range(0, NUM_SAMPLES, 4), loader, strict=False):
-        files = [datasets.make_ramp_png(first + number) for number in range(4)]
-        expected = np.stack([decode_image(file, image_size=datasets.IMAGE_SIZE) for file in files])
-        assert torch.equal(batch["image"], torch.from_numpy(expected))
-        assert batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in IN_ONE_PROCESS if kind in STORED])

@@ -121,8 +121,7 @@ class BatchReader:
     def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
-        An error is returned, not raised, as torch hides what a worker raises in a traceback: a
-        sample is bad and may not be skipped, or all are, or a file is damaged.
+        An error is returned, not raised, as torch hides what a worker raises in a traceback.
         """
         try:
             return fill_up(self.read_good(keys), num_samples=len(keys))
@@ -130,10 +129,7 @@ class BatchReader:
             return error
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
-        """Make a batch of those samples that can be used.
-
-        It is a `RunError` if a sample is bad and may not be skipped, or a file is damaged.
-        """
+        """Make a batch of the samples that can be used; a `RunError` if one may not be skipped."""
         raise NotImplementedError
 
 

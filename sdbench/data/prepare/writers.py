@@ -14,7 +14,6 @@ is either whole or absent::
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -183,10 +182,10 @@ class Output:
         try:
             yield
         except OSError as error:
-            kept = "finished chunks are kept, and the same command goes on from them"
-            if error.errno == errno.ENOSPC:
-                raise RunError(f"No space is left for {self.out}; {kept}.") from error
-            raise RunError(f"{self.out} cannot be written ({error}); {kept}.") from error
+            raise RunError(
+                f"{self.out} cannot be written ({error}); finished chunks are kept, and the same "
+                "command goes on from them."
+            ) from error
 
 
 def open_output(
