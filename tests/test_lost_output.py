@@ -157,7 +157,7 @@ PRECOMPUTE = ("precompute", "--model_name", "tiny", "--use_synth_data", "--max_s
     ("main", "flags", "status", "told"),
     [
         (data.main, A_SECOND, "ok", "images/s"),
-        (cli.main, PRECOMPUTE, "failed", "No space is left for "),
+        (cli.main, PRECOMPUTE, "failed", "No space left on device"),
     ],
     ids=["data", "precompute"],
 )

@@ -135,12 +135,9 @@ def test_the_slowest_rank_decides_the_rate():
     assert summary["megabytes_per_second"] == pytest.approx(1.0)
     assert summary["step_ms_per_image"]["vae"] == pytest.approx(1000 * 15 / 40)
     assert summary["num_images"] == 2 * (13 + 11)
-
-
-def test_a_short_run_has_no_rate():
-    summary = precompute.summarize([make_steps(1.0, 1.0)], num_warmup_steps=2)
-    assert summary["images_per_second"] is None
-    assert (summary["num_measured_steps"], summary["num_images"]) == (0, 4)
+    short = precompute.summarize([make_steps(1.0, 1.0)], num_warmup_steps=2)
+    assert short["images_per_second"] is None
+    assert (short["num_measured_steps"], short["num_images"]) == (0, 4)
 
 
 # --- Kills and ranks -----------------------------------------------------------------------------
@@ -160,10 +157,18 @@ def run_two(tmp_path, picture_folder):
 
 
 def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
-    options = ["--image_size", "64,128", "--samples_per_shard", "3", "--stored_latents", "sampled"]
-    run("alone", *options)
-    assert run_two("together", *options) == [0, 0]
+    options = ["--samples_per_shard", "3", "--stored_latents", "sampled"]
+    run("alone", *options, "--image_size", "64,128", "--num_workers", "1")
+    assert run_two("together", *options, "--image_size", "64,128") == [0, 0]
     assert shards(tmp_path / "together") == shards(tmp_path / "alone")
+    for size in (64, 128):  # several resolutions are those of single runs
+        run(str(size), *options, "--image_size", str(size))
+        both = read(tmp_path / "alone", image_size=size)
+        single = read(tmp_path / str(size), image_size=size)
+        assert both[0]["latent"].shape == (4, size // 8, size // 8)
+        for one, other in zip(both, single, strict=True):
+            for name in ("latent", "text_embedding"):
+                np.testing.assert_array_equal(one[name], other[name])
     (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
     record = load_record(path)
     validate(record)
@@ -201,10 +206,16 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(run, run_two, tmp_pat
     assert not (tmp_path / "latents.partial").exists()
 
 
-def test_a_resume_may_not_change_what_is_written(run, picture_folder, capsys):
+def test_a_bad_sample_stops_a_run_and_a_resume_may_not_change_what_is_written(
+    run, tmp_path, picture_folder, capsys
+):
     (picture_folder / "3.png").write_bytes(b"no image")
-    options = ["--samples_per_shard", "2", "--seed", "1"]
-    assert run("latents", *options)[0] == 1
+    options = ["--samples_per_shard", "2", "--seed", "1", "--num_workers", "2"]
+    exit_code, record = run("latents", *options)
+    validate(record)
+    assert (exit_code, record["status"]) == (1, "failed")
+    assert "3.png" in record["reason"] and "--on_bad_sample skip" in record["reason"]
+    assert "Traceback" not in record["reason"] and not (tmp_path / "latents").exists()
     exit_code, record = run("latents", "--samples_per_shard", "2", "--seed", "2")
     assert (exit_code, record) == (2, None)
     refusal = printed_refusal(capsys.readouterr().err)
@@ -219,18 +230,6 @@ def test_a_resume_may_not_change_what_is_written(run, picture_folder, capsys):
 
 
 # --- What is written -----------------------------------------------------------------------------
-
-
-def test_several_resolutions_are_those_of_single_runs(run, tmp_path):
-    for out, sizes in (("64", "64"), ("128", "128"), ("both", "128,64")):
-        assert run(out, "--image_size", sizes, "--num_workers", "1")[0] == 0
-    for size in (64, 128):
-        several = read(tmp_path / "both", image_size=size)
-        single = read(tmp_path / str(size), image_size=size)
-        assert several[0]["moments"].shape == (8, size // 8, size // 8)
-        for one, other in zip(several, single, strict=True):
-            for name in ("moments", "text_embedding"):
-                np.testing.assert_array_equal(one[name], other[name])
 
 
 def test_sampled_latents_are_drawn_from_the_moments_by_the_seed(run, tmp_path):
@@ -280,17 +279,6 @@ def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, cap
     kept = [sample for index, sample in enumerate(whole) if index not in (3, 7)]
     for one, other in zip(kept, good, strict=True):
         np.testing.assert_allclose(one["moments"], other["moments"], atol=2e-3)
-
-
-def test_a_bad_sample_stops_the_run_and_is_named(run, tmp_path, picture_folder):
-    (picture_folder / "3.png").write_bytes(b"no image")
-    exit_code, record = run("latents", "--num_workers", "2")
-    assert exit_code == 1
-    validate(record)
-    assert record["status"] == "failed"
-    assert "3.png" in record["reason"] and "--on_bad_sample skip" in record["reason"]
-    assert "Traceback" not in record["reason"]
-    assert not (tmp_path / "latents").exists()
 
 
 def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):

@@ -84,14 +84,9 @@ SOURCES = {
 
 
 def resolve_format(settings: Any) -> str:
-    """Choose the data format that settings ask for.
+    """Choose the data format, a name of `SOURCES`, that settings of `DataSettings` ask for.
 
-    Args:
-        settings: With the fields `data_format`, `use_synth_data`, `remote` and `local` of
-            `DataSettings`, and `streams` if several data sets can be read.
-
-    Returns:
-        A name of `SOURCES`. ``auto`` without a place is ``synthetic``, which callers have to tell.
+    ``auto`` without a place is ``synthetic``, which callers have to tell.
 
     Raises:
         ConfigError: The settings contradict each other.
@@ -142,13 +137,9 @@ def resolve_format(settings: Any) -> str:
 
 
 def detect_format(place: str) -> str:
-    """Tell the data format of a place from names alone.
+    """Tell the data format of a place, a name of `SOURCES`, from names alone.
 
-    Args:
-        place: A folder, file, brace expression, URL, or ``pipe:`` and a command.
-
-    Returns:
-        A name of `SOURCES`; ``mds`` if the names do not tell, as for the URL of a folder.
+    It is ``mds`` if the names do not tell, as for the URL of a folder.
 
     Raises:
         ConfigError: A folder holds files of several formats.
@@ -232,11 +223,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
 
 
 def open_samples(config: SourceConfig) -> Samples:
-    """Open the stored samples, to read them by number in their stored order.
-
-    Raises:
-        ConfigError: As `check`.
-    """
+    """Check the source and open its stored samples, to read them by number in stored order."""
     check(config)
     name = SOURCES[config.data_format].open
     assert name is not None, "synthetic data is not stored"
@@ -244,11 +231,7 @@ def open_samples(config: SourceConfig) -> Samples:
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
-    """Open a reader that makes batches of any samples, by number in stored order.
-
-    Raises:
-        ConfigError: As `check`.
-    """
+    """Check the source and open a reader that makes batches of samples by number."""
     if SOURCES[config.data_format].open is None:
         check(config)
         return resolve_name(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)

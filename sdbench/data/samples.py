@@ -76,7 +76,7 @@ class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
     Attributes:
-        name: Where it is, for messages.
+        name: As of `ImageSample`.
         arrays: ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), mean and log-variance
             of the VAE one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a
             sample of them times the scaling factor. Of any floating type; may be views of a file.
@@ -113,12 +113,7 @@ class Samples:
     columns: Mapping[str, str] = {}
 
     def __init__(self, sizes: Sequence[int], *, blocks: Sequence[int] | None = None) -> None:
-        """Set the numbers of samples.
-
-        Args:
-            sizes: Samples of each part, e.g. of each file.
-            blocks: As the attribute; None if the parts are the blocks.
-        """
+        """Set the sizes of the parts, e.g. of the files; None if they are the blocks."""
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.blocks = sizes if blocks is None else blocks
 

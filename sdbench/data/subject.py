@@ -36,11 +36,7 @@ class NumPictures(NamedTuple):
 
 
 def check(source: SourceConfig, class_source: SourceConfig | None) -> NumPictures:
-    """Check the pictures of a subject and of its class, if any, and count them.
-
-    Raises:
-        ConfigError: As `data.check`; or the batch cannot have as many class pictures as others.
-    """
+    """Check the pictures of a subject and of its class, if any, as `data.check`; count them."""
     num_instances = _check(source, flag="--remote", prompt_flag="--instance_prompt")
     if class_source is None:
         return NumPictures(num_instances, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +16,10 @@ from sdbench.data.pictures import list_pictures, open_picture
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.shapes.write import (
-    BACKGROUND,
-    COLOURS,
-    SHAPES,
-    cover,
-    find_colour_and_shape,
-)
+from sdbench.shapes.write import BACKGROUND, COLOURS, SHAPES, cover
 
+# The colour and the shape that a caption asks for.
+CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 VERDICT_NAME = "judge.json"
 # Distance in RGB, of at most 442, from which a pixel is not background.
 MIN_DISTANCE = 60.0
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(flags.folder)
     verdicts = []
     for path, caption in list_pictures(folder):
-        asked = find_colour_and_shape(caption)
+        asked = CAPTION.search(caption)
         if asked is None:
             raise ConfigError(
                 "a caption names no colour and shape",
@@ -70,12 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         with open_picture(path) as image:
             seen = look_at(np.asarray(image.convert("RGB")))
-        verdicts.append({"file": path.name, "caption": caption, **seen._asdict()})
-        verdicts[-1] |= {
-            "colour_is_right": seen.colour == asked[0],
-            "shape_is_right": seen.shape == asked[1],
+        rights = {
+            "colour_is_right": seen.colour == asked[1],
+            "shape_is_right": seen.shape == asked[2],
         }
-    summary = _summarize(verdicts)
+        verdicts.append({"file": path.name, "caption": caption, **seen._asdict(), **rights})
+    colours, shapes = (
+        np.array([verdict[name] for verdict in verdicts])
+        for name in ("colour_is_right", "shape_is_right")
+    )
+    summary = {
+        "num_pictures": len(verdicts),
+        "colour_share": float(colours.mean()),
+        "shape_share": float(shapes.mean()),
+        "both_share": float((colours & shapes).mean()),
+    }
     write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
     print(
         f"{summary['num_pictures']} pictures: the colour is right in "
@@ -122,16 +128,3 @@ def _find_shape(mask: np.ndarray) -> str:
 
 def _distance(pixels: np.ndarray, colour: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.linalg.norm(pixels - np.asarray(colour, dtype=float), axis=-1)
-
-
-def _summarize(verdicts: Sequence[dict]) -> dict[str, float]:
-    colours, shapes = (
-        np.array([verdict[name] for verdict in verdicts])
-        for name in ("colour_is_right", "shape_is_right")
-    )
-    return {
-        "num_pictures": len(verdicts),
-        "colour_share": float(colours.mean()),
-        "shape_share": float(shapes.mean()),
-        "both_share": float((colours & shapes).mean()),
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +40,6 @@ PLACES = {
     "at the bottom": (0.5, 0.68),
     "in the middle": (0.5, 0.5),
 }
-CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
-
 TABLE_NAME, PROMPTS_NAME = "captions.csv", "prompts.txt"
 TRAIN_NAME, VALIDATION_NAME = "train", "validation"
 # Of the ten scenes with one colour and shape, these are left out of the training data: 64 in all.
@@ -75,12 +72,6 @@ class Scene(NamedTuple):
     def caption(self) -> str:
         """In words."""
         return f"a {self.size} {self.colour} {self.shape} {self.place}"
-
-
-def find_colour_and_shape(caption: str) -> tuple[str, str] | None:
-    """Return the colour and the shape that a caption asks for, or None."""
-    found = CAPTION.search(caption)
-    return None if found is None else (found[1], found[2])
 
 
 def cover(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:

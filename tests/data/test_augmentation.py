@@ -1,8 +1,6 @@
-"""Crops and flips: which, by an independent crop, and the same after a resume."""
+"""Which crops and flips there are, by an independent crop."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -42,21 +40,11 @@ def expected_square(index: int, *, epoch: int) -> np.ndarray:
     return np.asarray(square).transpose(2, 0, 1)
 
 
-def test_they_follow_from_seed_epoch_and_sample_and_outlast_a_resume(config):
+def test_they_follow_from_seed_epoch_and_sample(config):
     loader = data.build(config)
-    epochs = [list(loader), list(loader)]
-    for epoch, batches in enumerate(epochs):
+    for epoch, batches in enumerate([list(loader), list(loader)]):
+        # The colours of a pixel lie side by side.
+        channels_last = torch.channels_last
+        assert all(one["image"].is_contiguous(memory_format=channels_last) for one in batches)
         for square in torch.cat([batch["image"] for batch in batches]).numpy():
             assert np.array_equal(square, expected_square(int(square[0, 0, 0]), epoch=epoch))
-    del loader
-
-    stopped = data.build(config)
-    list(stopped)
-    batches = iter(stopped)
-    list(itertools.islice(batches, 5))
-    state = stopped.state_dict()
-    del stopped, batches
-    resumed = data.build(config)
-    resumed.load_state_dict(state)
-    for found, expected in zip(list(resumed), epochs[1][5:], strict=True):
-        assert torch.equal(found["image"], expected["image"])

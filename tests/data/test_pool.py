@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from sdbench.base.errors import RunError
-from sdbench.data.prepare import pool
 from sdbench.data.prepare.pool import WorkReport, run_work
 
 
@@ -53,12 +52,11 @@ def test_in_this_process_or_in_others():
     assert HERE not in processes and processes
 
 
-def test_in_others_where_it_takes_long(monkeypatch):
-    monkeypatch.setattr(pool, "WORTH_PROCESSES_S", -1)
+def test_in_others_where_there_are_many_samples(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    numbers, processes = run(tell, num_workers=None)
-    assert numbers[:2] == [0, 1] and sorted(numbers[2:]) == [2, 3, 4, 5]
-    assert HERE in processes and len(processes) > 1
+    numbers, processes = run(tell, num_workers=None, num_pieces=70)
+    assert sorted(numbers) == [*range(70)]  # 2,415 samples
+    assert HERE not in processes
 
 
 @pytest.mark.parametrize(

@@ -113,16 +113,3 @@ def test_refusals(tmp_path, shapes) -> None:
     assert refusal_of("judge", tmp_path).value == str(tmp_path)
     folder = as_generated(tmp_path / "cats", [("a cat", Image.new("RGB", (8, 8)))])
     assert refusal_of("judge", folder).value == "a cat"
-    (folder / "pictures" / "0.png").unlink()
-    assert refusal_of("judge", folder).value == str(folder / "pictures" / "0.png")
-    (folder / "prompts.csv").write_text("picture,prompt\n0.png,a red circle\n")
-    assert "lacks a column" in refusal_of("judge", folder).what
-
-
-def test_a_picture_of_another_kind_is_named(tmp_path, capsys) -> None:
-    folder = as_generated(tmp_path / "drawn", [("a red circle", Image.new("RGB", (8, 8)))])
-    picture = folder / "pictures" / "0.png"
-    Image.new("RGB", (8, 8)).save(picture, "TIFF")
-    assert sdbench(["judge", str(folder)]) == 1
-    told = f"error: {picture}: the image cannot be decoded (it begins like a TIFF file, "
-    assert told in capsys.readouterr().err

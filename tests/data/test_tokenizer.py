@@ -42,19 +42,13 @@ CAPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("pad_token_id", [0, EOS])
-@pytest.mark.parametrize(("caption", "ids"), CAPTIONS)
-def test_captions_become_these_ids(caption, ids, pad_token_id):
-    expected = [BOS, *ids, EOS]
-    expected += [pad_token_id] * (77 - len(expected))
-    found = CaptionTokenizer(pad_token_id=pad_token_id)([caption])[0]
+@pytest.mark.parametrize(("pad_token_id", "from_folder"), [(0, False), (EOS, True)])
+def test_captions_become_these_ids(pad_token_id, from_folder, tmp_path):
+    if from_folder:
+        CaptionTokenizer(pad_token_id=EOS).for_diffusers().save_pretrained(tmp_path)
+    folder = tmp_path if from_folder else None
+    tokenizer = CaptionTokenizer(folder=folder, pad_token_id=pad_token_id)
+    found = pickle.loads(pickle.dumps(tokenizer))([caption for caption, _ in CAPTIONS])
     assert found.dtype == np.int64
-    assert found.tolist() == expected
-
-
-def test_a_tokenizer_folder_is_used_and_survives_pickling(tmp_path):
-    carried = CaptionTokenizer(pad_token_id=0)
-    carried._tokenizer.save_pretrained(tmp_path)
-    loaded = pickle.loads(pickle.dumps(CaptionTokenizer(folder=tmp_path, pad_token_id=0)))
-    captions = [caption for caption, _ in CAPTIONS]
-    assert loaded(captions).tolist() == carried(captions).tolist()
+    for row, (caption, ids) in zip(found.tolist(), CAPTIONS, strict=True):
+        assert row == [BOS, *ids, EOS] + [pad_token_id] * (75 - len(ids)), caption

@@ -15,9 +15,7 @@ from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from sdbench.data.pipeline.transforms import (
     decode_image,
     find_square,
-    is_fast,
     measure_image,
-    to_float,
 )
 
 # Peak signal to noise in dB of a picture decoded at a fraction of its size, to one decoded wholly:
@@ -89,7 +87,7 @@ def test_damaged_images_raise(cut, told, encoded):
 
 def encode_as(kind: str) -> bytes:
     """A grey picture as a file of a kind that is not read, or the start of such a file."""
-    starts = {"HEIC": b"\0\0\0\x18ftypheic", "HTML": b"<html>404</html>", "?": bytes(20)}
+    starts = {"HTML": b"<html>404</html>", "?": bytes(20)}
     if kind in starts:
         return starts[kind]
     buffer = io.BytesIO()
@@ -104,9 +102,6 @@ def encode_as(kind: str) -> bytes:
         ("BMP", "like a BMP file"),
         ("PPM", "like a PPM, PGM or PBM file"),
         ("GIF", "like a GIF file"),
-        ("AVIF", "like an AVIF file"),
-        ("JPEG2000", "like a JPEG 2000 file"),
-        ("HEIC", "like a HEIC file"),
         ("HTML", "like HTML, XML or SVG text"),
         ("?", r"with b'(\\x00){16}'"),
     ],
@@ -123,10 +118,6 @@ def test_no_decoder_of_another_kind_is_reached(kind, told, monkeypatch):
     for read in (measure_image, lambda data: decode_image(data, image_size=8)):
         with pytest.raises(ValueError, match=f"it begins {told}, and JPEG, PNG and WebP files"):
             read(data)
-
-
-def test_to_float_is_exact_at_the_ends():
-    assert to_float(np.array([0, 255], dtype=np.uint8)).tolist() == [-1.0, 1.0]
 
 
 @pytest.mark.parametrize(("image_size", "tolerance"), [(300, 0.02), (128, 1.0)])
@@ -155,19 +146,6 @@ def test_a_jpeg_decoded_at_a_fraction_of_its_size_is_what_resizing_makes_of_it(o
             num_reduced += error > 0.5  # of rounding
             assert 10 * np.log10(255**2 / max(error, 1e-9)) > MIN_PSNR, divisor
     assert num_reduced
-
-
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(encoded):
-    ramp = np.linspace(0, 255, 800, dtype=np.uint8)
-    picture = Image.fromarray(np.broadcast_to(ramp[None, :, None], (600, 800, 3)).copy())
-    data = encoded(picture, file_format="JPEG")
-    assert not is_fast(Image.open(io.BytesIO(data)), data, image_size=100)
-    assert not is_fast(Image.open(io.BytesIO(data)), data, image_size=150)
-    assert is_fast(Image.open(io.BytesIO(data)), data, image_size=151)
-    small = decode_image(data, image_size=100)
-    # The square is columns 100 to 700 of the ramp, 6 of them for each column of the result.
-    expected = np.interp(np.arange(100) * 6 + 102.5, np.arange(800), ramp)
-    assert np.abs(small[0, 50] - expected).max() < 2
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -205,9 +183,8 @@ def test_where_the_square_is_cut_out(crop, expected, encoded):
 def test_a_decompression_bomb_is_refused(encoded):
     header = encoded(Image.new("L", (8, 8)))
     for side in (12_000, 60_000):
-        size = struct.pack(">II", side, side)
-        chunk = b"IHDR" + size + header[24:29]
-        bomb = header[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + header[33:]
+        chunk = make_chunk(b"IHDR", struct.pack(">II", side, side) + header[24:29])
+        bomb = header[:8] + chunk + header[33:]
         with pytest.raises(ValueError, match="pixels"):
             decode_image(bomb, image_size=8)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 from streaming import MDSWriter
@@ -36,16 +34,14 @@ def test_every_broken_shard_is_named(mds_folder, capsys):
     datasets.flip_a_bit(mds_folder / "shard.00001.mds", position=500_000)
     with (mds_folder / "shard.00003.mds").open("r+b") as file:
         file.truncate(1000)
-    (mds_folder / "shard.00004.mds").touch()
     assert main(mds_folder, "--deep") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        "note: shard.00004.mds is not named in index.json",
+    assert lines[:2] == [
         f"broken: {mds_folder}/shard.00000.mds: missing.",
         f"broken: {mds_folder}/shard.00001.mds: its xxh64 is not the one in index.json.",
     ]
-    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: it has 1000 bytes, ")
-    assert lines[4:] == ["3 broken things were found."]
+    assert lines[2].startswith(f"broken: {mds_folder}/shard.00003.mds: it has 1000 bytes, ")
+    assert lines[3:] == ["3 broken things were found."]
 
 
 def test_every_hash_is_compared(tmp_path, capsys):
@@ -156,10 +152,6 @@ def test_broken_data_of_other_formats(tmp_path, capsys):
     assert f"broken: {tar} is damaged" in capsys.readouterr().out
 
 
-def test_mistakes(tmp_path, mds_folder):
+def test_a_place_that_is_not_there(tmp_path):
     with refused("PLACE", value=str(tmp_path / "none")):
         main(tmp_path / "none")
-    shutil.rmtree(mds_folder)
-    mds_folder.mkdir()
-    with refused("PLACE", value=str(mds_folder)):
-        main(mds_folder)

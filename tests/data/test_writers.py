@@ -8,14 +8,11 @@ import os
 import tarfile
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet
 import pytest
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data import open_samples
-from sdbench.data.image_files import image_extension
 from sdbench.data.prepare.chunk_formats import FORMATS
 from sdbench.data.prepare.rows import describe_source
 from sdbench.data.prepare.writers import Output, open_output
@@ -56,24 +53,14 @@ def test_what_is_written_is_read_back_in_order(tmp_path, data_format):
     assert [(sample.image, sample.caption) for sample in found] == [
         (row["jpg"], row["caption"]) for row in expected
     ]
-    names = ["00001000000", "00002000000", "00002000001", *(f"0000300000{n}" for n in range(3))]
-    images = [
-        f"{name}.{extension}"
-        for name, extension in zip(names, ("png", "png", "jpg", "png", "jpg", "webp"), strict=True)
-    ]
     if data_format == "webdataset":
-        members = {}
-        for path in sorted((tmp_path / "out").glob("*.tar")):
-            with tarfile.open(path) as tar:
-                members |= {member.name: tar.extractfile(member).read() for member in tar}
-        assert {*images} < members.keys() and len(members) == 18
-        sizes = [json.loads(members[f"{name}.json"]) for name in names]
-        assert sizes == [{"width": row["width"], "height": 7} for row in expected]
+        with tarfile.open(tmp_path / "out" / "00003.tar") as tar:
+            members = {member.name: tar.extractfile(member).read() for member in tar}
+        images = {"00003000000.png", "00003000001.jpg", "00003000002.webp"}
+        assert images < members.keys() and len(members) == 9
+        assert json.loads(members["00003000002.json"]) == {"width": 2, "height": 7}
         counts = json.loads((tmp_path / "out" / "sizes.json").read_text())
         assert list(counts.values()) == [1, 2, 3]
-    if data_format == "folder":
-        files = {path.name for path in (tmp_path / "out").glob("*/*")}
-        assert files == {*images, *(f"{name}.txt" for name in names)}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -120,20 +107,6 @@ def test_mds_shards_have_both_hashes_and_their_final_names(tmp_path):
         assert file["basename"] == f"shard.{number:05d}.mds"
         data = (tmp_path / "out" / file["basename"]).read_bytes()
         assert file["hashes"] == {name: get_hash(name, data) for name in ("sha1", "xxh64")}
-
-
-def test_arrays_in_parquet(tmp_path):
-    columns = {"latents_64": "ndarray:float16:4,8,8", "caption": "str"}
-    values = [np.full((4, 8, 8), number, dtype=np.float16) for number in range(130)]
-    output = begin(tmp_path / "out", data_format="parquet", columns=columns, num_chunks=1)
-    output.write_chunk(0, ({"latents_64": value, "caption": ""} for value in values))
-    output.finish()
-    file = pyarrow.parquet.ParquetFile(tmp_path / "out" / "part-00000.parquet")
-    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    assert [group.num_rows for group in groups] == [64, 64, 2]
-    assert groups[0].column(1).compression == "UNCOMPRESSED"
-    stored = [np.frombuffer(data, np.float16) for data in file.read()["latents_64"].to_pylist()]
-    np.testing.assert_array_equal(stored, [value.ravel() for value in values])
 
 
 def test_a_folder_that_is_taken(tmp_path):
@@ -199,7 +172,9 @@ def test_a_full_disk_and_a_place_that_cannot_be_written(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(RunError, match=r"No space is left for .*/out; finished chunks are"):
+        with pytest.raises(
+            RunError, match=r"/out cannot be written \(.*No space left.*; finished chunks are"
+        ):
             output.write_chunk(3, make_rows(3))
     assert output.missing_chunks() == [0, 1, 3]
     write_all(output).finish()
@@ -215,9 +190,3 @@ def test_a_source_that_cannot_be_read_is_not_the_outputs_fault(tmp_path):
 
     with pytest.raises(RunError, match=r"A sample cannot be read \(.*photos/a.jpg"):
         begin(tmp_path / "out").write_chunk(0, read())
-
-
-def test_the_type_of_an_image_is_told_by_its_bytes():
-    assert [image_extension(data) for data in IMAGES] == ["png", "jpg", "webp"]
-    with pytest.raises(ValueError, match="like a GIF file, and JPEG, PNG and WebP files are read"):
-        image_extension(b"GIF89a")

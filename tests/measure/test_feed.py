@@ -97,7 +97,6 @@ def test_the_window_ends_when_its_time_is_over():
     ("num_workers", "num_cpu_cores", "per_process", "per_core", "num_needed"),
     [
         (0, 8, 40, 40, 3),
-        (1, 8, 40, 40, 3),
         (4, 8, 10, 10, 10),
         (8, 2, 5, 20, 5),  # eight workers on two cores do the work of two
     ],

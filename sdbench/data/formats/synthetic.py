@@ -17,7 +17,7 @@ from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
-from sdbench.data.samples import SampleType
+from sdbench.data.samples import Samples, SampleType
 from sdbench.data.source import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -114,8 +114,8 @@ class SyntheticBatchReader(BatchReader):
             wants_latents=config.wants_latents,
             text_embedding_dim=config.text_embedding_dim,
         )
-        sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
-        super().__init__(sample_type, blocks=[len(dataset)], config=config)
+        super().__init__(Samples([len(dataset)]), config=config)
+        self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
         self._samples = dataset.samples
 
     def name(self, index: int) -> str:

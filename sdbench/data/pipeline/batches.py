@@ -71,13 +71,7 @@ class Batch(NamedTuple):
 
 
 class GoodBatch(NamedTuple):
-    """The samples of a batch that can be used.
-
-    Attributes:
-        tensors: Their values, in the order of `keys`.
-        keys: Which samples they are.
-        report: Of the batch, with the bad samples.
-    """
+    """The samples of a batch that can be used, in the order of `keys`."""
 
     tensors: dict[str, torch.Tensor]
     keys: list[Key]
@@ -111,35 +105,23 @@ class BatchReader:
         num_lanes: As `StreamedOrder` has it.
     """
 
-    def __init__(
-        self,
-        sample_type: SampleType,
-        *,
-        blocks: Sequence[int],
-        num_blocks_of_files: Sequence[int] | None = None,
-        num_dropped: int = 0,
-        config: SourceConfig,
-    ) -> None:
-        """Set up; nothing is read yet. The numbers are those of `Samples`."""
-        self.sample_type = sample_type
-        self.blocks = blocks
-        # Once: there may be millions of blocks.
-        self.num_samples = sum(blocks)
-        self.num_blocks_of_files = num_blocks_of_files
-        self.num_dropped = num_dropped
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
+        """Set up; nothing is read yet."""
+        self.samples = samples
+        self.sample_type = samples.sample_type
+        self.num_samples = len(samples)
         self.config = config
         self.num_lanes: Mapping[int, int] = {}
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
 
     def name(self, index: int) -> str:
         """Return where a sample is stored, for messages."""
-        raise NotImplementedError
+        return self.samples.name(index)
 
     def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
-        An error is returned, not raised, as torch hides what a worker raises in a traceback: a
-        sample is bad and may not be skipped, or all are, or a file is damaged.
+        An error is returned, not raised, as torch hides what a worker raises in a traceback.
         """
         try:
             return fill_up(self.read_good(keys), num_samples=len(keys))
@@ -147,30 +129,12 @@ class BatchReader:
             return error
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
-        """Make a batch of those samples that can be used.
-
-        It is a `RunError` if a sample is bad and may not be skipped, or a file is damaged.
-        """
+        """Make a batch of the samples that can be used; a `RunError` if one may not be skipped."""
         raise NotImplementedError
 
 
 class SampleBatchReader(BatchReader):
     """Reads a batch of stored samples one after the other into one place."""
-
-    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet."""
-        super().__init__(
-            samples.sample_type,
-            blocks=samples.blocks,
-            num_blocks_of_files=samples.num_blocks_of_files,
-            num_dropped=samples.num_dropped,
-            config=config,
-        )
-        self.samples = samples
-
-    def name(self, index: int) -> str:
-        """Return where the sample is stored."""
-        return self.samples.name(index)
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Read as `BatchReader.read_good` says."""

@@ -6,12 +6,16 @@ fails. A benchmark that trained on fewer images than it counts would be wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +28,6 @@ from sdbench.data.formats.checks import PLACE_FLAGS, check_enough_samples
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys, StreamedOrder
 from sdbench.data.pipeline.shared_batches import SharedBatch
-from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
 
@@ -106,6 +109,76 @@ class _Workers(_MultiProcessingDataLoaderIter):
             super().__del__()
 
 
+def watch(
+    begin: Callable[[], Iterator], *, config: SourceConfig, position: Callable[[], str]
+) -> Iterator[Any]:
+    """Yield the batches of a loader; a `RunError` if it fails, gives one, or is silent too long.
+
+    Args:
+        begin: Starts the loader.
+        config: Its workers and their timeout.
+        position: Says where it is, e.g. ``after 8 images of this epoch``.
+    """
+    # Starting workers and their first batch count as one wait, hence twice the time; torch's own
+    # timeout watches workers.
+    limit_s = config.data_timeout_s * (2 if config.num_workers else 1)
+    batches = None
+    try:
+        while True:
+            silence = (
+                f"The data loader gave no batch for {config.data_timeout_s:g} s, {position()}: a "
+                "download or a disk is stuck. --data_timeout_s sets how long to wait."
+            )
+            asked_s = time.monotonic()
+            try:
+                with time_limit(limit_s, message=silence):
+                    # Not before: starting the workers may get stuck as well.
+                    batches = begin() if batches is None else batches
+                    batch = next(batches, None)
+            except RunError:
+                raise
+            except RuntimeError as error:
+                if time.monotonic() - asked_s >= config.data_timeout_s:
+                    raise RunError(silence) from error
+                # torch says so when a worker has been killed.
+                raise RunError(
+                    f"The data loader failed {position()} ({config.num_workers} workers): {error}"
+                ) from error
+            if isinstance(batch, RunError):
+                raise batch
+            if batch is None:
+                return
+            yield batch
+    finally:
+        # Ends workers now. The traceback of an error would keep them until garbage is collected;
+        # if their queues go first, that costs 5 s for each worker.
+        del batches
+
+
+@contextlib.contextmanager
+def time_limit(timeout_s: float, *, message: str) -> Iterator[None]:
+    """Raise a `RunError` with this message if the block takes longer.
+
+    A timer's signal interrupts what waits in the interpreter: locks, sleeps, sockets. It reaches
+    the main thread only; in another one, or inside a C function that never returns, nothing can
+    be interrupted, and there is no limit. A timer that runs already is put back afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise RunError(message)
+
+    former_handler = signal.signal(signal.SIGALRM, interrupt)
+    former_timer = signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *former_timer)
+        signal.signal(signal.SIGALRM, former_handler)
+
+
 class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
@@ -122,14 +195,10 @@ class CheckedLoader(DataLoader):
         order: EpochOrder | KeyStream,
         config: SourceConfig,
     ) -> None:
-        """Set the loader up as `config` says.
+        """Set the loader up as `config` says; `batches` makes a batch of keys.
 
-        Args:
-            dataset: Gives keys: an iterable one those of this rank in order, a map-style one those
-                that `order` asks for.
-            batches: Makes a batch of keys.
-            order: The order of an epoch; for a map-style data set it is the sampler.
-            config: Batch size, workers and the like.
+        An iterable `dataset` gives the keys of this rank in order, a map-style one those that
+        `order`, its sampler, asks for.
         """
         if config.num_workers:
             _check_folder_of_sockets()
@@ -144,7 +213,7 @@ class CheckedLoader(DataLoader):
             **config.loader_options(),
         )
         self.sample_type = batches.sample_type
-        self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
+        self.stats = LoaderStats(num_dropped_samples=batches.samples.num_dropped)
         self._config = config
         self._order = order
         self._reader = batches
@@ -166,13 +235,10 @@ class CheckedLoader(DataLoader):
         return {"num_samples": self._reader.num_samples, **state}
 
     def names_before(self, state: dict[str, Any], *, num_back: int) -> list[str]:
-        """Name the samples of a batch that this rank was handed, by computing its order again.
+        """Name the samples of a batch of this rank, by computing its order again.
 
-        A sample that was bad, and had a stand-in, is named as well.
-
-        Args:
-            state: What `state_dict` gave.
-            num_back: Batches between that position and the batch; 0: the one right before it.
+        The batch is `num_back` batches before the one that was handed out last at `state`. A sample
+        that was bad, and had a stand-in, is named as well.
         """
         num_done = state["num_images"] // self._config.global_batch_size
         num_epochs, number = divmod(num_done - 1 - num_back, len(self))
@@ -182,12 +248,8 @@ class CheckedLoader(DataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: the next epoch has the remaining batches only.
 
-        Args:
-            state: What `state_dict` gave, with the same data, seed and global batch. It is loaded
-                into a new loader, on every rank, before the first batch.
-
-        Raises:
-            ConfigError: The data has another number of samples, and so other orders.
+        It is loaded into a new loader of the same data, seed and global batch, on every rank,
+        before the first batch. Another number of samples, and so other orders, is a `ConfigError`.
         """
         if state["num_samples"] != self._reader.num_samples:
             raise ConfigError(
@@ -203,12 +265,7 @@ class CheckedLoader(DataLoader):
         self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of one epoch.
-
-        Raises:
-            RunError: The loader failed, was silent for too long, or ended its epoch early; or too
-                many samples are bad.
-        """
+        """Yield the batches of one epoch; if it ends early or has too many bad samples, raise."""
         self._num_in_epoch, self._num_resumed = self._num_resumed, 0
         try:
             yield from self._deliver()
@@ -227,26 +284,18 @@ class CheckedLoader(DataLoader):
 
     def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
         expected = len(self) * self.batch_size
-        # Starting workers and their first batch count as one wait, hence twice the time; torch's
-        # own timeout watches workers.
-        limit_s = self._config.data_timeout_s * (2 if self.num_workers else 1)
         num_bad = 0
-        batches = None
-        while True:
-            with time_limit(limit_s, message=self._describe_silence()):
-                # Not before: starting the workers may get stuck as well.
-                batches = self._begin() if batches is None else batches
-                batch = self._next(batches)
-            if batch is None:
-                break
+        for batch in watch(
+            self._begin,
+            config=self._config,
+            position=lambda: f"after {self._num_in_epoch} images of this epoch",
+        ):
             self._num_in_epoch += batch.report.num_images
             self.stats.add(batch.report)
             num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
             # Page-locked tensors are copies already.
-            if batch.report.slot is None or self.pin_memory:
-                yield batch.tensors
-            else:  # their worker will overwrite their memory
-                yield self._received.copy(batch.tensors, slot=batch.report.slot)
+            slot = None if self.pin_memory else batch.report.slot
+            yield self._received.copy(batch.tensors, slot=slot)
         if self._num_in_epoch != expected:
             raise RunError(
                 f"The data ended early: an epoch of this rank has {expected} images, and "
@@ -265,32 +314,6 @@ class CheckedLoader(DataLoader):
             self._iterator._shutdown_workers()
             self._iterator = None
 
-    def _describe_silence(self) -> str:
-        return (
-            f"The data loader gave no batch for {self._config.data_timeout_s:g} s, after "
-            f"{self._num_in_epoch} images of this epoch: a download or a disk is stuck. "
-            "--data_timeout_s sets how long to wait."
-        )
-
-    def _next(self, batches: Iterator) -> Batch | None:
-        """Return the next batch, or None at the end; errors of torch become a `RunError`."""
-        started_s = time.monotonic()
-        try:
-            batch = next(batches, None)
-        except RunError:
-            raise
-        except RuntimeError as error:
-            if time.monotonic() - started_s >= self._config.data_timeout_s:
-                raise RunError(self._describe_silence()) from error
-            # torch says so when a worker has been killed.
-            raise RunError(
-                f"The data loader failed after {self._num_in_epoch} images of this epoch "
-                f"({self.num_workers} workers): {error}"
-            ) from error
-        if isinstance(batch, RunError):
-            raise batch
-        return batch
-
     def _check_bad(self, report: BatchReport, *, num_bad: int, expected: int) -> int:
         """Count an epoch's bad samples, name the first ones, and stop when there are too many."""
         for sentence in report.bad[: max(NUM_BAD_NAMED - num_bad, 0)]:
@@ -306,11 +329,7 @@ class CheckedLoader(DataLoader):
 
 
 def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
-    """Build the loader of samples that can be read by number, in any order or file by file.
-
-    Raises:
-        ConfigError: They are fewer than one global batch.
-    """
+    """Build the loader of samples that can be read by number, in any order or file by file."""
     # The number of samples at a URL is not always known before.
     check_enough_samples(config, num_samples=batches.num_samples)
     return CheckedLoader(
@@ -323,8 +342,9 @@ def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> Checked
 
 def make_order(batches: BatchReader, *, config: SourceConfig) -> EpochOrder:
     """Make the order of samples that can be read by number, in any order or file by file."""
-    if batches.num_blocks_of_files is None or not config.shuffle:
-        return EpochOrder(batches.blocks, config=config)
+    samples = batches.samples
+    if samples.num_blocks_of_files is None or not config.shuffle:
+        return EpochOrder(samples.blocks, config=config)
     return StreamedOrder(
-        batches.blocks, num_blocks_of_files=batches.num_blocks_of_files, config=config
+        samples.blocks, num_blocks_of_files=samples.num_blocks_of_files, config=config
     )

@@ -60,7 +60,7 @@ class EpochOrder(DistributedSampler):
         self._blocks = np.asarray(blocks, dtype=np.int64)
         self._config = config
         self._num_resumed = 0
-        self._known: tuple[int, np.ndarray] | None = None
+        self._batches = functools.lru_cache(maxsize=1)(self.batches)
         num_samples = int(self._blocks.sum())
         super().__init__(
             range(num_samples),
@@ -82,9 +82,7 @@ class EpochOrder(DistributedSampler):
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
         """Return the samples of one of this rank's batches."""
-        if self._known is None or self._known[0] != epoch:
-            self._known = epoch, self.batches(epoch)
-        return self._known[1][number]
+        return self._batches(epoch)[number]
 
     def batches(self, epoch: int) -> np.ndarray:
         """Return the samples of this rank's batches of an epoch: (batches, batch size), int64."""
@@ -113,30 +111,15 @@ class EpochOrder(DistributedSampler):
         self.epoch += 1
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """Return what `resume` needs.
-
-        Args:
-            num_images: Images of the epoch that have been delivered on all ranks.
-            is_next_epoch: Whether that is the epoch after the one under way.
-        """
+        """Return what `resume` needs, after `num_images` of the epoch under way or the next one."""
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """Compute the samples of one of this rank's batches again.
-
-        Args:
-            state: What `state` returned, at any time.
-            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
-            number: Of the batch in its epoch, from 0.
-        """
+        """Compute the samples of a batch of this rank again, `num_epochs` (<= 0) after `state`."""
         return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken.
-
-        Raises:
-            ConfigError: It is a position in an order of another kind.
-        """
+        """Begin the next epoch where `state` was taken, in an order of the same kind."""
         ways = {True: "shuffled and streamed", False: "by number"}
         if self._is_streamed != (LANES in state):
             raise ConfigError(
@@ -162,9 +145,8 @@ class StreamedOrder(EpochOrder):
     An epoch is a line of samples: files in random order, the blocks of each as they are stored, and
     samples in random order within their block. The line is cut into lanes, one for each loading
     process of each rank, and batch b of a rank comes from the lane of its process b modulo their
-    number. So a file is read by one process, or by two where a cut goes through it; ranks have
-    equally many whole batches, and no two share a sample. What is left at the end of the line is
-    left out; it differs by epoch.
+    number. So a file is read by one process, or by two where a cut goes through it. As in
+    `EpochOrder` ranks have equally many whole batches, and the rest of the line is left out.
 
     The order depends on the numbers of ranks and of processes. A resumed epoch keeps those that it
     began with, so that nothing is repeated or left out; with other numbers its rest is read by
@@ -192,7 +174,7 @@ class StreamedOrder(EpochOrder):
         self._resumed: tuple[int, Lanes] | None = None
         self.num_lanes: dict[int, int] = {}
         self._keep_permutations(self._own_lanes)
-        self._line: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._line = functools.lru_cache(maxsize=1)(self._make_line)
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """Return what `resume` needs."""
@@ -263,7 +245,7 @@ class StreamedOrder(EpochOrder):
 
     def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
         """Return the samples at some places of an epoch's line."""
-        blocks, ends = self._make_line(epoch)
+        blocks, ends = self._line(epoch)
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         parts = []
         for place in range(first, last + 1):
@@ -276,13 +258,11 @@ class StreamedOrder(EpochOrder):
 
     def _make_line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks of an epoch's line, and for each the place after its last sample."""
-        if self._line is None or self._line[0] != epoch:
-            generator = np.random.default_rng([self._config.seed, epoch])
-            files = generator.permutation(len(self._num_blocks))
-            firsts = np.cumsum(self._num_blocks) - self._num_blocks
-            counts = self._num_blocks[files]
-            # Of each file in turn: its first block, the next, and so on.
-            offsets = np.repeat(firsts[files] - (np.cumsum(counts) - counts), counts)
-            blocks = offsets + np.arange(len(offsets))
-            self._line = epoch, blocks, np.cumsum(self._blocks[blocks])
-        return self._line[1], self._line[2]
+        generator = np.random.default_rng([self._config.seed, epoch])
+        files = generator.permutation(len(self._num_blocks))
+        firsts = np.cumsum(self._num_blocks) - self._num_blocks
+        counts = self._num_blocks[files]
+        # Of each file in turn: its first block, the next, and so on.
+        offsets = np.repeat(firsts[files] - (np.cumsum(counts) - counts), counts)
+        blocks = offsets + np.arange(len(offsets))
+        return blocks, np.cumsum(self._blocks[blocks])

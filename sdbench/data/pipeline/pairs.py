@@ -13,6 +13,7 @@ import torch
 from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder, Key, Keys
+from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.data.subject import NumPictures, check, open_pictures
 
@@ -63,9 +64,7 @@ class PairReader(BatchReader):
     ) -> None:
         """Set up with the pictures of the subject, and of its class if any."""
         self._readers = [open_pictures(source) for source in sources]
-        super().__init__(
-            self._readers[0].sample_type, blocks=[sum(num_pictures)], config=sources[0]
-        )
+        super().__init__(Samples([sum(num_pictures)]), config=sources[0])
         self._num_instances = num_pictures.instances
         # Half of a batch is of each kind: twice the weight makes the mean over any part of it that
         # part's share of mean(subject) + prior_loss_weight * mean(class).
@@ -91,19 +90,9 @@ def build(
 ) -> CheckedLoader:
     """Build this rank's loader of pairs.
 
-    Args:
-        source: The pictures of the subject, with the batch and the rank.
-        class_source: Those of its class; None: there are none.
-        prior_loss_weight: Of the mean loss of the class pictures beside that of the others.
-
-    Returns:
-        A loader of ``{index: (B,) int64, loss_weight: (B,) float32}``: which picture, those of the
-        subject first, then those of the class, and the factor of its loss. It is deterministic
-        under the seed, disjoint over ranks in each batch, and can be resumed, as that of
-        `data.build`.
-
-    Raises:
-        ConfigError: As `subject.check`.
+    Its batches are ``{index: (B,) int64, loss_weight: (B,) float32}``: the number of a picture,
+    counting the subject's and then the class's, and the factor of its loss. `prior_loss_weight` is
+    the weight of the mean loss of the class pictures. It keeps the contract of `data.build`.
     """
     num_pictures = check(source, class_source)
     sources = [one for one in (source, class_source) if one is not None]

@@ -66,7 +66,11 @@ class SharedBatch:
         # torch maps a slot's memory anew for each batch, unless somebody still holds the old one.
         self._held: dict[int, dict[str, torch.Tensor]] = {}
 
-    def copy(self, tensors: dict[str, torch.Tensor], *, slot: int) -> dict[str, torch.Tensor]:
-        """Return a copy of the tensors in memory of this process."""
+    def copy(
+        self, tensors: dict[str, torch.Tensor], *, slot: int | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors in memory of this process, where they are already without a slot."""
+        if slot is None:
+            return tensors
         self._held[slot] = tensors
         return {name: tensor.clone() for name, tensor in tensors.items()}

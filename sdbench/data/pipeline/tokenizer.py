@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from transformers import CLIPTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_TOKENS, VOCABULARY_SIZE
 
@@ -32,13 +33,10 @@ class CaptionTokenizer:
     def __init__(
         self, *, folder: Path | None = None, pad_token_id: int, new_token: str | None = None
     ) -> None:
-        """Load the tokenizer.
+        """Load the tokenizer of a folder, or build that of the vocabulary that we carry.
 
-        Args:
-            folder: A folder with ``vocab.json`` and ``merges.txt``, or ``tokenizer.json``; None
-                for the vocabulary that we carry.
-            pad_token_id: What follows eos. SD 2 pads with "!", id 0; SD 1 with eos, id 49407.
-            new_token: A word that becomes one token, behind the last of the vocabulary.
+        `pad_token_id` follows eos: SD 2 pads with "!", id 0, and SD 1 with eos, id 49407. A
+        `new_token` is a word that becomes one token, after the last of the vocabulary.
         """
         self.pad_token_id = pad_token_id
         if folder is None:
@@ -119,7 +117,7 @@ def list_symbols(merges: list[str]) -> list[str]:
 
     256 bytes, 256 bytes that end a word, 48,894 merged pairs, 2 special tokens: 49,408.
     """
-    symbols = byte_symbols()
+    symbols = bytes_to_unicode().values()
     return [
         *symbols,
         *(symbol + END_OF_WORD for symbol in symbols),
@@ -127,14 +125,3 @@ def list_symbols(merges: list[str]) -> list[str]:
         BOS_TOKEN,
         EOS_TOKEN,
     ]
-
-
-def byte_symbols() -> list[str]:
-    """Return the characters that stand for the 256 bytes, in the order of their ids.
-
-    GPT-2's byte-level BPE lets each printable byte stand for itself (188 of them: "!" to "~" and
-    two ranges of Latin-1) and numbers the 68 others from U+0100 on, after the printable ones.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    num_others = 256 - len(printable)
-    return [chr(code) for code in [*printable, *range(0x100, 0x100 + num_others)]]

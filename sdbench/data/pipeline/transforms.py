@@ -42,27 +42,17 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Decoded(NamedTuple):
-    """A picture of RGB that PIL has decoded, upright, and where the file's pixels lie in it.
+    """An upright picture of RGB that PIL has decoded, and where the file's pixels lie in it.
 
     A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
-
-    Attributes:
-        image: The picture.
-        size: Width and height of the upright picture in the file's pixels.
-        scale: The file's pixels to one of `image`, along a side.
-        left: Where the picture begins in `image`; a fraction where it was turned.
-        top: The same.
     """
 
     image: Image.Image
-    size: tuple[int, int]
-    scale: float = 1.0
+    size: tuple[int, int]  # of the upright picture, in the file's pixels
+    scale: float = 1.0  # the file's pixels to one of the image, along a side
+    # Where the picture begins in the image; a fraction where it was turned.
     left: float = 0.0
     top: float = 0.0
-
-
-def _untimed(name: str) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def decode_image(
@@ -72,7 +62,7 @@ def decode_image(
     crop: tuple[float, float] | None = None,
     flip: bool = False,
     read_avif: bool = False,
-    phase: Phase = _untimed,
+    phase: Phase = contextlib.nullcontext,
 ) -> np.ndarray:
     """Decode an image file of a kind that is read.
 
@@ -83,8 +73,7 @@ def decode_image(
             the centre.
         flip: Whether to mirror the picture.
         read_avif: Value of ``--read_avif``.
-        phase: Is called with ``decode`` and ``transform``; what it returns is entered while that
-            goes on.
+        phase: Returns what is entered during ``decode`` and ``transform``.
 
     Returns:
         (3, image_size, image_size) uint8, RGB; the colours of a pixel lie side by side in memory.

@@ -6,9 +6,8 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import RunError
 from sdbench.data.formats.listing import SIZES_NAME
@@ -36,23 +35,31 @@ Rows = Iterable[Row]
 Columns = Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkFormat:
+class Chunk(NamedTuple):
+    """The note of a finished chunk; `details` are what `ChunkFormat.write` returned."""
+
+    rows: int
+    bytes: int
+    bad: list[str]
+    details: Any
+
+
+class ChunkFormat(NamedTuple):
     """How one data format stores a chunk.
 
     Attributes:
         name: File or folder of a chunk, with ``{}`` for its number.
-        write: Takes the path to make, the rows and their columns; returns the number of rows and
-            details for `finish`. What it makes of no rows is thrown away.
-        finish: Takes the folder of all chunks and the details of each, in order.
+        write: Takes the path to make, the rows and their columns; returns details for `finish`.
+            What it makes of no rows is thrown away.
+        finish: Takes the folder of all chunks and, by name and in order, those that have rows.
     """
 
     name: str
-    write: Callable[[Path, Rows, Columns], tuple[int, Any]]
-    finish: Callable[[Path, list[Any]], None] = field(default=lambda folder, details: None)
+    write: Callable[[Path, Rows, Columns], Any]
+    finish: Callable[[Path, dict[str, Chunk]], None] = lambda folder, chunks: None
 
 
-def _write_mds(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict | None]:
+def _write_mds(path: Path, rows: Rows, columns: Columns) -> dict | None:
     from streaming import MDSWriter
 
     # The writer names its shards itself, so it gets a folder of its own.
@@ -66,41 +73,39 @@ def _write_mds(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict | No
             hashes=MDS_HASHES,
             size_limit=MAX_SHARD_BYTES,
         )
-        num_rows = 0
         for row in rows:
             writer.write(row)
-            num_rows += 1
         writer.finish()
         if len(writer.shards) > 1:
             raise RunError(
-                f"A shard of {num_rows} samples is larger than the 4 GiB that MDS can address: "
-                "take fewer samples per shard."
+                "A shard is larger than the 4 GiB that MDS can address: take fewer samples per "
+                "shard."
             )
         if not writer.shards:
-            return 0, None
+            return None
         shard = writer.shards[0]
         (folder / shard["raw_data"]["basename"]).rename(path)
         shard["raw_data"]["basename"] = path.name
-        return num_rows, shard
+        return shard
     finally:
         remove(folder)
 
 
-def _finish_mds(folder: Path, shards: list[dict]) -> None:
-    _write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
+def _finish_mds(folder: Path, chunks: dict[str, Chunk]) -> None:
+    index = {"version": 2, "shards": [chunk.details for chunk in chunks.values()]}
+    (folder / INDEX_NAME).write_bytes(to_json(index))
 
 
-def _write_json(path: Path, content: object) -> None:
-    """Write every value as it is; `Output.finish` synchronizes the file to disk."""
-    path.write_text(json.dumps(content, sort_keys=True), encoding="utf-8")
+def to_json(content: object) -> bytes:
+    """Return JSON with every value as it is; `base.files.write_json` removes likely secrets."""
+    return json.dumps(content, sort_keys=True).encode()
 
 
-def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
+def _write_parquet(path: Path, rows: Rows, columns: Columns) -> None:
     import pyarrow
     import pyarrow.parquet
 
     schema = pyarrow.schema([_parquet_field(*column) for column in sorted(columns.items())])
-    num_rows = 0
     # Images and latents do not get smaller by compression or by a dictionary. The checksums find
     # damage that neither the format nor a decoder would notice.
     with pyarrow.parquet.ParquetWriter(
@@ -110,8 +115,6 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]
         while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
             rows_of_bytes = [{name: _as_bytes(row[name]) for name in columns} for row in group]
             writer.write_table(pyarrow.Table.from_pylist(rows_of_bytes, schema=schema))
-            num_rows += len(group)
-    return num_rows, None
 
 
 def _parquet_field(name: str, encoding: str) -> Any:
@@ -134,34 +137,28 @@ def _as_bytes(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
-def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict]:
+def _write_tar(path: Path, rows: Rows, columns: Columns) -> None:
     import webdataset
 
-    num_rows = 0
     # A constant time, so that the same samples make the same file.
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
-        for row in rows:
-            key = _row_name(path.stem, num_rows)
-            writer.write({"__key__": key, **_image_files(row)})
-            num_rows += 1
-    return num_rows, {path.name: num_rows}
+        for number, row in enumerate(rows):
+            writer.write({"__key__": _row_name(path.stem, number), **_image_files(row)})
 
 
-def _finish_tars(folder: Path, sizes: list[dict]) -> None:
+def _finish_tars(folder: Path, chunks: dict[str, Chunk]) -> None:
     """Write how many samples each tar holds, for those who stream them."""
-    _write_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
+    sizes = {name: chunk.rows for name, chunk in chunks.items()}
+    (folder / SIZES_NAME).write_bytes(to_json(sizes))
 
 
-def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
+def _write_folder(path: Path, rows: Rows, columns: Columns) -> None:
     path.mkdir()
-    num_rows = 0
-    for row in rows:
-        name = _row_name(path.name, num_rows)
+    for number, row in enumerate(rows):
+        name = _row_name(path.name, number)
         for extension, content in _image_files(row).items():
             if extension != "json":
                 (path / f"{name}.{extension}").write_bytes(content)
-        num_rows += 1
-    return num_rows, None
 
 
 def _row_name(chunk: str, row: int) -> str:

@@ -176,7 +176,7 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     totals = output.finish()
     duration_s = time.monotonic() - started_s
     print(
-        f"Wrote {totals.num_written} samples to {flags.folder}, {totals.num_bad} bad ones left "
+        f"Wrote {totals.num_written} samples to {flags.folder}, {len(totals.bad)} bad ones left "
         f"out: together the {num_samples} of {flags.source!r}. "
         f"{num_missing} in {duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.files import SUFFIXES, find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
 from sdbench.data.image_files import image_extensions
+from sdbench.data.prepare.chunk_formats import to_json
 from sdbench.data.remote import in_parallel, path_of
 from sdbench.data.remote_files import open_stream
 from sdbench.settings.data import DataSettings
@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
     found = dict(zip(names, counted, strict=True))
     sizes = {name: size for name, size in found.items() if size is not None}
-    # Not by `write_json`, which removes what may be a secret.
-    replace_file(flags.out, json.dumps(sizes, sort_keys=True).encode())
+    replace_file(flags.out, to_json(sizes))
     if len(sizes) < len(tars):
         raise RunError(
             f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "

@@ -32,7 +32,7 @@ class StoredDataFlags:
     num_workers: int | None = setting(
         NOT_NEGATIVE,
         None,
-        "processes that share the work; 0 for none (default: one per core if it takes long)",
+        "processes that share the work; 0 for none (default: one per core from 2,000 samples on)",
     )
     text_embedding_dim: int = setting(
         POSITIVE, 1024, "width of the text embeddings of latents; SD 2 has 1024"

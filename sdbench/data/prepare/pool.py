@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,21 +17,14 @@ from typing import NamedTuple
 from sdbench.base.errors import RunError
 from sdbench.base.progress import show_progress
 
-# Starting a process that imports torch takes seconds: less work than this is done without any.
-WORTH_PROCESSES_S = 20.0
-
-# Pieces done to find out how long one takes; the first one takes the time of imports.
-NUM_PIECES_TRIED = 2
+# Starting a process that imports torch takes seconds: fewer samples than take about 20 s are done
+# without any.
+WORTH_PROCESSES = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The samples of a source, divided into shards.
-
-    Attributes:
-        num_samples: Samples that are taken, from the first one.
-        samples_per_shard: Samples in a shard, bad ones included.
-    """
+    """The first samples of a source, divided into shards; bad samples count too."""
 
     num_samples: int
     samples_per_shard: int
@@ -71,18 +62,15 @@ def run_work(
     """Do numbered pieces of work, in this process or in several others, and show the progress.
 
     Those are spawned, not forked, as they use libraries with threads. They end with this one,
-    whatever ends it.
+    whatever ends it. The reports come in the order in which pieces are finished.
 
     Args:
         work: Does the piece with a given number; is pickled once for each process.
         numbers: Of the pieces.
-        num_workers: Processes; 0 does the work in this one. None: one per core, if the time of the
-            first pieces shows that it is worth starting them.
+        num_workers: Processes; 0 does the work in this one. None: one per core, if there are
+            samples enough.
         num_samples: Of all the work, for the progress.
         num_done: Samples that an earlier run has done.
-
-    Yields:
-        The reports, in the order in which pieces are finished.
 
     Raises:
         RunError: A process died.
@@ -94,18 +82,12 @@ def run_work(
         num_done=num_done,
         count=lambda report: report.num_read,
     )
-    tried: list[WorkReport] = []
     if num_workers is None:
-        for number in numbers[:NUM_PIECES_TRIED]:
-            started_s = time.monotonic()
-            tried.append(work(number))
-            piece_s = time.monotonic() - started_s
-        numbers = numbers[len(tried) :]
-        is_worth = len(numbers) and piece_s * len(numbers) > WORTH_PROCESSES_S
+        is_worth = num_samples - num_done >= WORTH_PROCESSES
         num_workers = len(os.sched_getaffinity(0)) if is_worth else 0
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
-        yield showing(itertools.chain(tried, map(work, numbers)))
+        yield showing(map(work, numbers))
         return
     executor = ProcessPoolExecutor(
         num_workers,
@@ -115,8 +97,7 @@ def run_work(
     )
     try:
         futures = [executor.submit(_work_in_worker, number) for number in numbers]
-        done = (future.result() for future in as_completed(futures))
-        yield showing(itertools.chain(tried, done))
+        yield showing(future.result() for future in as_completed(futures))
     except BrokenProcessPool as error:
         raise RunError(
             "A worker process died, as happens when memory runs out: try again with fewer "

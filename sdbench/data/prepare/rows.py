@@ -76,10 +76,7 @@ class LatentRowReader:
         return len(self._resolutions[0][1])
 
     def read(self, index: int) -> Row:
-        """Read a sample.
-
-        A `MissingLatentError` is raised if nothing else is wrong than a missing resolution.
-        """
+        """Read a sample; a `MissingLatentError` if only a resolution is missing."""
         row = {}
         missing = None
         for config, samples in self._resolutions:
@@ -112,11 +109,7 @@ def describe_source(
 ) -> SourceConfig:
     """Describe a data set that is read sample by sample, without batches or resizing.
 
-    Args:
-        place: A folder or URL, as ``--remote`` takes it.
-        data_format: A name of `SOURCES`, or ``auto``.
-        flags: Of a command; those that a source has are taken.
-        options: Other fields of the source.
+    The `flags` of a command that a source has are taken; `options` are other fields of it.
     """
     options = {
         "data_format": detect_format(place) if data_format == "auto" else data_format,

@@ -15,10 +15,9 @@ from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
-from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
-from sdbench.data.prepare.pool import Work, WorkReport, run_work
+from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.remote import explain, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
@@ -54,56 +53,54 @@ def main(argv: list[str] | None = None) -> int:
             flags.place, data_format=flags.data_format, flags=flags, validate_hash="none"
         )
         verify = verify_mds if config.data_format == "mds" else verify_samples
-        num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
-    return 1 if num_broken else 0
+        num_broken, checked = verify(config, flags)
+    if num_broken:
+        print(f"{num_broken} broken thing{'s were' if num_broken > 1 else ' was'} found.")
+        return 1
+    print(f"All is well: {checked}.")
+    return 0
 
 
-def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
+def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     """Compare the shards of an MDS data set with its index.json, and print what is broken.
 
-    With `deep` every sample is opened, if all shards are sound. Returns the number of faults.
+    With --deep every sample is opened, if all shards are sound. Returns the number of faults, and
+    what is well if there are none.
     """
     (place,) = locate_mds(config)
     try:
         shards = place.shards
     except ConfigError as error:
         print(f"broken: {error.value}: {error.what}.")
-        return _conclude(1)
-    for name in _find_orphans(place):
-        print(f"note: {name} is not named in {INDEX_NAME}")
+        return 1, ""
     # It imports torch, which --help does without.
     from sdbench.data.formats.mds_shards import make_streams
 
     # A compressed copy is gone once it is unpacked.
     (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
     work = functools.partial(_verify_shard, place, stream)
-    num_broken = _work_through(
-        work, len(shards), num_samples=place.num_samples, num_workers=num_workers
-    )
+    num_broken = _work_through(work, len(shards), place.num_samples, flags)
     if not num_broken:
         for sentence in describe_missing(place):
             print(f"note: {sentence}")
-    if num_broken or not deep:
-        return _conclude(num_broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
-    return verify_samples(config, deep=True, num_workers=num_workers)
+    if num_broken or not flags.deep:
+        return num_broken, f"{len(shards)} shards are what {INDEX_NAME} says"
+    return verify_samples(config, flags)
 
 
-def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
-    """Open a data set as training does, and with `deep` its samples, and print what is broken.
-
-    Returns the number of faults.
-    """
+def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
+    """Open a data set as training does, and with --deep its samples; returns as `verify_mds`."""
     try:
         rows = open_rows(tell_kind(config))
     except RunError as error:
         print(f"broken: {error}")
-        return _conclude(1)
-    if not deep:
-        return _conclude(0, checked=f"{len(rows)} samples are listed (--deep opens them)")
-    work = functools.partial(_verify_samples, rows)
-    num_pieces = -(-len(rows) // SAMPLES_PER_PIECE)
-    num_broken = _work_through(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
-    return _conclude(num_broken, checked=f"each of the {len(rows)} samples can be used")
+        return 1, ""
+    if not flags.deep:
+        return 0, f"{len(rows)} samples are listed (--deep opens them)"
+    pieces = Shards(num_samples=len(rows), samples_per_shard=SAMPLES_PER_PIECE)
+    work = functools.partial(_verify_samples, rows, pieces)
+    num_broken = _work_through(work, pieces.num_shards, len(rows), flags)
+    return num_broken, f"each of the {len(rows)} samples can be used"
 
 
 def tell_kind(config: SourceConfig) -> SourceConfig:
@@ -165,10 +162,9 @@ def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
     return []
 
 
-def _verify_samples(rows: RowReader, number: int) -> WorkReport:
+def _verify_samples(rows: RowReader, pieces: Shards, number: int) -> WorkReport:
     """Open the samples of a piece by its number."""
-    first = number * SAMPLES_PER_PIECE
-    indices = range(first, min(first + SAMPLES_PER_PIECE, len(rows)))
+    indices = pieces.indices(number)
     bad = []
     for index in indices:
         try:
@@ -181,22 +177,11 @@ def _verify_samples(rows: RowReader, number: int) -> WorkReport:
     return WorkReport(len(indices), bad)
 
 
-def _find_orphans(place: MdsPlace) -> list[str]:
-    """Return the files in the user's folder that the index does not name."""
-    if is_url(place.source):
-        return []
-    folder = Path(place.source)
-    known = {file["basename"] for shard in place.shards for file in files_of(shard)}
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known - {INDEX_NAME, PROVENANCE_NAME})
-
-
-def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:
+def _work_through(work: Work, num_pieces: int, num_samples: int, flags: VerifyFlags) -> int:
     """Do all the work; print each broken thing as it is found, and return how many there are."""
     broken: set[str] = set()
-    with run_work(
-        work, range(num_pieces), num_workers=num_workers, num_samples=num_samples
-    ) as reports:
+    numbers = range(num_pieces)
+    with run_work(work, numbers, num_workers=flags.num_workers, num_samples=num_samples) as reports:
         for report in reports:
             # A damaged file spoils many samples, and is named once.
             for sentence in report.bad:
@@ -204,12 +189,3 @@ def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers:
                     broken.add(sentence)
                     print(f"broken: {sentence}", flush=True)
     return len(broken)
-
-
-def _conclude(num_broken: int, *, checked: str = "") -> int:
-    """Print the last line, with what is well if nothing is broken; return `num_broken`."""
-    if num_broken:
-        print(f"{num_broken} broken thing{'s were' if num_broken > 1 else ' was'} found.")
-    else:
-        print(f"All is well: {checked}.")
-    return num_broken

@@ -14,7 +14,6 @@ is either whole or absent::
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.data.identity import describe_change, write_provenance
-from sdbench.data.prepare.chunk_formats import FORMATS, ChunkFormat, Columns, Rows, remove
+from sdbench.data.prepare.chunk_formats import FORMATS, Chunk, Columns, Rows, remove, to_json
 
 FOLDER_FLAG = "--folder"
 # Names in OUT.partial.
@@ -41,20 +40,6 @@ class Totals(NamedTuple):
 
     num_written: int
     bad: list[str]
-
-    @property
-    def num_bad(self) -> int:
-        """Number of samples left out."""
-        return len(self.bad)
-
-
-class _ChunkNote(NamedTuple):
-    """The content of a finished chunk; `details` are what `ChunkFormat.write` returned."""
-
-    rows: int
-    bytes: int
-    bad: list[str]
-    details: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +65,13 @@ class Output:
 
     def missing_chunks(self) -> list[int]:
         """Return the numbers of the chunks that are not whole on disk."""
-        return [number for number in range(self.num_chunks) if self._read_note(number) is None]
+        return sorted(set(range(self.num_chunks)) - self._finished().keys())
 
     def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
         """Write one chunk: afterwards it is whole, or after any error or kill absent.
 
-        Several processes may write chunks at once, each its own.
-
-        Args:
-            number: Of the chunk, from 0.
-            rows: Values by column; may be empty.
-            bad: One sentence for each sample left out; may grow while `rows` is consumed.
+        Several processes may write chunks at once, each its own. `bad` has a sentence for each
+        sample left out, and may grow while `rows` is consumed.
 
         Raises:
             RunError: The disk is full, writing is not permitted, a row cannot be read, or a shard
@@ -98,12 +79,21 @@ class Output:
         """
         target = self._data(number)
         temporary = self.partial / "tmp" / target.name
+        num_rows = 0
+
+        def counted() -> Rows:
+            nonlocal num_rows
+            try:
+                for row in rows:
+                    yield row
+                    num_rows += 1
+            except OSError as error:  # of the source, not of the output
+                raise RunError(f"A sample cannot be read ({error}).") from error
+
         with self._errors_named():
             remove(temporary)
             try:
-                num_rows, details = self._format.write(
-                    temporary, _name_source_errors(rows), self.columns
-                )
+                details = FORMATS[self.data_format].write(temporary, counted(), self.columns)
                 remove(target)
                 if num_rows:
                     _synchronize(temporary)
@@ -111,14 +101,14 @@ class Output:
             finally:
                 remove(temporary)
             num_bytes = _count_bytes(target) if num_rows else 0
-            note = _ChunkNote(num_rows, num_bytes, list(bad), details)
-            replace_file(self._note(number), _to_json(note._asdict()))
+            note = Chunk(num_rows, num_bytes, list(bad), details)
+            replace_file(self._note(number), to_json(note._asdict()))
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
-        notes = self._notes()
-        bad = [sentence for note in notes for sentence in note.bad]
-        return Totals(sum(note.rows for note in notes), bad)
+        chunks = self._finished().values()
+        bad = [sentence for chunk in chunks for sentence in chunk.bad]
+        return Totals(sum(chunk.rows for chunk in chunks), bad)
 
     def finish(self) -> Totals:
         """Make OUT of all chunks. Only one process may call this, when no other writes any more.
@@ -134,12 +124,17 @@ class Output:
         totals = self.totals()
         if not totals.num_written:
             raise RunError(
-                f"Nothing can be written to {self.out}: all {totals.num_bad} samples are bad. "
+                f"Nothing can be written to {self.out}: all {len(totals.bad)} samples are bad. "
                 f"{' '.join(totals.bad[:1])}"
             )
         with self._errors_named():
             data = self.partial / "data"
-            self._format.finish(data, [note.details for note in self._notes() if note.rows])
+            chunks = {
+                self._data(number).name: chunk
+                for number, chunk in self._finished().items()
+                if chunk.rows
+            }
+            FORMATS[self.data_format].finish(data, chunks)
             write_provenance(data, json.loads((self.partial / JOB_NAME).read_bytes())["job"])
             _synchronize(data)
             data.rename(self.out)
@@ -148,11 +143,7 @@ class Output:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep a second command from writing to the same OUT; its death ends the lock.
-
-        Raises:
-            ConfigError: Another process has it.
-        """
+        """Keep a second command from writing to the same OUT; its death ends the lock."""
         with (self.partial / JOB_NAME).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,42 +156,36 @@ class Output:
                 ) from error
             yield
 
-    @property
-    def _format(self) -> ChunkFormat:
-        return FORMATS[self.data_format]
-
     def _number(self, number: int) -> str:
         return f"{number:0{max(5, len(str(self.num_chunks - 1)))}d}"
 
     def _data(self, number: int) -> Path:
-        return self.partial / "data" / self._format.name.format(self._number(number))
+        name = FORMATS[self.data_format].name
+        return self.partial / "data" / name.format(self._number(number))
 
     def _note(self, number: int) -> Path:
         return self.partial / "chunks" / f"{self._number(number)}.json"
 
-    def _notes(self) -> list[_ChunkNote]:
-        """Return the notes of the whole chunks, in order."""
-        notes = (self._read_note(number) for number in range(self.num_chunks))
-        return [note for note in notes if note is not None]
-
-    def _read_note(self, number: int) -> _ChunkNote | None:
-        """Return the note of a chunk, or None if the chunk is not whole."""
-        path, data = self._note(number), self._data(number)
-        if not path.is_file():
-            return None
-        note = _ChunkNote(**json.loads(path.read_bytes()))
-        is_whole = not note.rows or (data.exists() and _count_bytes(data) == note.bytes)
-        return note if is_whole else None
+    def _finished(self) -> dict[int, Chunk]:
+        """Return the notes of the chunks that are whole, in order."""
+        found = {}
+        for number in range(self.num_chunks):
+            path, data = self._note(number), self._data(number)
+            if path.is_file():
+                chunk = Chunk(**json.loads(path.read_bytes()))
+                if not chunk.rows or (data.exists() and _count_bytes(data) == chunk.bytes):
+                    found[number] = chunk
+        return found
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            kept = "finished chunks are kept, and the same command goes on from them"
-            if error.errno == errno.ENOSPC:
-                raise RunError(f"No space is left for {self.out}; {kept}.") from error
-            raise RunError(f"{self.out} cannot be written ({error}); {kept}.") from error
+            raise RunError(
+                f"{self.out} cannot be written ({error}); finished chunks are kept, and the same "
+                "command goes on from them."
+            ) from error
 
 
 def open_output(
@@ -215,16 +200,11 @@ def open_output(
 ) -> Output:
     """Begin a data set, or go on with one that was not finished.
 
-    Args:
-        out: Folder of the new data set.
-        data_format: A key of `FORMATS`.
-        columns: Column to its MDS encoding. Tars and folders take ``jpg`` and ``caption`` alone.
-        num_chunks: Chunks of the whole data set.
-        job: What decides the content of the chunks, as values of JSON; not how the work is done
-            (workers, what happens on bad samples).
-        data: The source as `identify_data` describes it.
-        accepts_changes: Go on where files of the source have been written again under their names,
-            e.g. a picture that was repaired. Finished chunks keep what they hold.
+    The `job` decides the content of the chunks, as values of JSON, but not how the work is done
+    (workers, what happens on bad samples). `data` is the source as `identify_data` describes it.
+    With `accepts_changes` it goes on where files of the source have been written again under their
+    names, e.g. a picture that was repaired, and finished chunks keep what they hold. Tars and
+    folders take the columns ``jpg`` and ``caption`` alone.
 
     Raises:
         ConfigError: `out` exists, or holds the beginnings of another job.
@@ -245,9 +225,9 @@ def open_output(
             (output.partial / name).mkdir(parents=True, exist_ok=True)
         path = output.partial / JOB_NAME
         if not path.is_file():
-            replace_file(path, _to_json(facts))
+            replace_file(path, to_json(facts))
         found = json.loads(path.read_bytes())
-    _check_same_job(output, found=found, wanted=json.loads(_to_json(facts)))
+    _check_same_job(output, found=found, wanted=json.loads(to_json(facts)))
     _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
     return output
 
@@ -307,19 +287,6 @@ def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) 
             flag="--changed_inputs" if same_names else FOLDER_FLAG,
         )
     print(f"{change} (--changed_inputs accept): finished shards keep what they hold")
-
-
-def _to_json(content: object) -> bytes:
-    """Return JSON with every value as it is; `base.files.write_json` removes likely secrets."""
-    return json.dumps(content, sort_keys=True).encode()
-
-
-def _name_source_errors(rows: Rows) -> Rows:
-    """Pass rows on; an error in reading them names the source, not the output."""
-    try:
-        yield from rows
-    except OSError as error:
-        raise RunError(f"A sample cannot be read ({error}).") from error
 
 
 def _files(path: Path) -> list[Path]:

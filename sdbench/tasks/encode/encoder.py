@@ -78,13 +78,7 @@ class EncodeJob(Shards):
 
 
 class EncodedBatch(NamedTuple):
-    """A batch whose good samples are encoded.
-
-    Attributes:
-        batch: As it was loaded, without its images.
-        columns: Column to the values of all samples.
-        step: Times and sizes so far.
-    """
+    """A batch as it was loaded, without its images, and the values of its good samples."""
 
     batch: LoadedBatch
     columns: dict[str, np.ndarray]
@@ -95,9 +89,7 @@ class EncodedBatch(NamedTuple):
 class Step(BatchReport):
     """Times and counts of one batch, from the request for it to the request for the next one.
 
-    Attributes:
-        seconds: Times by phase: `STEP_PHASES` add up to the step, and `PHASES` are spent in the
-            process that loads.
+    `STEP_PHASES` add up to the step, and `PHASES` are spent in the process that loads.
     """
 
     seconds: dict[str, float] = field(
@@ -122,10 +114,7 @@ class Encoder:
         seed: int,
         device: str,
     ) -> None:
-        """Build both encoders, with the weights that a training run with the same seed has.
-
-        `seed` is that of random weights, and of the samples drawn from the moments.
-        """
+        """Build both encoders; the seed is that of random weights and of sampled latents."""
         self._sample_type = sample_type
         self._device = device
         self._seed = seed
@@ -145,9 +134,8 @@ class Encoder:
     def encode_images(self, images: Tensor, *, indices: Sequence[int]) -> np.ndarray:
         """Encode images (B, 3, S, S), whose indices in the source seed the noise.
 
-        Returns:
-            float16, (B, 8, S/8, S/8) moments of the VAE, or (B, 4, S/8, S/8) samples of them times
-            the scaling factor.
+        The result is float16: (B, 8, S/8, S/8) moments of the VAE, or (B, 4, S/8, S/8) samples of
+        them times the scaling factor.
         """
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
@@ -206,13 +194,9 @@ def encode_batch(
 def find_finite(
     columns: Mapping[str, np.ndarray | Tensor], names: Sequence[str], *, is_error: bool
 ) -> tuple[list[int], list[str]]:
-    """Find the samples whose values float16 can hold; half precision may overflow.
+    """Return the positions of the samples with finite values, and a sentence for each other one.
 
-    Returns:
-        The positions of these samples, and a sentence for each other one.
-
-    Raises:
-        RunError: A value is not finite, and that `is_error`.
+    Half precision may overflow. If that `is_error`, a `RunError` is raised.
     """
     good, bad = [], []
     for position, name in enumerate(names):

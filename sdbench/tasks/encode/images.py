@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import GoodBatch, make_batches
 from sdbench.data.pipeline.order import Key
-from sdbench.data.samples import ImageSample, Samples
+from sdbench.data.samples import Samples
 from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
 
 # Images are encoded once, as the first epoch of a training run would see them.
@@ -39,47 +40,19 @@ class LoadedBatch(NamedTuple):
     num_read: int
 
 
-class CachedSamples:
-    """Stored samples; each is read once for the resolutions and the caption of a batch."""
-
-    def __init__(self, records: Samples) -> None:
-        self._records = records
-        self._kept: dict[int, ImageSample] = {}
-        self.sample_type = records.sample_type
-        self.blocks, self.num_dropped = records.blocks, records.num_dropped
-        self.num_blocks_of_files = records.num_blocks_of_files
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def read(self, index: int) -> ImageSample:
-        """Read a sample as `Samples.read` does, once in a batch."""
-        if index not in self._kept:
-            self._kept[index] = self._records.read(index)
-        return self._kept[index]
-
-    def forget(self) -> None:
-        """Drop the samples of the current batch."""
-        self._kept.clear()
-
-
 class ImageReader:
     """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
 
     def __init__(self, configs: Sequence[SourceConfig]) -> None:
-        """Open the source, described once for each resolution.
-
-        Raises:
-            ConfigError: The source cannot be used.
-        """
-        self._records: CachedSamples | None = None
+        """Open the source, described once for each resolution."""
+        self._samples: Samples | None = None
         if configs[0].data_format == "synthetic":
             self._batches = [data.open_batches(config) for config in configs]
         else:
-            self._records = CachedSamples(data.open_samples(configs[0]))
-            self._batches = [make_batches(self._records, config=config) for config in configs]
+            self._samples = data.open_samples(configs[0])
+            self._batches = [make_batches(self._samples, config=config) for config in configs]
         self.num_samples = self._batches[0].num_samples
-        self.num_dropped = self._batches[0].num_dropped
+        self.num_dropped = self._batches[0].samples.num_dropped
 
     def __call__(self, indices: range) -> LoadedBatch | RunError:
         """Read a batch; an error is returned, since torch hides its message in a traceback."""
@@ -89,8 +62,11 @@ class ImageReader:
             return error
 
     def _read(self, indices: range) -> LoadedBatch:
-        if self._records is not None:
-            self._records.forget()
+        if self._samples is not None:
+            # Each is read once for all resolutions and its caption. Here, as a cache cannot be
+            # pickled for a worker.
+            read = functools.partial(type(self._samples).read, self._samples)
+            self._samples.read = functools.cache(read)
         keys, parts, bad = [Key(EPOCH, index) for index in indices], [], []
         for batches in self._batches:
             part = batches.read_good(keys)
@@ -101,21 +77,21 @@ class ImageReader:
                 break
         if len(parts[0].keys) != len(keys):
             parts = [_keep(part, keys) for part in parts]
-        names, captions = self._describe(keys, parts[0].tensors["input_ids"])
-        return LoadedBatch(
-            [key.index for key in keys], names, captions, parts, bad, num_read=len(indices)
-        )
+        good = [key.index for key in keys]
+        names = [self._batches[0].name(index) for index in good]
+        captions = self._captions(good, parts[0].tensors["input_ids"])
+        return LoadedBatch(good, names, captions, parts, bad, num_read=len(indices))
 
-    def _describe(self, keys: Sequence[Key], input_ids: Tensor) -> tuple[list[str], list[str]]:
-        if self._records is None:
-            return [f"synthetic sample {key.index}" for key in keys], [""] * len(keys)
-        records = [self._records.read(key.index) for key in keys]
+    def _captions(self, indices: list[int], input_ids: Tensor) -> list[str]:
+        """The captions that were encoded; empty for synthetic samples."""
+        if self._samples is None:
+            return [""] * len(indices)
         # A dropped caption has no token between those of beginning and end.
         is_empty = (input_ids[:, 1] == EOS_TOKEN_ID).tolist()
-        captions = [
-            "" if empty else record.caption for empty, record in zip(is_empty, records, strict=True)
+        return [
+            "" if empty else self._samples.read(index).caption
+            for index, empty in zip(indices, is_empty, strict=True)
         ]
-        return [record.name for record in records], captions
 
 
 def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:

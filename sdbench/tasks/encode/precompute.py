@@ -369,17 +369,17 @@ class Precompute(Task):
         try:
             with contextlib.closing(self._encode(mine)) as encoded:
                 steps = write_shards(self._job, mine, encoded, output=output, ranks=self._ranks)
-            everyone = distributed.gather((steps, _peak_memory_gib(self._machine)), self._ranks)
+            everyone = distributed.gather((steps, hardware.peak_memory_gib()), self._ranks)
             if self._ranks.rank != 0:
                 return {}
             totals = self._totals = output.finish()
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
-        if totals.num_written + totals.num_bad != self._job.num_samples:
+        if totals.num_written + len(totals.bad) != self._job.num_samples:
             raise RunError(
                 f"{self._job.num_samples} samples were to be encoded, {totals.num_written} were "
-                f"written and {totals.num_bad} left out",
+                f"written and {len(totals.bad)} left out",
                 status=INVALID,
             )
         summary = summarize(
@@ -390,7 +390,7 @@ class Precompute(Task):
             | {
                 "peak_memory_gib": max(peak for _, peak in everyone),
                 "num_images_written": totals.num_written,
-                "num_bad_samples": totals.num_bad,
+                "num_bad_samples": len(totals.bad),
                 "num_dropped_samples": self._reader.num_dropped,
             }
         }
@@ -426,7 +426,7 @@ class Precompute(Task):
             rate = f"images/s: {format_rate(summary)}; ms per image: {split}"
         return "\n".join(
             [
-                f"Wrote {totals.num_written} samples to {self._config.out}, {totals.num_bad} bad "
+                f"Wrote {totals.num_written} samples to {self._config.out}, {len(totals.bad)} bad "
                 f"ones left out; {summary['num_images']} of them now, in "
                 f"{content['duration_s']:.1f} s.",
                 rate,
@@ -482,23 +482,11 @@ def _choose(draft: Draft, *, on_gpu: bool) -> None:
     draft.choose_if_open("num_workers", num_workers, "the cores")
 
 
-def _peak_memory_gib(machine: Machine) -> float:
-    if machine.device_type == "cpu":
-        return hardware.peak_resident_memory_gib()
-    import torch
-
-    return torch.cuda.max_memory_allocated() / hardware.BYTES_PER_GIB
-
-
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
-    """The figures of a run, for the record's `summary`; None where it was too short for a window.
+    """Sum up the batches of each rank for a record; figures of a window are None in a short run.
 
     The window has the same number of batches of each rank after the warm-up. Ranks do not wait for
     each other, so it lasts as long as the slowest one takes.
-
-    Args:
-        ranks: The batches of each rank, in order.
-        num_warmup_steps: Batches at the beginning that are not counted.
     """
     from sdbench.tasks.encode.encoder import STEP_PHASES
 
@@ -509,8 +497,8 @@ def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict
     measured = [step for window in windows for step in window]
     num_measured_images = sum(step.num_images for step in measured)
     if not num_measured_images:
-        none = dict.fromkeys(WINDOW_FIGURES)
-        return none | {"num_measured_steps": 0, "num_images": num_images}
+        no_figures = dict.fromkeys(WINDOW_FIGURES)
+        return no_figures | {"num_measured_steps": 0, "num_images": num_images}
     times_s = max(([step.step_time_s for step in window] for window in windows), key=sum)
     window_s = sum(times_s)
     window = summarize_window(

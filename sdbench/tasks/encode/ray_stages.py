@@ -105,7 +105,7 @@ class DecodeStage(Stage):
         """The samples of all batches of an epoch, with the parts of the ranks side by side."""
         whole = {"rank": 0, "world_size": 1, "device_batch_size": self._config.global_batch_size}
         config = dataclasses.replace(self._config, **whole)
-        return EpochOrder(self._reader_of_rank(0).blocks, config=config).batches(epoch)
+        return EpochOrder(self._reader_of_rank(0).samples.blocks, config=config).batches(epoch)
 
     def _find_streamed(
         self, reader: BatchReader, *, rank: int, epoch: int, number: int

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from sdbench.base.errors import RunError
 from sdbench.base.progress import Progress
+from sdbench.data.pipeline.loader import watch
 from sdbench.data.pipeline.order import Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
-from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.writers import Output
 from sdbench.ranks.distributed import Ranks
@@ -31,12 +30,7 @@ from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 def encode_here(
     job: EncodeJob, numbers: Sequence[int], *, reader: ImageReader, device: str
 ) -> Generator[EncodedBatch]:
-    """Encode the batches of shards in this process, while its workers read and decode.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, a file is damaged, or no batch came for
-            too long.
-    """
+    """Encode the batches of shards in this process, while its workers read and decode."""
     encoder = job.make_encoder(device)
     pieces = [piece for number in numbers for piece in job.pieces(number)]
     with contextlib.closing(_load(job, pieces, reader=reader)) as loaded:
@@ -52,43 +46,28 @@ def encode_here(
 def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Generator[LoadedBatch]:
     """Batches in order, copied from the shared memory of their worker."""
     config = job.configs[0]
-    workers = {}
-    if config.num_workers:
-        workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor}
     loader = DataLoader(
-        Keys(len(pieces)), sampler=pieces, batch_size=None, collate_fn=reader, **workers
+        Keys(len(pieces)),
+        sampler=pieces,
+        batch_size=None,
+        collate_fn=reader,
+        num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor if config.num_workers else None,
+        timeout=config.data_timeout_s if config.num_workers else 0,
     )
-    silence = (
-        f"No batch of images came for {config.data_timeout_s:g} s: a download or a disk is "
-        "stuck. --data_timeout_s sets how long to wait."
-    )
-    own = [SharedBatch() for _ in job.configs]
-    batches = None
-    try:
-        while True:
-            with time_limit(config.data_timeout_s, message=silence):
-                batches = iter(loader) if batches is None else batches
-                batch = next(batches, None)
-            if batch is None:
-                return
-            if isinstance(batch, RunError):
-                raise batch
-            parts = [
-                part
-                if (slot := part.report.slot) is None
-                else part._replace(tensors=copies.copy(part.tensors, slot=slot))
-                for copies, part in zip(own, batch.parts, strict=False)
-            ]
-            yield batch._replace(parts=parts)
-    except RunError:
-        raise
-    except RuntimeError as error:
-        # As torch reports a killed worker.
-        raise RunError(f"Loading images failed: {error}") from error
-    finally:
-        # Ends the workers now. The traceback of an error would keep them until garbage is
-        # collected; if their queues go first, that costs 5 s for each worker.
-        del batches
+    received = [SharedBatch() for _ in job.configs]
+    num_read = 0
+
+    def position() -> str:
+        return f"after {num_read} images"
+
+    for batch in watch(lambda: iter(loader), config=config, position=position):
+        num_read += batch.num_read
+        parts = [
+            part._replace(tensors=own.copy(part.tensors, slot=part.report.slot))
+            for own, part in zip(received, batch.parts, strict=False)
+        ]
+        yield batch._replace(parts=parts)
 
 
 def write_shards(
@@ -99,12 +78,7 @@ def write_shards(
     output: Output,
     ranks: Ranks,
 ) -> list[Step]:
-    """Write the shards of this rank, and return the times and counts of each batch.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, too many are, a file is damaged, or the
-            output cannot be written.
-    """
+    """Write the shards of this rank, and return the times and counts of each batch."""
     config = job.configs[0]
     steps: list[Step] = []
     all_bad = output.totals().bad
