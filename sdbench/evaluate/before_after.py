@@ -66,12 +66,7 @@ class BeforeAfterFlags(SimilaritySettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Set pictures side by side, and score them by the given networks; return the exit code.
-
-    Raises:
-        ConfigError: Pictures or a network cannot be used.
-        RunError: A picture cannot be decoded, or a network gives no finite numbers.
-    """
+    """Set pictures side by side, and score them by the given networks; return the exit code."""
     flags = parse(
         BeforeAfterFlags,
         argv,
@@ -160,12 +155,8 @@ def compare(
 
     As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs.
     Among class pictures, pairs of the same seed are left out, which are similar for that reason.
-
-    Args:
-        subject: Of the subject's own pictures.
-        generated: Of the pictures for its prompt, before and after.
-        generated_class: Of the pictures for the prompt of its class, before and after by the same
-            seeds in the same order; empty: not compared.
+    Generated pictures are those before and after, class pictures by the same seeds in the same
+    order; without class pictures, these are not compared.
 
     Returns:
         `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each

@@ -44,12 +44,7 @@ class ScoreFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score the pictures of a folder, at the size of the first one; return the exit code.
-
-    Raises:
-        ConfigError: There are no pictures, or no networks.
-        RunError: A picture cannot be decoded, or a network gives no finite numbers.
-    """
+    """Score the pictures of a folder, at the size of the first one; return the exit code."""
     flags = parse(
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config

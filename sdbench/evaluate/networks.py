@@ -85,11 +85,7 @@ class FidNetwork(Network):
     )
 
     def __init__(self, file: Path, *, device: torch.device | str) -> None:
-        """Load the network.
-
-        Raises:
-            ConfigError: There is no such file, or it is no TorchScript.
-        """
+        """Load the network; a `ConfigError` refuses a file that is no TorchScript."""
         super().__init__(file, weights=file, device=device)
         if not file.is_file():
             raise self._refusal("there is no such file")
@@ -125,11 +121,7 @@ class ImageNetwork(Network):
     reads_text: ClassVar[bool] = False
 
     def __init__(self, folder: Path, *, device: torch.device | str) -> None:
-        """Load the model.
-
-        Raises:
-            ConfigError: A file is missing or damaged, or weights are.
-        """
+        """Load the model; a `ConfigError` refuses files or weights that are missing or damaged."""
         super().__init__(folder, weights=folder / "model.safetensors", device=device)
         missing = missing_files(folder, reads_text=self.reads_text)
         if missing:

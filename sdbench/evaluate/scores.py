@@ -175,18 +175,9 @@ def score_model(
 ) -> dict[str, Any]:
     """Generate a picture for the caption of each held-out picture, and score them.
 
-    Args:
-        model: The same on every rank, or sharded; every rank has to call.
-        samples: The held-out pictures.
-        networks: As `Scores` takes them.
-        num_images: Most held-out pictures to take, from the first on.
-        read_avif: Value of ``--read_avif``.
-        skips_bad: Leave out held-out pictures that are bad.
-        seed: Of the first picture.
-        tokenize: As of `draw_samples`.
-        settings: As of `draw_samples`.
-        ranks: The place of this process.
-        check: Called before each batch that all ranks have, and each step of a drawing; may raise.
+    The model is the same on every rank, or sharded; every rank has to call. At most `num_images`
+    held-out pictures are taken, from the first on. `check` is called before each batch that all
+    ranks have, and each step of a drawing; it may raise.
 
     Returns:
         The facts of `Scores.compute`, the same for any number of ranks, and of the drawing.

@@ -85,13 +85,10 @@ def join(
     *,
     ceilings: Ceilings,
 ) -> pd.DataFrame:
-    """Set the work of each operator beside its time.
+    """Set the work of each operator in a step beside its time.
 
-    Args:
-        counted: Operator and type of its numbers to the work of a step. All calls with the same key
-            do the same work, so the larger of their sums is the sum of the larger ones.
-        timed: Operator to its time in a step.
-        ceilings: Of the machine.
+    Work is counted by operator and type of its numbers. All calls with the same key do the same
+    work, so the larger of their sums is the sum of the larger ones.
 
     Returns:
         A row for each operator that was counted or timed, the longest time first, with the columns

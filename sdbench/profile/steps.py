@@ -36,6 +36,7 @@ WALKS = ("autograd::", "torch::autograd::")
 SECONDS_PER_US = 1e-6
 
 PhaseFinder = Callable[[Any], str]
+# Operators and their times in microseconds.
 Found = list[tuple[Operator, float]]
 
 
@@ -94,14 +95,9 @@ class ProfiledSteps:
         device_type: str,
         trace_file: Path | None,
     ) -> None:
-        """Prepare; nothing runs yet.
+        """Prepare to count one step after the plain ones and to profile 1 or more.
 
-        Args:
-            phases: Tells the phase.
-            num_plain_steps: Warm-up and measured steps.
-            num_profiled_steps: Steps under the profiler, 1 or more.
-            device_type: ``cuda`` or ``cpu``.
-            trace_file: Gets torch's trace of the last step, if there is one.
+        The trace file gets torch's trace of the last step.
         """
         self.num_steps = num_plain_steps + NUM_COUNTED_STEPS + 2 * num_profiled_steps
         self.counter = WorkCounter(phase=lambda: phases.current, device_type=device_type)
@@ -165,27 +161,19 @@ class StepEvents:
     """Adds up the events of profiled steps."""
 
     def __init__(self, counted: Set[Operator], *, device_type: str) -> None:
-        """Begin without events.
-
-        Args:
-            counted: The operators to be found.
-            device_type: The device whose time is taken: ``cuda`` or ``cpu``.
-        """
+        """Take the counted operators, and the device whose time is taken: ``cuda`` or ``cpu``."""
         self._counted = counted
         self._on_gpu = device_type == "cuda"
         self._num_steps = 0
         self._steps_us = 0.0
         # The times of all calls in microseconds.
-        self._matched: dict[Operator, list[float]] = collections.defaultdict(list)
-        self._unmatched: dict[Operator, list[float]] = collections.defaultdict(list)
+        self._operators: dict[Operator, list[float]] = collections.defaultdict(list)
         self._kernels: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, events: Sequence[Any]) -> None:
-        """Add the events of one step.
+        """Add `torch.profiler.profile.events()` of one step.
 
-        Args:
-            events: `torch.profiler.profile.events()`, recorded with shapes, under phase ranges that
-                cover the step without a gap.
+        They are recorded with shapes, under phase ranges that cover the step without a gap.
         """
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         ranges = [event for event in on_host if event.name.startswith(PHASE_RANGE)]
@@ -202,12 +190,9 @@ class StepEvents:
 
         for event in on_host:
             if event.cpu_parent is None:
-                matched, unmatched = self._split(event, phase_of)
-                for operator, time_us in matched:
-                    self._matched[operator].append(time_us)
-                for operator, time_us in unmatched:
-                    if time_us:
-                        self._unmatched[operator].append(time_us)
+                for operator, time_us in self._find_operators(event, phase_of):
+                    if time_us or operator in self._counted:
+                        self._operators[operator].append(time_us)
         for event in events:
             # The ranges of the host are on the GPU's time line, too.
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
@@ -219,14 +204,9 @@ class StepEvents:
         return self._steps_us / self._num_steps * SECONDS_PER_US
 
     @property
-    def matched(self) -> dict[Operator, Timing]:
-        """Counted operators in an average step."""
-        return self._per_step(self._matched)
-
-    @property
-    def unmatched(self) -> dict[Operator, Timing]:
-        """Operators, and kernels of no operator, that were not counted, in an average step."""
-        return self._per_step(self._unmatched)
+    def operators(self) -> dict[Operator, Timing]:
+        """Operators, counted or not, and kernels of no operator, in an average step."""
+        return self._per_step(self._operators)
 
     @property
     def kernels(self) -> dict[str, Timing]:
@@ -239,22 +219,22 @@ class StepEvents:
             for key, calls in times_us.items()
         }
 
-    def _split(self, event: Any, phase_of: PhaseFinder) -> tuple[Found, Found]:
+    def _find_operators(self, event: Any, phase_of: PhaseFinder) -> Found:
         """The counted operators in an event and below it, and the others."""
         phase = phase_of(event)
         shapes = _shapes(event.input_shapes)
         operator = self._find(phase, event.name, shapes)
         if operator is not None:
-            return [(operator, self._time_us(event))], []
-        below = [self._split(child, phase_of) for child in event.cpu_children]
-        matched = [found for part, _ in below for found in part]
-        unmatched = [found for _, part in below for found in part]
-        if not matched and _is_operator(event.name):
-            return [], [(Operator(phase, event.name, shapes), self._time_us(event))]
+            return [(operator, self._time_us(event))]
+        found = [
+            one for child in event.cpu_children for one in self._find_operators(child, phase_of)
+        ]
+        has_counted = any(operator in self._counted for operator, _ in found)
+        if not has_counted and _is_operator(event.name):
+            return [(Operator(phase, event.name, shapes), self._time_us(event))]
         if self._on_gpu:
-            launched = [(Operator(phase, k.name, ()), k.duration) for k in event.kernels]
-            unmatched += launched
-        return matched, unmatched
+            found += [(Operator(phase, k.name, ()), k.duration) for k in event.kernels]
+        return found
 
     def _find(self, phase: str, name: str, shapes: tuple[tuple[int, ...], ...]) -> Operator | None:
         """The counted operator that an event is a call of."""

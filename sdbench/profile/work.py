@@ -69,12 +69,7 @@ class WorkCounter(TorchDispatchMode):
     """
 
     def __init__(self, *, phase: Callable[[], str], device_type: str) -> None:
-        """Prepare to count.
-
-        Args:
-            phase: Returns the phase that the step is in.
-            device_type: Whose memory is counted: ``cuda`` or ``cpu``.
-        """
+        """Prepare to count the memory of ``cuda`` or ``cpu``; `phase` says where the step is."""
         super().__init__()
         self.work: dict[tuple[Operator, str], Work] = {}
         self._phase = phase

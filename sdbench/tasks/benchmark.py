@@ -47,11 +47,6 @@ class Benchmark(TrainingTask):
         self._nccl_log = NcclLog(ranks, device_type=machine.device_type)
         super().resolve(machine, ranks)
 
-    def make_folder(self) -> Path:
-        """A new one in --results_dir."""
-        machine = self.plan.machine.slug
-        return RunFolder.create(self.plan.config.results_dir, machine=machine, name=self.plan.name)
-
     def work(self, run: Run) -> dict[str, Any]:
         """Build the job, train it, and merge what all ranks measured."""
         from sdbench.engines import load_engine

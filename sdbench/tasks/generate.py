@@ -104,11 +104,7 @@ class Picture(NamedTuple):
 
 
 def read_prompts(flags: GenerateFlags) -> list[tuple[str, str]]:
-    """Pairs of unique name and prompt, from the flags or the file that they name.
-
-    Raises:
-        ConfigError: There is no prompt, or the file cannot be used.
-    """
+    """Pairs of unique name and prompt, from the flags or the file that they name."""
     if (flags.prompts is None) == (flags.prompt_file is None):
         raise ConfigError(
             "prompts come from one place",

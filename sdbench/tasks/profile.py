@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sdbench.base.errors import ConfigError
 from sdbench.run.runner import run
@@ -13,9 +12,6 @@ from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import setting
 from sdbench.tasks import TASKS
-
-if TYPE_CHECKING:
-    pass
 
 DESCRIPTION = """\
 Count the arithmetic and the bytes of every operator of a training step, time it, and set both

@@ -18,7 +18,7 @@ from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PROFILE, RunFolder
+from sdbench.record.store import PROFILE
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
@@ -50,9 +50,7 @@ class ProfileStep(TrainingTask):
     def make_folder(self) -> Path:
         """The one of --folder, or a new one in --results_dir."""
         if self.request.folder is None:
-            results_dir, machine = self.plan.config.results_dir, self.plan.machine.slug
-            name = f"profile-{self.plan.name}"
-            return RunFolder.create(results_dir, machine=machine, name=name)
+            return self._new_folder(f"profile-{self.plan.name}")
         from sdbench.models.export import check_folder
 
         folder = Path(self.request.folder)
@@ -181,7 +179,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     return Profile(
         rows=join(
             steps.counter.work,
-            steps.events.matched | steps.events.unmatched,
+            steps.events.operators,
             ceilings=ceilings,
         ),
         kernels=steps.events.kernels,

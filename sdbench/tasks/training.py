@@ -11,6 +11,7 @@ from sdbench.plan import describe
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import RunFolder
 from sdbench.run.task import Task
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ class TrainingTask(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self.plan = resolve(self.request, machine=machine, ranks=ranks)
+
+    def make_folder(self) -> Path:
+        """A new one in --results_dir."""
+        return self._new_folder(self.plan.name)
+
+    def _new_folder(self, name: str) -> Path:
+        machine = self.plan.machine.slug
+        return RunFolder.create(self.plan.config.results_dir, machine=machine, name=name)
 
     def printed_config(self) -> str | None:
         """The plan as a config file."""

@@ -52,16 +52,9 @@ def held_out_batches(
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[NumberedBatch]:
-    """Read this rank's share of the held-out samples, in stored order.
+    """Read this rank's share of the first held-out samples, or of all, in stored order.
 
-    All ranks get the same number of batches.
-
-    Args:
-        reader: Of `open_held_out`.
-        num_samples: Samples to take, from the first on; None takes all.
-        batch_size: Samples per batch.
-        ranks: The place of this process.
-        check: Called before each batch; may raise.
+    All ranks get the same number of batches. `check` is called before each; it may raise.
 
     Yields:
         Numbers, and tensors on the CPU as training takes them.
@@ -92,12 +85,7 @@ def validation_loss(
 
     Each sample is predicted at the middles of `NUM_TIMESTEPS` equal parts of the schedule, with
     noise that is seeded by its number. The latents of an image are the means of the VAE. The global
-    random state is left alone.
-
-    Args:
-        model: In training or not.
-        batches: This rank's share of the samples; each number once on all ranks.
-        ranks: The place of this process; every rank has to call.
+    random state is left alone. Every rank has to call, with its own share of the samples.
 
     Returns:
         On every rank ``loss``, the mean, ``by_timestep``, a mean for each, ``timesteps``, and
@@ -193,13 +181,8 @@ def averaged_weights(
     """Put the moving averages in the place of the model's weights within the block.
 
     Every rank has to call. Weights and averages of one type are swapped, a tensor at a time, which
-    takes no memory. No save may read them meanwhile.
-
-    Args:
-        job: Placed, or sharded.
-        averages: Those that this rank keeps, by the name of the weight and placed like it. The
-            others come from the ranks that have them (ZeRO-1).
-        ranks: The place of this process.
+    takes no memory. No save may read them meanwhile. Averages that this rank does not keep come
+    from the ranks that have them (ZeRO-1).
     """
     forget_gathered(job)
     weights = job.trained_weights()

@@ -22,7 +22,7 @@ from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
-from tests.train.written import read_events, read_steps, saved_steps
+from tests.train.written import read_events, read_steps, read_tensors, saved_steps
 
 BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
@@ -89,13 +89,7 @@ def num_averaged(step: int, name: str) -> int:
 
 def trained(step: int, name: str = "run") -> dict[str, object]:
     """What a checkpoint has of the weights: they, the optimizer's state, the average."""
-    checkpoint = saved(step, name)
-    tensors = {
-        key: torch.empty_like(like, device="cpu")
-        for key, like in checkpoint.tensors().items()
-        if not key.startswith("random.")
-    }
-    checkpoint.load_into(tensors)
+    tensors = read_tensors(saved(step, name))
     assert any(key.startswith("optimizer.step") for key in tensors)
     assert any(key.startswith("ema.") for key in tensors)
     bits = {

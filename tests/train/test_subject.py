@@ -111,16 +111,6 @@ def share_of_right_colours(pictures: list[np.ndarray], prompts: list[str]) -> fl
     )
 
 
-def test_the_subject_and_no_other_picture_has_its_pattern():
-    subjects = [draw_subject(np.random.default_rng(seed)) for seed in range(4)]
-    assert min(map(pattern_share, subjects)) > 0.95
-    blank = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), BACKGROUND, dtype=np.uint8)
-    red, blue = blank.copy(), blank.copy()
-    red[10:30, 20:40], blue[10:30, 20:40] = COLOURS["red"], COLOURS["blue"]
-    assert [pattern_share(picture) for picture in (blank, red, blue)] == [0.0, 0.5, 0.0]
-    assert drift([red, blank], [blue, blank]) == pytest.approx(20 * 20 / IMAGE_SIZE**2 / 2)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 @pytest.mark.skipif(MODEL_VARIABLE not in os.environ, reason=f"{MODEL_VARIABLE} names no model")

@@ -26,7 +26,7 @@ from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
 from tests.train.in_turn import train_in_turn
-from tests.train.written import read_events, read_losses, read_steps, saved_steps
+from tests.train.written import read_events, read_losses, read_steps, read_tensors, saved_steps
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 
@@ -229,17 +229,8 @@ def test_a_decay_of_the_average_is_that_of_a_step(tmp_path):
     argv = ("--max_duration", "2ba", "--save_every_batches", 1, "--lr", 0.01, "--run_name", "one")
     argv += ("--use_ema", "--ema_decay", 0.8, "--ema_interval_batches", interval)
     assert run(*argv) == 0
-    saved = []
-    for step in (1, 2):
-        checkpoint = Checkpoint.open(tmp_path / f"runs/one/checkpoints/step_{step:08d}")
-        tensors = {
-            name: torch.empty_like(like, device="cpu")
-            for name, like in checkpoint.tensors().items()
-            if name.startswith(("model.", "ema."))
-        }
-        checkpoint.load_into(tensors)
-        saved.append(tensors)
-    first, second = saved
+    folder = tmp_path / "runs/one/checkpoints"
+    first, second = (read_tensors(Checkpoint.open(folder / f"step_{step:08d}")) for step in (1, 2))
     for name in [name for name in second if name.startswith("model.")]:
         expected = 0.8**interval * first[name] + (1 - 0.8**interval) * second[name]
         average = second[name.replace("model.", "ema.", 1)]

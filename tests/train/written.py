@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from sdbench.record.history import read_history
+from sdbench.state.checkpoint import Checkpoint
 
 
 def read_steps(run: Path) -> list[dict[str, str]]:
@@ -30,6 +32,17 @@ def read_events(run: Path, kind: str) -> list[dict]:
 def saved_steps(run: Path) -> list[int]:
     """The steps that have a checkpoint."""
     return sorted(int(path.name[5:]) for path in run.glob("checkpoints/step_*"))
+
+
+def read_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a checkpoint but for the random states, on the CPU."""
+    tensors = {
+        name: torch.empty_like(like, device="cpu")
+        for name, like in checkpoint.tensors().items()
+        if not name.startswith("random.")
+    }
+    checkpoint.load_into(tensors)
+    return tensors
 
 
 def weights_of(model: Path, part: str) -> dict[str, Tensor]:

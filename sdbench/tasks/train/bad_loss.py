@@ -104,15 +104,7 @@ class BadLosses:
     def act(self, state: TrainState, *, is_last: bool) -> bool:
         """Log the first bad step and its samples, and go on as --on_bad_loss says.
 
-        Args:
-            state: The state of this rank after a step.
-            is_last: No step follows.
-
-        Returns:
-            True if an earlier state has been loaded.
-
-        Raises:
-            RunError: The run ends.
+        Returns whether an earlier state has been loaded; a `RunError` ends the run.
         """
         step, tensor, facts = self._find_fault(state.num_steps)
         self._num_in_a_row += 1

@@ -48,12 +48,8 @@ Check = Callable[[], None]
 Evaluation = Callable[[TrainState, Check], dict[str, Any]]
 
 
-def held_out_source(plan: Plan) -> SourceConfig:
-    """The held-out samples of --validation_remote: images, or latents for a step on latents.
-
-    Raises:
-        ConfigError: They cannot be used, or are the training data.
-    """
+def _held_out_source(plan: Plan) -> SourceConfig:
+    """The held-out samples of --validation_remote: images, or latents for a step on latents."""
     config: Any = plan.config
     place = config.validation_remote
     trained_on = (config.remote, config.local, config.class_remote)
@@ -82,38 +78,46 @@ def held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
-def check_scores(config: Any, held_out: SourceConfig) -> None:
-    """Check networks and held-out pictures before any weights are built.
+def check_evaluations(plan: Plan) -> tuple[SourceConfig | None, list[str]]:
+    """Check data, networks and prompts before any weights are built.
+
+    Returns:
+        The held-out samples, and sentences about those that are trained on as well.
 
     Raises:
-        ConfigError: A network cannot be used, or there are fewer than two pictures.
+        ConfigError: Something cannot be used, or scores have fewer than two pictures.
     """
-    from sdbench.evaluate.networks import open_networks
+    config: Any = plan.config
+    held_out, notes = None, []
+    if config.validate_every_batches or config.score_every_batches:
+        held_out = _held_out_source(plan)
+    if config.score_every_batches:
+        from sdbench.evaluate.networks import open_networks
 
-    open_networks(config, image_size=config.image_size, device="cpu")
-    num_samples = data.check(held_out)
-    if num_samples is not None and num_samples < 2:
-        raise ConfigError(
-            "scores need two held-out pictures",
-            value=num_samples,
-            allowed="2 or more",
-            flag="--validation_remote",
-        )
+        open_networks(config, image_size=config.image_size, device="cpu")
+        num_samples = data.check(held_out)
+        if num_samples is not None and num_samples < 2:
+            raise ConfigError(
+                "scores need two held-out pictures",
+                value=num_samples,
+                allowed="2 or more",
+                flag="--validation_remote",
+            )
+    if config.validate_every_batches:
+        sources = [source for source in (plan.source, plan.class_source) if source is not None]
+        found = [file for source in sources for file in find_overlap(source, held_out)]
+        notes = [
+            f"Validation sees training data: {len(found)} files of --validation_remote are trained "
+            f"on too, or have the name and size of one that is, such as {file!r}."
+            for file in found[:1]
+        ]
+    if config.sample_every_batches:
+        _read_prompts(config)
+    return held_out, notes
 
 
-def describe_overlap(plan: Plan, held_out: SourceConfig) -> list[str]:
-    """A sentence about held-out samples that are trained on as well, if there are any."""
-    sources = [source for source in (plan.source, plan.class_source) if source is not None]
-    found = [file for source in sources for file in find_overlap(source, held_out)]
-    return [
-        f"Validation sees training data: {len(found)} files of --validation_remote are trained on "
-        f"too, or have the name and size of one that is, such as {file!r}."
-        for file in found[:1]
-    ]
-
-
-def read_prompts(config: Any) -> list[tuple[str, str]]:
-    """The first prompts of --sample_prompts with their names; errors as of `read_prompt_file`."""
+def _read_prompts(config: Any) -> list[tuple[str, str]]:
+    """The first prompts of --sample_prompts with their names."""
     rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
     return rows[: config.num_sample_images]
 
@@ -123,7 +127,7 @@ def make_evaluations(
 ) -> dict[str, tuple[int, Evaluation]]:
     """The evaluations that the config asks for: event to the steps between two, and the evaluation.
 
-    The samples of `held_out_source` are opened once; the folder of the run gets the grids.
+    The held-out samples are opened once; the folder of the run gets the grids.
     """
     config: Any = plan.config
     evaluator = _Evaluator(plan, job)
@@ -132,7 +136,7 @@ def make_evaluations(
         validate = functools.partial(evaluator.validate, open_held_out(held_out))
         evaluations["validation"] = (config.validate_every_batches, validate)
     if config.sample_every_batches is not None:
-        sample = functools.partial(evaluator.sample, read_prompts(config), folder)
+        sample = functools.partial(evaluator.sample, _read_prompts(config), folder)
         evaluations["samples"] = (config.sample_every_batches, sample)
     if config.score_every_batches is not None:
         score = functools.partial(evaluator.score, data.open_samples(held_out))

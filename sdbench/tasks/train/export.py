@@ -95,12 +95,7 @@ class ExportFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export a model; return the exit code.
-
-    Raises:
-        ConfigError: There is no whole checkpoint, the folder cannot be written, or the encoders of
-            the run's latents are not known.
-    """
+    """Export a model; return the exit code."""
     request = parse(
         ExportFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench export"
     )

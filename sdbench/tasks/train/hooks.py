@@ -51,19 +51,10 @@ class TrainHooks:
         evaluations: dict[str, tuple[int, Evaluation]],
         facts: dict[str, Any],
     ) -> None:
-        """Connect the pieces.
+        """Connect the pieces; only the first rank has a log.
 
-        Args:
-            plan: Of the run.
-            job: The training job.
-            watch: Watches the steps; its `PeriodTimer` is paused while nothing is trained.
-            checkpoints: The checkpoints in the run's folder.
-            storage: Gets copies of the checkpoints; None without one.
-            resumed: The checkpoint to begin with, or None.
-            log: The log of the run on the first rank; None on the others.
-            progress: Shows a line of figures for each period.
-            evaluations: As of `make_evaluations`.
-            facts: Facts that are saved beside the state.
+        The `PeriodTimer` of the watch is paused while nothing is trained. The run begins with the
+        checkpoint `resumed`. Each checkpoint has the facts, and a copy in the storage.
         """
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.num_saved = 0

@@ -17,11 +17,7 @@ from sdbench.settings.setting import declarations
 def compare_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path
 ) -> list[str]:
-    """Describe the settings that differ from those of the checkpoint in a folder.
-
-    Raises:
-        ConfigError: A setting that identifies the run differs.
-    """
+    """Describe the settings that differ; a `ConfigError` refuses one that identifies the run."""
     declared = declarations(TrainConfig)
     changes = []
     for name, value in now.items():
@@ -41,17 +37,10 @@ def compare_settings(
 def compare_inputs(
     before: Mapping[str, Any], now: Mapping[str, Any], *, accepts: bool, folder: Path
 ) -> list[str]:
-    """Describe how the data and the frozen weights differ from those of a checkpoint.
+    """Describe how data and frozen weights differ; a `ConfigError` refuses it unless accepted.
 
-    Args:
-        before: Facts of the checkpoint: ``data`` of `identify_data` and ``weights`` of
-            `Architecture.identify_weights`. Older checkpoints have neither.
-        now: The same facts of this process.
-        accepts: Return the differences instead of refusing them.
-        folder: The checkpoint, for the message.
-
-    Raises:
-        ConfigError: Something differs that is not accepted.
+    The facts are ``data`` of `identify_data` and ``weights`` of `Architecture.identify_weights`.
+    Older checkpoints have neither.
     """
     change = None
     if before.get("data") and now["data"]:

@@ -91,8 +91,7 @@ class Train(TrainingTask):
 
         config = self.plan.config
         if config.run_name is None:
-            machine = self.plan.machine.slug
-            folder = RunFolder.create(config.results_dir, machine=machine, name=self.plan.name)
+            folder = super().make_folder()
         else:
             folder = Path(config.results_dir, config.run_name)
             folder.mkdir(parents=True, exist_ok=True)
@@ -263,22 +262,9 @@ class Train(TrainingTask):
         validates, scores = config.validate_every_batches, config.score_every_batches
         if not (validates or scores or config.sample_every_batches):
             return []
-        from sdbench.tasks.train.evaluations import (
-            check_scores,
-            describe_overlap,
-            held_out_source,
-            read_prompts,
-        )
+        from sdbench.tasks.train.evaluations import check_evaluations
 
-        notes = []
-        if validates or scores:
-            self._held_out = held_out_source(self.plan)
-        if scores:
-            check_scores(config, self._held_out)
-        if validates:
-            notes = describe_overlap(self.plan, self._held_out)
-        if config.sample_every_batches:
-            read_prompts(config)
+        self._held_out, notes = check_evaluations(self.plan)
         return notes
 
     def _find_initial(self) -> Checkpoint | None:
