@@ -37,7 +37,7 @@ from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings
+from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -251,6 +251,13 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
                 allowed="other flags of train.py",
                 flag="what stands behind --",
             )
+    if trained.batch_size % flags.num_ranks and not trained.allow_uneven_batch:
+        raise ConfigError(
+            f"the global batch of {trained.batch_size} does not divide over the ranks",
+            value=flags.num_ranks,
+            allowed="a divisor, or another --batch_size behind --",
+            flag="--num_ranks",
+        )
     return (*_launcher(1 if on_ray else flags.num_ranks), "train.py", *arguments)
 
 
@@ -274,6 +281,15 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
                 allowed=f"a prompt without {PROMPT_SEPARATOR}",
                 flag=f"--{name}",
             )
+    class_words = (flags.class_prompt or "").lower().split()
+    if class_words and set(flags.prompt.lower().split()) <= set(class_words):
+        raise ConfigError(
+            "the prompt has no word of its own, by which the model could tell the subject from its "
+            f"class {flags.class_prompt!r}",
+            value=flags.prompt,
+            allowed='a rare word for the subject beside its class: "photo of a unqtkn dog"',
+            flag="--prompt",
+        )
     with blamed_on("SUBJECT"):
         source = SourceConfig(
             data_format=data.detect_format(flags.subject),
@@ -303,6 +319,16 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         architecture = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
+    for name in ("clip_network", "dino_network"):
+        place = getattr(flags, name)
+        absent = place and missing_files(Path(place), reads_text=name == "clip_network")
+        if absent:
+            raise ConfigError(
+                f"the network has no {' and no '.join(absent)}",
+                value=place,
+                allowed="a folder of transformers with its weights in safetensors",
+                flag=f"--{name}",
+            )
     return image_size
 
 

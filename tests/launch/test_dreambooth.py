@@ -186,9 +186,13 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
     [
         (("--model", "stabilityai/stable-diffusion-2-base"), "--model"),
         (("--model", "my-dog"), "--model"),
+        (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
+        (("--clip_network", "my-dog"), "--clip_network"),
+        (("--dino_network", "none"), "--dino_network"),
+        (("--num_ranks", "3"), "--num_ranks"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),

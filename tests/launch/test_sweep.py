@@ -196,6 +196,19 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
     assert sweep(tmp_path, "--allow_mixed", grid=grid)[0] == 0
 
 
+def test_rows_of_another_machine_are_told(tmp_path, capsys):
+    """E.g. with another GPU beside as many cores and as much memory."""
+    sweep(tmp_path, list=[{"seed": 1}])
+    (file,) = (tmp_path / "sweep").glob("*/*/record.json")
+    record = json.loads(file.read_text())
+    slug, record["machine"]["slug"] = record["machine"]["slug"], "8-x100"
+    file.write_text(json.dumps(record))
+    assert "caution" not in capsys.readouterr().err
+    assert sweep(tmp_path, list=[{"seed": 1}, {"seed": 5}])[0] == 0
+    machines = ", ".join(sorted([slug, "8-x100"]))
+    assert f"caution: measured on different machines: {machines}\n" in capsys.readouterr().err
+
+
 def test_a_sweep_that_follows_a_killed_one_waits_until_its_ranks_are_gone(tmp_path):
     (tmp_path / "sweep").mkdir()
     lock = (tmp_path / "sweep" / ".measuring").open("a")
