@@ -109,7 +109,7 @@ def signal_before(owner, name, number):
     [
         (benchmark.main, RunFolder, "reserve_space"),
         (benchmark.main, pretrain, "build"),
-        (benchmark.main, CheckedLoader, "_next"),
+        (benchmark.main, CheckedLoader, "_begin"),
         (train.main, CheckpointWriter, "write_data"),
     ],
     ids=["folder", "model", "data", "save"],
@@ -163,7 +163,7 @@ def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path,
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(600)
 
-    monkeypatch.setattr(CheckedLoader, "_next", hang)
+    monkeypatch.setattr(CheckedLoader, "_begin", hang)
     flags = (*TINY, *SHORT, "--stop_grace_s", "1", "--results_dir", str(tmp_path))
     with forked_ranks(lambda: benchmark.main(flags), tmp_path, num_ranks=1) as ranks:
         assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130]
