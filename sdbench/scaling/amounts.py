@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sdbench.base.escape import for_terminal
 from sdbench.record.row import format_csv
 from sdbench.report.figures import write_out
-from sdbench.report.tables import Field
+from sdbench.report.tables import Field, Table, to_terminal
 from sdbench.report.terminal import format_number
 
 # A value and the low and high ends of its 95 % interval. NaN: unknown or unbounded.
@@ -28,8 +29,11 @@ def swap_ends(amount: Amount) -> Amount:
     return amount[[0, 2, 1]]
 
 
-def format_range(low: float, high: float) -> str:
-    """The interval of a positive number in words; an end that is not finite is 0 or unbounded."""
+def in_words(amount: Amount, *, unknown: str) -> str:
+    """The interval of an amount in words; one end that is not finite is 0 or unbounded."""
+    _, low, high = amount
+    if math.isnan(low) and math.isnan(high):
+        return unknown
     begin = format_number(low) if math.isfinite(low) else "0"
     end = format_number(high) if math.isfinite(high) else "unbounded"
     return f"{begin} to {end}"
@@ -47,12 +51,14 @@ def whole_field(heading: str, name: str) -> Field:
 
 def range_field(heading: str, name: str, *, unknown: str = "") -> Field:
     """The column of the intervals of an amount."""
+    return Field(heading, lambda row: in_words(row[name], unknown=unknown))
 
-    def text_of(row: Mapping[str, Any]) -> str:
-        _, low, high = row[name]
-        return unknown if math.isnan(low) and math.isnan(high) else format_range(low, high)
 
-    return Field(heading, text_of)
+def show(lines: Iterable[str], *tables: Table) -> None:
+    """Print lines, and tables below them."""
+    print("\n".join(map(for_terminal, lines)))
+    for table in tables:
+        print(f"\n{to_terminal(table)}")
 
 
 def write_rows(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:

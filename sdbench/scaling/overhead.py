@@ -15,11 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
-from sdbench.report.tables import Cell, Table, make_table, to_terminal
-from sdbench.scaling.amounts import write_rows
+from sdbench.report.tables import Cell, Table, make_table
+from sdbench.scaling.amounts import show, write_rows
 from sdbench.scaling.points import (
     MODELLED,
     OUT_HELP,
@@ -35,7 +34,7 @@ from sdbench.settings.kinds import (
     PATH,
     POSITIVE,
     POSITIVE_NUMBER,
-    TEXT,
+    Kind,
     one_of,
     whole_number,
 )
@@ -77,15 +76,22 @@ UPDATES = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
 
 
+def _parse_phase(text: str) -> tuple[str, float]:
+    name, _, milliseconds = text.partition("=")
+    if name not in phases.PHASES:
+        raise ValueError
+    return name, NOT_NEGATIVE_NUMBER.parse(milliseconds) / 1000
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverheadFlags(BatchFlags):
     """Flags of overhead."""
 
     record: Path | None = setting(PATH, None, "run of benchmark.py whose phases are taken")
-    phases: tuple[str, ...] = setting(
-        TEXT,
+    phases: tuple[tuple[str, float], ...] = setting(
+        Kind(f"PHASE=MILLISECONDS of {', '.join(phases.PHASES)}", _parse_phase, "PHASE=MS"),
         (),
-        "PHASE=MILLISECONDS of a step of one micro-batch on one GPU, instead of a record",
+        "phases of a step of one micro-batch on one GPU, instead of a record",
         takes_several=True,
     )
     micro_batch: int | None = setting(POSITIVE, None, "with --phases: images of the micro-batch")
@@ -164,8 +170,7 @@ def run(arguments: OverheadFlags) -> None:
         for is_together, made in ((False, (name,)), (True, arguments.changes[:index]))
         for row in _add_efficiency([_forecast(step, arguments, made, one) for one in setups])
     ]
-    print("\n".join(map(for_terminal, _describe(step, arguments, setups))))
-    print(f"\n{to_terminal(_tabulate(rows))}")
+    show(_describe(step, arguments, setups), _tabulate(rows))
     write_rows(arguments.out, rows)
 
 
@@ -264,9 +269,19 @@ def _read_step(arguments: OverheadFlags) -> Step:
             flag="--record or --phases",
         )
     if arguments.record is None:
+        seconds = dict.fromkeys(phases.PHASES, 0.0) | dict(arguments.phases)
+        names = [name for name, _ in arguments.phases]
+        is_whole = phases.BACKWARD in names and len(set(names)) == len(names)
+        if not is_whole or arguments.micro_batch is None:
+            raise ConfigError(
+                "a step needs a backward pass, each phase once, and the images of its micro-batch",
+                value=" ".join(names),
+                allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
+                flag="--phases and --micro_batch",
+            )
         return Step(
             source="the phases that were given, of one micro-batch on one GPU",
-            seconds=_parse_phases(arguments),
+            seconds=seconds,
             micro_batch=arguments.micro_batch,
             gradient_bytes=4 * arguments.num_parameters,
         )
@@ -301,30 +316,6 @@ def _read_step(arguments: OverheadFlags) -> Step:
         bucket_mib=bucket_mib,
         nodes_bucket_mib=bucket_mib if ranks["num_nodes"] > 1 else SEVERAL_NODES_MIB,
     )
-
-
-def _parse_phases(arguments: OverheadFlags) -> dict[str, float]:
-    """Seconds of each phase, from ``PHASE=MILLISECONDS``."""
-    given = [text.partition("=") for text in arguments.phases]
-    try:
-        seconds = {name: NOT_NEGATIVE_NUMBER.parse(value) / 1000 for name, _, value in given}
-    except ValueError:
-        seconds = {}
-    if len(seconds) < len(given) or not seconds.keys() <= set(phases.PHASES):
-        raise ConfigError(
-            "the phases of a step cannot be read",
-            value=" ".join(arguments.phases),
-            allowed="PHASE=MILLISECONDS, each once, of " + ", ".join(phases.PHASES),
-            flag="--phases",
-        )
-    if phases.BACKWARD not in seconds or arguments.micro_batch is None:
-        raise ConfigError(
-            "a step needs a backward pass and the images of its micro-batch",
-            value=" ".join(arguments.phases),
-            allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
-            flag="--phases and --micro_batch",
-        )
-    return {name: seconds.get(name, 0.0) for name in phases.PHASES}
 
 
 def _describe(step: Step, links: OverheadFlags, setups: Sequence[Setup]) -> list[str]:

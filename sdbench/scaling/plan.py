@@ -12,14 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
-from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.amounts import format_range, make_amount
+from sdbench.scaling.amounts import in_words, show
 from sdbench.scaling.cost import (
     COST,
     PRICES_FILE,
-    Recipe,
     RecipeFlags,
     describe_recipe,
     describe_tariffs,
@@ -95,19 +93,14 @@ def run(arguments: PlanFlags) -> None:
             flag=f"--price, or a row for it in {(arguments.prices or PRICES_FILE).name}",
         )
     laws = _fit_stages(rows, recipe, arguments)
-    global_batch = arguments.global_batch or recipe.global_batch
+    global_batch = arguments.global_batch or recipe["global_batch"]
     candidates = []
     for num_gpus in _gpu_counts(arguments, global_batch):
         fastest = {
             size: _predict_fastest(law, num_gpus, global_batch, arguments.micro_batch)
             for size, law in laws.items()
         }
-        rates = {
-            size: make_amount(
-                one.images_per_second, one.images_per_second_low, one.images_per_second_high
-            )
-            for size, one in fastest.items()
-        }
+        rates = {size: one.images_per_second for size, one in fastest.items()}
         found = estimate(recipe, rates, num_gpus=num_gpus, price=price, power=power)
         predictions = list(fastest.values())
         candidates.append(
@@ -133,12 +126,11 @@ def run(arguments: PlanFlags) -> None:
         Field("fits", "fits"),
         Field("note", note),
     )
-    in_words = _describe_limits(limits)
+    described = _describe_limits(limits)
     lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power)]
-    lines += [f"limits: {in_words}", f"global batch: {global_batch}"]
-    print("\n".join(map(for_terminal, lines)))
-    print(f"\n{to_terminal(tabulate(fields, candidates))}")
-    print(f"\n{_advise(candidates, best, limits=in_words)}")
+    lines += [f"limits: {described}", f"global batch: {global_batch}"]
+    show(lines, tabulate(fields, candidates))
+    print(f"\n{_advise(candidates, best, limits=described)}")
 
 
 def _max_days(arguments: PlanFlags) -> float | None:
@@ -163,20 +155,21 @@ def _max_days(arguments: PlanFlags) -> float | None:
     return float((arguments.by - start).days)
 
 
-def _fit_stages(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[int, StepLaw]:
+def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[int, StepLaw]:
     """The law of each resolution of the recipe."""
     laws = {}
-    for stage in recipe.stages:
-        chosen = [row for row in rows if row.get(IMAGE_SIZE) == stage.image_size]
+    for stage in recipe["stages"]:
+        size = stage["image_size"]
+        chosen = [row for row in rows if row.get(IMAGE_SIZE) == size]
         if not chosen:
             raise ConfigError(
-                f"the recipe {recipe.name} has a stage at {stage.image_size} px, and the tables "
-                "have no figure there",
+                f"the recipe {recipe['name']} has a stage at {size} px, and the tables have no "
+                "figure there",
                 value=known_values(rows, IMAGE_SIZE),
                 allowed="figures at every resolution of the recipe",
                 flag="TABLE, --where or --recipe",
             )
-        laws[stage.image_size] = fit_to_predict(chosen, arguments)
+        laws[size] = fit_to_predict(chosen, arguments)
     return laws
 
 
@@ -204,7 +197,7 @@ def _predict_fastest(
         split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=size)
         for size in sizes
     ]
-    return max(map(law.predict, setups), key=lambda one: one.images_per_second)
+    return max(map(law.predict, setups), key=lambda one: one.images_per_second[0])
 
 
 def _fits(found: Row, limits: Mapping[str, float | None]) -> str:
@@ -242,11 +235,10 @@ def _advise(candidates: Sequence[Row], best: Row | None, *, limits: str) -> str:
 
 def _describe(row: Row) -> str:
     sizes = " and ".join(dict.fromkeys(row["micro_batches"]))
-    days, low, high = row["days_to_train"]
     text = "1 GPU" if row["num_gpus"] == 1 else f"{row['num_gpus']} GPUs"
-    text += f" with micro-batch {sizes}: {format_number(days)} days"
-    if not (math.isnan(low) and math.isnan(high)):
-        text += f" ({format_range(low, high)})"
+    text += f" with micro-batch {sizes}: {format_number(row['days_to_train'][0])} days"
+    if interval := in_words(row["days_to_train"], unknown=""):
+        text += f" ({interval})"
     if math.isnan(row["cost_usd"][0]):
         return f"{text}, {row['gpu_hours'][0]:,.0f} GPU-hours"
     return f"{text}, {row['cost_usd'][0]:,.0f} USD"

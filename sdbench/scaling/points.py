@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sdbench.report.figures import (
 )
 from sdbench.report.runs import read_record
 from sdbench.scaling.amounts import Amount, make_amount
-from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, Kind
+from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, POSITIVE_NUMBER, Kind
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
@@ -36,6 +37,7 @@ COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
 OUT_HELP = "write the rows, of the kind modelled, as CSV"
+GIVEN_RATE = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -61,6 +63,32 @@ COUNTS = Kind(
     f"{MAX_COUNT:,}",
     parse_counts,
     "TEXT",
+)
+
+
+def parse_rate(text: str) -> Row:
+    """Parse ``IMAGE_SIZE=RATE`` or ``IMAGE_SIZE=RATE:LOW:HIGH`` as the row of a figure."""
+    found = GIVEN_RATE.fullmatch(text)
+    if found is None:
+        raise ValueError
+    rate, *ends = (POSITIVE_NUMBER.parse(part) for part in found.groups()[1:] if part is not None)
+    low, high = ends or (None, None)
+    if ends and not low <= rate <= high:
+        raise ValueError
+    return {
+        "source": text,
+        "kind": "given",
+        IMAGE_SIZE: int(found[1]),
+        "images_per_second": rate,
+        "images_per_second_low": low,
+        "images_per_second_high": high,
+    }
+
+
+RATE = Kind(
+    "IMAGE_SIZE=RATE or IMAGE_SIZE=RATE:LOW:HIGH in images/s, e.g. 256=139:135:143",
+    parse_rate,
+    "SIZE=RATE",
 )
 
 
@@ -213,7 +241,8 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
             rate = float(row["images_per_second"])
             seconds = row.get(COMMUNICATION_S)
             step_time_s = setup.images_per_step / rate
-            if seconds is not None and not _is_part(seconds, step_time_s):
+            is_number = isinstance(seconds, int | float)
+            if seconds is not None and not (is_number and 0 <= seconds < step_time_s):
                 raise ConfigError(
                     "the seconds that a step waits for gradients are not a part of the step",
                     value=as_text(seconds),
@@ -222,10 +251,6 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
                 )
             points.append(Point(setup, rate, seconds))
     return points
-
-
-def _is_part(seconds: Any, step_time_s: float) -> bool:
-    return isinstance(seconds, int | float) and 0 <= seconds < step_time_s
 
 
 def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:

@@ -114,19 +114,15 @@ class Prediction:
     Attributes:
         setup: The setup.
         step_time_s: Seconds of a step.
-        images_per_second: Images/s of all GPUs.
-        images_per_second_low: Lower end of the 95 % interval of a figure measured there; None if
-            0 is the only bound.
-        images_per_second_high: Upper end; None without a bound.
+        images_per_second: Images/s of all GPUs, and the ends of the 95 % interval of a figure
+            measured there; NaN if there is no bound but 0.
         is_extrapolated: True if GPUs, images of a GPU, micro-batch, or their leverage on all terms
             lie beyond the figures.
     """
 
     setup: Setup
     step_time_s: float
-    images_per_second: float
-    images_per_second_low: float | None
-    images_per_second_high: float | None
+    images_per_second: np.ndarray
     is_extrapolated: bool
 
 
@@ -218,12 +214,12 @@ class StepLaw:
         own = t_quantile(self.degrees_of_freedom) * self.relative_error * math.hypot(1, doublings)
         below, above = (math.hypot(end / step_time_s - 1, own) for end in (low_s, high_s))
         rate = setup.images_per_step / step_time_s
+        low = rate / (1 + above) if math.isfinite(above) else math.nan
+        high = rate / (1 - below) if below < 1 else math.nan
         return Prediction(
             setup=setup,
             step_time_s=step_time_s,
-            images_per_second=rate,
-            images_per_second_low=rate / (1 + above) if math.isfinite(above) else None,
-            images_per_second_high=rate / (1 - below) if below < 1 else None,
+            images_per_second=np.array([rate, low, high]),
             is_extrapolated=doublings > 0 or not self._is_within(setup),
         )
 

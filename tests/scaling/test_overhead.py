@@ -184,7 +184,10 @@ def test_what_a_record_does_already_is_not_done_twice(overhead_of, record):
         (("--record", ".", *PHASES), "--record or --phases"),
         (("--phases", "backwards=1", "--micro_batch", "4"), "--phases"),
         (("--phases", "backward=-1", "--micro_batch", "4"), "--phases"),
-        (("--phases", "backward=1", "backward=2", "--micro_batch", "4"), "--phases"),
+        (
+            ("--phases", "backward=1", "backward=2", "--micro_batch", "4"),
+            "--phases and --micro_batch",
+        ),
         (("--phases", "backward=1"), "--phases and --micro_batch"),
         (("--phases", "ema=1", "--micro_batch", "4"), "--phases and --micro_batch"),
         ((*PHASES, "--global_batch", "8"), "--global_batch or --device_batch"),
