@@ -77,12 +77,10 @@ class Machine:
         return "amp_bf16" in self.supported_precisions()
 
     def fast_dtype(self, device_type: str, *, on_ray: bool) -> str:
-        """The shortest type in which encoders are known to be fast.
+        """The shortest type in which encoders are known to be fast on a cpu or on cuda.
 
-        Args:
-            device_type: Where they run: cpu or cuda.
-            on_ray: Whether they may run on other machines of a cluster, whose GPUs are unknown but
-                all have fp16, and whose CPUs are taken to be like this one's.
+        `on_ray`: they may run on other machines of a cluster, whose GPUs are unknown but all have
+        fp16, and whose CPUs are taken to be like this one's.
         """
         is_known = device_type == self.device_type and not (on_ray and device_type == "cuda")
         if is_known and self.has_fast_bf16:

@@ -142,14 +142,9 @@ def find_stragglers(
 
     Ranks that average gradients end every step together, at the pace of the slowest, so step times
     do not show which rank is slow. The time that a rank works without waiting for others does.
-
     FSDP's waits are part of forward and backward passes: a rank that is slow in those alone may not
     be found. With an even number of ranks the lower median is taken, so that one of two ranks can
-    be slow.
-
-    Args:
-        ranks: Seconds of each phase of a profiled step on each rank.
-        ranks_per_node: Number of ranks on each node.
+    be slow. `ranks` are the seconds of each phase of a profiled step on each rank.
     """
     own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
     own_step_times_s = [sum(rank.values()) for rank in own]

@@ -95,18 +95,11 @@ def summarize(
     startup: StartupClock | None = None,
     uses_sockets: bool = False,
 ) -> dict[str, Any]:
-    """The record's `summary` of a run.
+    """The record's `summary` of a run, from measurements that are merged over all ranks.
 
-    Args:
-        measurements: Merged over all ranks.
-        config: The run's settings by name.
-        num_devices: Ranks that trained: GPUs, or CPU processes.
-        ranks_per_node: Number of ranks on each node.
-        flops_per_image: Model FLOPs of one image.
-        peak_tflops: Peak of dense matrix products on one device, None if unknown.
-        matmul_tflops: Measured rate of such a product, None if not measured.
-        startup: Of the first rank.
-        uses_sockets: Whether NCCL uses TCP sockets between nodes.
+    `config` has the run's settings by name, `num_devices` is the number of ranks. `peak_tflops` is
+    the peak of dense matrix products on a device, `matmul_tflops` the measured rate of one; None:
+    not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
     measured = timings.measured

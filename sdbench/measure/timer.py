@@ -315,9 +315,8 @@ class StepTimer(Timer):
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
     """The timings of the run from those of its ranks, which have the same number of steps.
 
-    Returns:
-        The longest window; for each step the time by `slowest_steps` and the longest data wait.
-        Losses are the first rank's, since engines report the mean of all ranks on each rank.
+    Each step has the time by `slowest_steps` and the longest data wait. Losses are the first
+    rank's, since engines report the mean of all ranks on each rank.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
     times_s: list[float] = []

@@ -160,7 +160,7 @@ class StepWatch:
             yield
 
     def _patience_s(self) -> float:
-        """How long a stop that is requested now waits for the current step."""
+        """Seconds that a stop that is requested now waits for the current step."""
         if self._stop_grace_s is not None:
             return SHARE_OF_GRACE * self._stop_grace_s
         so_far_s = time.monotonic() - self._step_began_s
@@ -183,7 +183,6 @@ class StepWatch:
 
     @property
     def _num_steps_now(self) -> int:
-        """Length of the run, as decided so far."""
         if self._num_steps is not None:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
@@ -317,11 +316,8 @@ def make_watch(
 ) -> StepWatch:
     """Make a watch with a `StepTimer` for the device of this rank.
 
-    Args:
-        cuda_device: Index of this rank's GPU, None on a CPU.
-        observers: Are called for every step.
-        timing: The numbers of steps and the policy of `StepTimer`.
-        **of_watch: Further arguments of `StepWatch`.
+    `timing` has the numbers of steps and the policy of the timer, `of_watch` further arguments of
+    `StepWatch`. `cuda_device` is the index of this rank's GPU, None on a CPU.
     """
     phases, device, gpu_monitor = PhaseClock(), None, None
     if cuda_device is not None:

@@ -122,12 +122,7 @@ class _Moment(NamedTuple):
 
 
 def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
-    """Estimate the peak memory of one rank in training with AdamW, by its parts.
-
-    Args:
-        step: What is computed.
-        options: What this rank has of it.
-    """
+    """Estimate the peak memory of one rank in training with AdamW, by its parts."""
     profile, shards = profile_step(step), options.num_shards
     weights = float(profile.trained_weights)
     state_weights = 2 * weights if options.master_weights else weights
@@ -173,7 +168,7 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
 
 
 def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Moment]:
-    """The moments of a step at one of which its memory peaks."""
+    """Candidates for the peak of a step."""
     weights = profile.trained_weights
     constant, slope, complete = torch.tensor(profile.timeline).T
     num_images = torch.full_like(slope, options.micro_batch)

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import NOT_KNOWN, format_number
 from sdbench.scaling.amounts import (
@@ -84,7 +83,6 @@ examples:
 # More than 1 is not scaling: the rates were measured badly.
 EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 SECONDS_PER_HOUR = 3600
-BYTES_PER_FLOAT16 = 2
 # Relative rounding error of a quotient that is a whole number.
 ROUNDING = 1e-9
 
@@ -123,9 +121,6 @@ class MachinesFlags(RatesFlags):
         None,
         "pictures that are encoded if that is done once (default: those of each stage, none twice)",
     )
-    text_embedding_dim: int = setting(
-        POSITIVE, 1024, "width of the text embeddings, for the size of latents"
-    )
     prices: Path | None = shared(RecipeFlags, "prices")
     out: Path | None = setting(PATH, None, OUT_HELP)
 
@@ -150,9 +145,6 @@ def run(flags: MachinesFlags) -> None:
     print()
     for amount, word, unit in (("cost_usd", "cheapest", "USD"), ("hours", "fastest", "hours")):
         print(_advise({way: row[amount] for way, row in sums.items()}, word=word, unit=unit))
-    num_bytes = _count_latent_bytes(stages, flags)
-    size = f"{num_bytes / 1e12:,.1f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:,.1f} GB"
-    print(f"Latents made once take {size} of storage, whose price is not in it.")
     source = f"recipe {recipe['name']} at rates of one worker"
     common = {"source": source, "kind": MODELLED, "recipe": recipe["name"]}
     write_rows(flags.out, [{**common, **job} for job in jobs])
@@ -266,17 +258,6 @@ def _sum(jobs: Sequence[Row]) -> Row:
     return sums | {
         name: round(sum(float(job["hours"][0]) * job[name] for job in jobs)) for name in COUNTS
     }
-
-
-def _count_latent_bytes(stages: Sequence[Row], flags: MachinesFlags) -> int:
-    """The size of VAE moments and encoded captions of all stages in float16."""
-    num_bytes = 0
-    for stage in stages:
-        num_moments = 2 * NUM_LATENT_CHANNELS * (stage["image_size"] // VAE_FACTOR) ** 2
-        num_values = num_moments + NUM_TOKENS * flags.text_embedding_dim
-        num_images = flags.num_dataset_images or stage["num_images"]
-        num_bytes += num_images * num_values * BYTES_PER_FLOAT16
-    return num_bytes
 
 
 def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> list[str]:

@@ -100,12 +100,6 @@ class OverheadFlags(BatchFlags):
         865_910_724,
         "with --phases: trained weights, whose gradients travel in 32 bits",
     )
-    bucket_mib: int | None = setting(
-        POSITIVE,
-        None,
-        "size of the pieces in which gradients travel (default: within a node that of the record, "
-        "or 25; between nodes that of a record of several, or 200)",
-    )
     changes: tuple[str, ...] = setting(
         one_of(*CHANGES),
         CHANGES,
@@ -126,19 +120,10 @@ class OverheadFlags(BatchFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A measured step.
+    """A measured step: seconds by phase, and the images of a micro-batch on one GPU.
 
-    Attributes:
-        source: Source of its figures, in words.
-        seconds: Seconds of each phase.
-        micro_batch: Images of a micro-batch.
-        gradient_bytes: Bytes that one GPU averages with the others.
-        num_micro_batches: Micro-batches of the step on one GPU.
-        num_gpus: GPUs that it was measured on.
-        num_sharers: GPUs that shared optimizer and moving average; 1: not shared.
-        is_16_bit: Whether gradients have 16 bits, not 32.
-        bucket_mib: Size of a bucket of gradients within a node.
-        nodes_bucket_mib: Size of a bucket between nodes.
+    ``gradient_bytes`` are those that one GPU averages with the others. ``num_sharers`` GPUs share
+    optimizer and moving average. Buckets of gradients differ within a node and between nodes.
     """
 
     source: str
@@ -234,8 +219,8 @@ def _exposed(step: Step, links: OverheadFlags, made: Collection[str], *, num_gpu
     if BEHIND_BACKWARD not in made and BEHIND_ENCODERS not in made:
         return unhidden_s
     # The first bucket is sent when its gradients are ready, the last one after the backward pass.
-    own_mib = step.nodes_bucket_mib if num_gpus > links.gpus_per_node else step.bucket_mib
-    piece = min(1.0, (links.bucket_mib or own_mib) * BYTES_PER_MIB / num_bytes)
+    bucket_mib = step.nodes_bucket_mib if num_gpus > links.gpus_per_node else step.bucket_mib
+    piece = min(1.0, bucket_mib * BYTES_PER_MIB / num_bytes)
     left_s = whole_s
     if BEHIND_BACKWARD in made:
         left_s -= step.of_micro_batch(phases.BACKWARD) * (1 - piece)

@@ -7,7 +7,6 @@ cheapest that keeps it; with only a budget, the fastest within it.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 from collections.abc import Mapping, Sequence
 
@@ -38,15 +37,15 @@ from sdbench.scaling.points import (
     split_batch,
 )
 from sdbench.scaling.predict import FitFlags, fit_to_predict
-from sdbench.settings.kinds import DATE, POSITIVE, POSITIVE_NUMBER
+from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER
 from sdbench.settings.setting import setting
 from sdbench.statistics.law import Prediction, StepLaw
 
 DESCRIPTION = """\
-Which number of GPUs, with which micro-batch, trains this by a date or for a sum? Fits the step law
-for every resolution of the recipe and tries each number of GPUs. Fits: yes, if the whole 95 %
-interval keeps the limits; likely, if only the value does. The best is the cheapest that keeps the
-deadline, and with a sum alone the fastest that it pays for.
+Which number of GPUs, with which micro-batch, trains this in so many days or for a sum? Fits the
+step law for every resolution of the recipe and tries each number of GPUs. Fits: yes, if the whole
+95 % interval keeps the limits; likely, if only the value does. The best is the cheapest that keeps
+the deadline, and with a sum alone the fastest that it pays for.
 """
 
 EPILOG = """\
@@ -56,7 +55,7 @@ examples:
   python -m sdbench scaling plan results/quoted/mosaicml_diffusion_benchmark_a100.csv \\
       --recipe mosaicml-all-512 --max_cost 120000
   python -m sdbench scaling plan results/quoted/aws_p5_scaling.csv --recipe mosaicml-all-512 \\
-      --by 2027-01-31 --start 2027-01-01 --price 4.50
+      --max_days 30 --price 4.50
 """
 
 DEFAULT_GPU_COUNTS = "8,16,...,1024"
@@ -72,15 +71,20 @@ class PlanFlags(RecipeFlags, FitFlags):
     )
     global_batch: int | None = setting(POSITIVE, None, "(default: that of the recipe)")
     max_days: float | None = setting(POSITIVE_NUMBER, None, "longest that it may take")
-    by: datetime.date | None = setting(DATE, None, "date by which it has to be done")
-    start: datetime.date | None = setting(DATE, None, "date on which it starts (default: today)")
     max_cost: float | None = setting(POSITIVE_NUMBER, None, "most that it may cost, in USD")
 
 
 def run(arguments: PlanFlags) -> None:
     """Print the candidates for a training, and which of them to take."""
+    if (arguments.max_days, arguments.max_cost) == (None, None):
+        raise ConfigError(
+            "the plan has no limit",
+            value="none",
+            allowed="a number of days or a sum",
+            flag="--max_days or --max_cost",
+        )
     recipe = load_recipe(arguments)
-    limits = {"days_to_train": _max_days(arguments), "cost_usd": arguments.max_cost}
+    limits = {"days_to_train": arguments.max_days, "cost_usd": arguments.max_cost}
     rows = read_rows(arguments)
     check_one_kind(rows)
     gpu = first_known(rows, "gpu")
@@ -131,28 +135,6 @@ def run(arguments: PlanFlags) -> None:
     lines += [f"limits: {described}", f"global batch: {global_batch}"]
     show(lines, tabulate(fields, candidates))
     print(f"\n{_advise(candidates, best, limits=described)}")
-
-
-def _max_days(arguments: PlanFlags) -> float | None:
-    """The most days of --max_days or --by; None where only a sum is given."""
-    if (arguments.max_days, arguments.by, arguments.max_cost) == (None, None, None):
-        raise ConfigError(
-            "the plan has no limit",
-            value="none",
-            allowed="a number of days, a date or a sum",
-            flag="--max_days, --by or --max_cost",
-        )
-    if arguments.by is None:
-        return arguments.max_days
-    start = arguments.start or datetime.date.today()
-    if arguments.by <= start:
-        raise ConfigError(
-            "the date is not after the start",
-            value=f"{arguments.by} after {start}",
-            allowed="a later date",
-            flag="--by or --start",
-        )
-    return float((arguments.by - start).days)
 
 
 def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[int, StepLaw]:

@@ -107,8 +107,8 @@ def test_only_the_changes_that_are_asked_for_are_made_in_their_order(overhead):
 
 def test_the_last_piece_is_sent_when_the_backward_pass_has_ended(overhead):
     slow = ("--phases", "backward=1000", "--micro_batch", 4, "--num_parameters", 10**9)
-    found = overhead("--num_gpus", "8", "--device_batch", 4, *slow, *LINKS, "--bucket_mib", 500)
-    piece = 500 * 2**20 / 4e9
+    found = overhead("--num_gpus", "8", "--device_batch", 4, *slow, *LINKS)
+    piece = 25 * 2**20 / 4e9
     assert found.step_s("behind_backward", num_gpus=8) == pytest.approx(1 + piece * IN_NODE_S)
 
 
