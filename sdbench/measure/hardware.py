@@ -32,10 +32,10 @@ class Machine:
         cpu_name: Name of the CPU.
         memory_gib: Memory of the machine.
         cpu_flags: Vector instruction sets that matter to training.
+        platform: Operating system and architecture.
         compute_capability: Of the GPU, e.g. ``9.0``.
         driver: Version of the GPU's driver.
         cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
-        platform: Operating system and architecture.
     """
 
     device_type: str
@@ -48,10 +48,10 @@ class Machine:
     cpu_name: str
     memory_gib: float
     cpu_flags: tuple[str, ...]
-    compute_capability: str | None
-    driver: str | None
-    cudnn_version: int | None
     platform: str
+    compute_capability: str | None = None
+    driver: str | None = None
+    cudnn_version: int | None = None
 
     @property
     def slug(self) -> str:
@@ -103,40 +103,34 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 
     memory = psutil.virtual_memory()
     cpu_name, cpu_flags = read_cpu()
-    common = {
+    facts: dict[str, Any] = {
+        "device_type": "cpu",
+        "device_name": cpu_name,
+        "num_devices": 1,
+        "device_memory_gib": memory.total / BYTES_PER_GIB,
+        "free_memory_gib": memory.available / BYTES_PER_GIB,
+        "held_memory_gib": psutil.Process().memory_info().rss / BYTES_PER_GIB,
         "num_cpu_cores": num_cpu_cores(),
         "cpu_name": cpu_name,
         "memory_gib": memory.total / BYTES_PER_GIB,
         "cpu_flags": cpu_flags,
         "platform": f"{platform.system()}-{platform.machine()}",
     }
-    if not torch.cuda.is_available():
-        return Machine(
-            device_type="cpu",
-            device_name=cpu_name,
-            num_devices=1,
-            device_memory_gib=memory.total / BYTES_PER_GIB,
-            free_memory_gib=memory.available / BYTES_PER_GIB,
-            held_memory_gib=psutil.Process().memory_info().rss / BYTES_PER_GIB,
-            compute_capability=None,
-            driver=None,
-            cudnn_version=None,
-            **common,
-        )
-    free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
-    nvml = open_nvml()
-    return Machine(
-        device_type="cuda",
-        device_name=torch.cuda.get_device_name(local_rank),
-        num_devices=torch.cuda.device_count(),
-        device_memory_gib=total_bytes / BYTES_PER_GIB,
-        free_memory_gib=free_bytes / BYTES_PER_GIB,
-        held_memory_gib=CUDA_CONTEXT_GIB,
-        compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
-        driver=None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
-        cudnn_version=torch.backends.cudnn.version(),
-        **common,
-    )
+    if torch.cuda.is_available():
+        free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+        nvml = open_nvml()
+        facts |= {
+            "device_type": "cuda",
+            "device_name": torch.cuda.get_device_name(local_rank),
+            "num_devices": torch.cuda.device_count(),
+            "device_memory_gib": total_bytes / BYTES_PER_GIB,
+            "free_memory_gib": free_bytes / BYTES_PER_GIB,
+            "held_memory_gib": CUDA_CONTEXT_GIB,
+            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(local_rank))),
+            "driver": None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
+            "cudnn_version": torch.backends.cudnn.version(),
+        }
+    return Machine(**facts)
 
 
 def check_gpu_code(machine: Machine) -> None:

@@ -21,29 +21,27 @@ from sdbench.record.store import describe_fault, load_schema
 from sdbench.report.figures import as_text, find_name
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.amounts import (
-    Amount,
-    range_field,
-    show,
-    swap_ends,
-    value_field,
-    whole_field,
-    write_rows,
-)
 from sdbench.scaling.points import (
     COUNTS,
     IMAGE_SIZE,
     MODELLED,
     OUT_HELP,
     RATE,
+    Amount,
     Row,
     TableFlags,
     check_one_kind,
     describe_sources,
     first_known,
     known_values,
+    range_field,
     rate_of,
     read_rows,
+    show,
+    swap_ends,
+    value_field,
+    whole_field,
+    write_rows,
 )
 from sdbench.settings.kinds import PATH, POSITIVE_NUMBER, TEXT, Kind
 from sdbench.settings.setting import REQUIRED, setting

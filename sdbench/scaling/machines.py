@@ -23,8 +23,18 @@ import numpy as np
 
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import NOT_KNOWN, format_number
-from sdbench.scaling.amounts import (
+from sdbench.scaling.cost import (
+    RecipeFlags,
+    describe_recipe,
+    load_machine,
+    load_recipe,
+    source_of,
+)
+from sdbench.scaling.points import (
+    MODELLED,
+    OUT_HELP,
     Amount,
+    Row,
     in_words,
     range_field,
     show,
@@ -33,14 +43,6 @@ from sdbench.scaling.amounts import (
     whole_field,
     write_rows,
 )
-from sdbench.scaling.cost import (
-    RecipeFlags,
-    describe_recipe,
-    load_machine,
-    load_recipe,
-    source_of,
-)
-from sdbench.scaling.points import MODELLED, OUT_HELP, Row
 from sdbench.scaling.worker_rates import (
     DECODER,
     ENCODER,

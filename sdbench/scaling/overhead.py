@@ -18,7 +18,6 @@ from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
 from sdbench.report.tables import Cell, Table, make_table
-from sdbench.scaling.amounts import show, write_rows
 from sdbench.scaling.points import (
     MODELLED,
     OUT_HELP,
@@ -27,6 +26,8 @@ from sdbench.scaling.points import (
     make_setups,
     phase_seconds,
     setup_columns,
+    show,
+    write_rows,
 )
 from sdbench.scaling.predict import SETUP
 from sdbench.settings.kinds import (

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from sdbench.base.errors import ConfigError
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.amounts import in_words, show
 from sdbench.scaling.cost import (
     COST,
     PRICES_FILE,
@@ -31,9 +30,11 @@ from sdbench.scaling.points import (
     Row,
     check_one_kind,
     first_known,
+    in_words,
     known_values,
     parse_counts,
     read_rows,
+    show,
     split_batch,
 )
 from sdbench.scaling.predict import FitFlags, fit_to_predict

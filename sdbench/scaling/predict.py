@@ -9,7 +9,6 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError
 from sdbench.report.figures import as_text
 from sdbench.report.tables import Cell, Field, tabulate
-from sdbench.scaling.amounts import make_amount, range_field, show, value_field, write_rows
 from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
@@ -22,10 +21,15 @@ from sdbench.scaling.points import (
     describe_sources,
     first_known,
     known_values,
+    make_amount,
     make_points,
     make_setups,
+    range_field,
     read_rows,
     setup_columns,
+    show,
+    value_field,
+    write_rows,
 )
 from sdbench.settings.kinds import PATH, POSITIVE
 from sdbench.settings.setting import setting, shared

@@ -14,8 +14,14 @@ from sdbench.record.configuration import as_key, group, place_of_encoders, setti
 from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
 from sdbench.report.figures import MEASURED
 from sdbench.report.runs import read_record, use_each
-from sdbench.scaling.amounts import Amount
-from sdbench.scaling.points import GIVEN_RATE, IMAGE_SIZE, RATE, Row, rate_of
+from sdbench.scaling.points import (
+    GIVEN_RATE,
+    IMAGE_SIZE,
+    RATE,
+    Amount,
+    Row,
+    rate_of,
+)
 from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.kinds import PATH, Kind
 from sdbench.settings.ray import RAY
