@@ -31,9 +31,8 @@ class Measurements:
         num_images: Images that the loader delivered in the whole run.
         peak_memory_gib: Reserved on a GPU, or resident on a CPU.
         gpu: In the measured window; None without a GPU or NVML.
-        breakdown: `merge_phases` of a step; None without profiled steps.
         attention_kernels: `AttentionLog.kernels` of the first rank.
-        rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
+        rank_phases: Seconds of the phases of a step on each rank; empty without profiled steps.
         num_page_faults: In the measured window, of the rank with most.
     """
 
@@ -41,44 +40,42 @@ class Measurements:
     num_images: int
     peak_memory_gib: float
     gpu: GpuReadings | None = None
-    breakdown: dict[str, Any] | None = None
     attention_kernels: list[dict[str, Any]] | None = None
-    rank_phases: tuple[dict[str, float], ...] | None = None
+    rank_phases: tuple[dict[str, float], ...] = ()
     num_page_faults: int = 0
+
+    @property
+    def breakdown(self) -> dict[str, Any] | None:
+        """The record's `breakdown` of a step into phases; None without profiled steps."""
+        num_steps = sum(step.phase == PROFILED for step in self.timings.steps)
+        return merge_phases(self.rank_phases, num_steps=num_steps) if self.rank_phases else None
 
 
 def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
     """The measurements of a rank after its training loop."""
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
-    breakdown = merge_phases([watch.phases.seconds], num_steps=num_profiled)
+    seconds = {name: one / max(num_profiled, 1) for name, one in watch.phases.seconds.items()}
     return Measurements(
         timings,
         num_images,
         watch.peak_memory_gib,
         watch.readings.gpu,
-        breakdown,
         watch.attention.kernels,
+        rank_phases=(seconds,) if num_profiled else (),
         num_page_faults=watch.readings.num_page_faults,
     )
 
 
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
-    """Merge ranks: times of the slowest, sum of images, largest peak, mean breakdown."""
-    breakdowns = [rank.breakdown for rank in ranks]
-    breakdown = rank_phases = None
-    if None not in breakdowns:
-        rank_phases = tuple(one["seconds"] for one in breakdowns)
-        num_steps = breakdowns[0]["num_steps"]
-        breakdown = merge_phases(rank_phases, num_steps=1) | {"num_steps": num_steps}
+    """Merge ranks: times of the slowest, sum of images, largest peak, phases of each."""
     return Measurements(
         timings=merge_ranks([rank.timings for rank in ranks]),
         num_images=sum(rank.num_images for rank in ranks),
         peak_memory_gib=max(rank.peak_memory_gib for rank in ranks),
         gpu=merge_readings([rank.gpu for rank in ranks]),
-        breakdown=breakdown,
         attention_kernels=ranks[0].attention_kernels,
-        rank_phases=rank_phases,
+        rank_phases=sum((rank.rank_phases for rank in ranks), ()),
         num_page_faults=max(rank.num_page_faults for rank in ranks),
     )
 
@@ -118,10 +115,9 @@ def summarize(
     )
     target = config.get("target_precision")
     stragglers = bottleneck = None
-    if measurements.rank_phases is not None:
-        stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
     if breakdown is not None:
-        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers or ())
+        stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
+        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers)
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,

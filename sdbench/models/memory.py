@@ -6,7 +6,6 @@ bytes is live (gradients, weight copies), plus a number per image (activations).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,19 +96,15 @@ class MemoryEstimate:
     @property
     def total_gib(self) -> float:
         """Sum of all parts."""
-        return sum(value for _, value in self._parts())
+        return sum(self._parts().values())
 
     def describe(self) -> str:
         """The parts as text, largest first."""
-        parts = sorted(self._parts(), key=lambda part: -part[1])
+        parts = sorted(self._parts().items(), key=lambda part: -part[1])
         return ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in parts)
 
-    def _parts(self) -> list[tuple[str, float]]:
-        return [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "phase"
-        ]
+    def _parts(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "phase"}
 
 
 class _Moment(NamedTuple):
