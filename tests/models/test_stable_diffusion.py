@@ -97,21 +97,6 @@ def test_the_form_of_the_images_changes_nothing(batch, memory_format) -> None:
     assert loss_of(model, batch, seed=6) != expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "tolerance"),
-    [
-        ({"attention": "eager"}, 1e-5),
-        ({"memory_format": "channels_last"}, 1e-5),
-        ({"precision": "amp_bf16"}, 2e-2),
-        ({"precision": "bf16"}, 2e-2),
-        ({"precision": "amp_bf16", "encoder_dtype": "bf16"}, 2e-2),
-    ],
-    ids=str,
-)
-def test_knobs_change_the_speed_and_not_the_loss(model, batch, changes, tolerance) -> None:
-    assert loss_of(build(**changes), batch) == pytest.approx(loss_of(model, batch), rel=tolerance)
-
-
 def test_precisions_set_the_types() -> None:
     amp = build(precision="amp_bf16", encoder_dtype="bf16")
     assert amp.unet.dtype == torch.float32

@@ -141,8 +141,6 @@ def test_a_smaller_micro_batch_takes_as_long(overhead, capsys):
     first, second = (found.step_s(AS_IT_IS, num_gpus=count) for count in (512, 1024))
     assert second - first == pytest.approx(difference_s)
     assert "fewer images than 4" in capsys.readouterr().out
-    overhead("--num_gpus", "400", "--global_batch", 2048, *PHASES)  # 5 on each: 4 and 1
-    assert "fewer images than 4" in capsys.readouterr().out
     overhead("--num_gpus", "512", "--global_batch", 2048, *PHASES)
     assert "fewer images" not in capsys.readouterr().out
 
@@ -183,7 +181,6 @@ def test_what_a_record_does_already_is_not_done_twice(overhead_of, record):
         ((), "--record or --phases"),
         (("--record", ".", *PHASES), "--record or --phases"),
         (("--phases", "backwards=1", "--micro_batch", "4"), "--phases"),
-        (("--phases", "backward=-1", "--micro_batch", "4"), "--phases"),
         (
             ("--phases", "backward=1", "backward=2", "--micro_batch", "4"),
             "--phases and --micro_batch",

@@ -59,18 +59,10 @@ def test_the_best_is_the_cheapest_in_time_or_the_fastest_for_the_sum(
     assert sentence.startswith(f"Take {advice}")
 
 
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        ("--max_days 1", "1 days."),
-        ("--max_cost 400", "400 USD."),
-        ("--max_days 4 --max_cost 500", "4 days and 500 USD."),
-    ],
-)
-def test_when_nothing_fits_it_says_so_and_how_near_it_comes(capsys, flags, limits, words):
-    found, sentence = plan(capsys, *flags, *limits.split())
+def test_when_nothing_fits_it_says_so_and_how_near_it_comes(capsys, flags):
+    found, sentence = plan(capsys, *flags, "--max_days", "4", "--max_cost", "500")
     assert found == ""
-    assert sentence.startswith(f"Nothing here keeps {words}")
+    assert sentence.startswith("Nothing here keeps 4 days and 500 USD.")
     assert "The fastest is 16 GPUs with micro-batch 4: 2 days" in sentence
     assert "the cheapest is 1 GPU with micro-batch 4: 17 days" in sentence
 
