@@ -156,19 +156,15 @@ class Losses:
 class CudaDevice:
     """The current GPU, timed by events on the current stream, which need no synchronisation."""
 
-    @staticmethod
-    def synchronize() -> None:
-        """Wait until the device has finished all work."""
+    def __init__(self) -> None:
         import torch
 
-        torch.cuda.synchronize()
+        self.synchronize = torch.cuda.synchronize  # waits until the device has finished all work
+        self._make_event = torch.cuda.Event
 
-    @staticmethod
-    def mark() -> Any:
+    def mark(self) -> Any:
         """Record an event."""
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._make_event(enable_timing=True)
         event.record()
         return event
 

@@ -157,18 +157,9 @@ def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[
 
 
 def _gpu_counts(arguments: PlanFlags, global_batch: int) -> Sequence[int]:
-    if arguments.num_gpus is not None:
-        return arguments.num_gpus
     default = parse_counts(DEFAULT_GPU_COUNTS)
-    counts = [count for count in default if count <= global_batch]
-    if not counts:
-        raise ConfigError(
-            "the global batch has fewer images than there are GPUs to try",
-            value=global_batch,
-            allowed=f"a global batch of at least {min(default)}, or other numbers of GPUs",
-            flag="--global_batch or --num_gpus",
-        )
-    return counts
+    counts = arguments.num_gpus or [count for count in default if count <= global_batch]
+    return counts or default  # which a smaller batch cannot be divided among
 
 
 def _predict_fastest(

@@ -129,13 +129,6 @@ def read_rows(arguments: TableFlags) -> list[Row]:
 
     The row of a run also has the seconds of a step that wait for gradients.
     """
-    if not arguments.tables:
-        raise ConfigError(
-            "no table is given",
-            value="",
-            allowed="at least one CSV file, or --images_per_second where a command has it",
-            flag="TABLE",
-        )
     required = ("num_gpus", "images_per_second")
     rows = mark_copies(
         row

@@ -193,18 +193,11 @@ def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:
 
 
 def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
-    """The global batch of strong scaling; None for weak scaling."""
+    """The global batch of strong scaling: the given one, or that of all figures."""
     if arguments.device_batch is not None or arguments.global_batch is not None:
         return arguments.global_batch
     values = known_values(rows, "global_batch")
-    if len(values) != 1:
-        raise ConfigError(
-            "the figures have no common global batch",
-            value=", ".join(map(as_text, values)) or "none",
-            allowed="a global batch (strong scaling) or images of each GPU (weak scaling)",
-            flag="--global_batch or --device_batch",
-        )
-    return values[0]
+    return values[0] if len(values) == 1 else None
 
 
 def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:

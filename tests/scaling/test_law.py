@@ -445,7 +445,7 @@ def test_gpu_counts(text, counts):
     [
         ("fit {single} --where gpu=H100", "--where ema=...", "true and false"),
         ("fit {latents}", "--where image_size=...", "256 and 512"),
-        ("fit", "TABLE", ""),
+        ("fit", "TABLE and --where", ""),
         ("fit {mlperf} --where gpu=H200", "--micro_batch, for the rows that do not tell it", ""),
         ("fit {cost}", "the path given", "{cost}"),
         (
