@@ -19,14 +19,14 @@ backward pass of the last micro-batch:
     max(0, (nodes - 1) / nodes - hidden_share) x communication_s.
 
 The interval does not assume that the law is right. It covers every law with non-negative constants
-of all these terms that agrees with the figures (`region`). A micro-batch cannot hide more than it
-takes, hidden_share x communication_s <= time_per_micro_batch_s; a time per image, if there is one,
-is assumed to hide nothing. What no term describes is added as in Kennedy and O'Hagan (2001,
+of all these terms that agrees with the figures (`find_range`). A micro-batch cannot hide more than
+it takes, hidden_share x communication_s <= time_per_micro_batch_s; a time per image, if there is
+one, is assumed to hide nothing. What no term describes is added as in Kennedy and O'Hagan (2001,
 Bayesian calibration of computer models): the law is off by a factor that changes smoothly, to first
 order a power of the number of GPUs. Figures are about a doubling apart and deviate by the relative
 error s, so a power that changes a step by s in a doubling goes unnoticed among them; d doublings
-beyond them it has changed the step by d x s. A figure there deviates from the law by
-s x sqrt(1 + d^2).
+beyond them it has changed the step by d x s. A figure there deviates from the law by s x sqrt(1 +
+d^2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.statistics.intervals import t_quantile
-from sdbench.statistics.region import Region, fit_non_negative
+from sdbench.statistics.region import find_range, fit_non_negative
 
 MICRO_BATCH = "time per micro-batch"
 IMAGE = "time per image"
@@ -139,7 +139,8 @@ class StepLaw:
             terms (Meyer and Woodroofe, 2000, on least squares of constants that are not negative).
         gpus_per_node: GPUs of a node, for the communication term.
         points: The points that were fitted.
-        regions: Constants of all terms that agree with the points, by the hidden share.
+        equations: Rows and targets of the points for all terms, by the hidden share.
+        limit: The largest sum of squares of constants that agree with the points.
         notes: Terms that the points do not determine, in words.
     """
 
@@ -150,7 +151,8 @@ class StepLaw:
     degrees_of_freedom: int
     gpus_per_node: int
     points: tuple[Point, ...]
-    regions: dict[float, Region]
+    equations: dict[float, tuple[np.ndarray, np.ndarray]]
+    limit: float
     notes: tuple[str, ...]
 
     def constant(self, term: str) -> tuple[float, float, float]:
@@ -229,7 +231,10 @@ class StepLaw:
 
     def _ends(self, value: float, factors: Callable[[float], np.ndarray]) -> tuple[float, float]:
         """Return the ends over all regions, from a function of the hidden share to factors."""
-        ranges = [region.range_of(factors(share)) for share, region in self.regions.items()]
+        ranges = [
+            find_range(*equations, factors(share), limit=self.limit)
+            for share, equations in self.equations.items()
+        ]
         lows, highs = zip(*filter(None, ranges), strict=True)
         return min(value, *lows), max(value, *highs)
 
@@ -254,7 +259,7 @@ class StepLaw:
         law. It finds extrapolation that no single number shows (Montgomery, Peck and Vining,
         Introduction to Linear Regression Analysis, section 3.8).
         """
-        rows = self.regions[0.0].rows
+        rows, _ = self.equations[0.0]
         # A term that no figure has makes a setup that has it lie far beyond them.
         sizes = np.maximum(np.linalg.norm(rows, axis=0), ROUNDING**2)
         inverse = np.linalg.pinv(rows / sizes, rcond=ROUNDING)
@@ -325,10 +330,11 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         degrees_of_freedom=degrees,
         gpus_per_node=gpus_per_node,
         points=tuple(points),
-        regions={
-            share: Region(*figures.equations(ALL_TERMS, share, hides_in=share), limit)
+        equations={
+            share: figures.equations(ALL_TERMS, share, hides_in=share)
             for share in figures.hidden_shares
         },
+        limit=limit,
         notes=tuple(notes),
     )
 
