@@ -124,7 +124,6 @@ def _fastest(
 
 
 def _make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, ...]:
-    """Two factors, and a place for their product."""
     size = MATRIX_SIZE[device_type]
     left, right = _make_numbers((2, size, size), precision, device_type=device_type)
     return left, right, left.new_empty(left.shape)

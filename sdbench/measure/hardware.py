@@ -160,13 +160,6 @@ def check_gpu_code(machine: Machine) -> None:
     )
 
 
-def num_page_faults() -> int:
-    """Page faults of this process so far that needed no disk."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
 def peak_memory_gib() -> float:
     """Peak memory in GiB: what torch has reserved on a GPU, or resident memory on a CPU."""
     import torch

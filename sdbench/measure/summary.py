@@ -33,7 +33,6 @@ class Measurements:
         gpu: In the measured window; None without a GPU or NVML.
         attention_kernels: `AttentionLog.kernels` of the first rank.
         rank_phases: Seconds of the phases of a step on each rank; empty without profiled steps.
-        num_page_faults: In the measured window, of the rank with most.
     """
 
     timings: Timings
@@ -42,7 +41,6 @@ class Measurements:
     gpu: GpuReadings | None = None
     attention_kernels: list[dict[str, Any]] | None = None
     rank_phases: tuple[dict[str, float], ...] = ()
-    num_page_faults: int = 0
 
     @property
     def breakdown(self) -> dict[str, Any] | None:
@@ -60,10 +58,9 @@ def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
         timings,
         num_images,
         watch.peak_memory_gib,
-        watch.readings.gpu,
+        watch.gpu_monitor and watch.gpu_monitor.readings,
         watch.attention.kernels,
         rank_phases=(seconds,) if num_profiled else (),
-        num_page_faults=watch.readings.num_page_faults,
     )
 
 
@@ -76,7 +73,6 @@ def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
         gpu=merge_readings([rank.gpu for rank in ranks]),
         attention_kernels=ranks[0].attention_kernels,
         rank_phases=sum((rank.rank_phases for rank in ranks), ()),
-        num_page_faults=max(rank.num_page_faults for rank in ranks),
     )
 
 
@@ -148,7 +144,6 @@ def summarize(
         "bottleneck": bottleneck,
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
-        "page_faults_per_step": measurements.num_page_faults / len(measured),
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,
         "achieved_tflops_per_device": achieved_tflops,

@@ -326,7 +326,6 @@ class StepTimer(Timer):
         )
 
     def _decide(self) -> None:
-        """Close the full window, turn it into warm-up, or extend it."""
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
         decision: str | int = CLOSE

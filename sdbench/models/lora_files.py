@@ -95,7 +95,6 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
 
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
-    """Load the LoRA of a file beside the weights of sub-models."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # an error is told in one sentence

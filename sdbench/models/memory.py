@@ -163,7 +163,6 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
 
 
 def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Moment]:
-    """Candidates for the peak of a step."""
     weights = profile.trained_weights
     constant, slope, complete = torch.tensor(profile.timeline).T
     num_images = torch.full_like(slope, options.micro_batch)

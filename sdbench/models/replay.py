@@ -309,7 +309,6 @@ def _num_gathered_bytes(model: torch.nn.Module, *, trained: bool) -> int:
 
 
 def _num_bytes(module: torch.nn.Module, *, trained: bool) -> int:
-    """Bytes of the trained weights of a module, or of the frozen ones."""
     return sum(
         parameter.nbytes for parameter in module.parameters() if parameter.requires_grad == trained
     )

@@ -278,7 +278,6 @@ def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
 
 
 def _given_rows(arguments: CostFlags) -> list[Row]:
-    """The figures of --images_per_second."""
     if arguments.tables:
         raise ConfigError(
             "both a throughput and a table are given",

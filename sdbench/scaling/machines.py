@@ -255,7 +255,6 @@ def _make_job(
 
 
 def _sum(jobs: Sequence[Row]) -> Row:
-    """Hours, cost and work of the jobs of a way together."""
     sums = {name: sum(job[name] for job in jobs) for name in ("hours", "cost_usd")}
     return sums | {
         name: round(sum(float(job["hours"][0]) * job[name] for job in jobs)) for name in COUNTS
@@ -263,7 +262,6 @@ def _sum(jobs: Sequence[Row]) -> Row:
 
 
 def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> list[str]:
-    """Lines on what is assumed, and on the machines with the sources of their prices."""
     by_name = {machine["name"]: machine for machine in machines.values()}
     return [
         f"assumed: scaling efficiency {flags.scaling_efficiency:g} of {flags.num_trainers} "
@@ -277,7 +275,6 @@ def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> lis
 
 
 def _describe_rates(rates: Rates) -> list[str]:
-    """A line on each kind of worker with images/s of one."""
     return [
         f"images/s of {worker.name}: "
         + ", ".join(
@@ -290,7 +287,6 @@ def _describe_rates(rates: Rates) -> list[str]:
 
 
 def _advise(amounts: Mapping[str, Amount], *, word: str, unit: str) -> str:
-    """A sentence on the way with the least of an amount."""
     best = min(amounts, key=lambda way: amounts[way][0])
     others = {way: amount for way, amount in amounts.items() if way != best}
     overlapping = [way for way, amount in others.items() if amount[1] <= amounts[best][2]]

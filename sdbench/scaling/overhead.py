@@ -246,7 +246,6 @@ def _transfer_s(links: OverheadFlags, num_bytes: float, num_gpus: int) -> float:
 
 
 def _read_step(arguments: OverheadFlags) -> Step:
-    """Read the step of a record, or of the phases that are given."""
     if (arguments.record is None) == (not arguments.phases):
         raise ConfigError(
             "the overhead comes either from a record or from phases that are given",
@@ -305,7 +304,6 @@ def _read_step(arguments: OverheadFlags) -> Step:
 
 
 def _describe(step: Step, links: OverheadFlags, setups: Sequence[Setup]) -> list[str]:
-    """Lines about the figures and assumptions of the forecasts."""
     parts = ", ".join(f"{name} {1000 * value:.3g}" for name, value in step.seconds.items() if value)
     lines = [
         f"modelled, from {step.source}; phases in ms: {parts}",

@@ -139,7 +139,6 @@ def run(arguments: PlanFlags) -> None:
 
 
 def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[int, StepLaw]:
-    """The law of each resolution of the recipe."""
     laws = {}
     for stage in recipe["stages"]:
         size = stage["image_size"]
@@ -184,14 +183,12 @@ def _fits(found: Row, limits: Mapping[str, float | None]) -> str:
 
 
 def _describe_limits(limits: Mapping[str, float | None]) -> str:
-    """The limits of a plan, e.g. ``10 days and 5,000 USD``."""
     days, usd = limits["days_to_train"], limits["cost_usd"]
     parts = [] if days is None else [f"{format_number(days)} days"]
     return " and ".join(parts if usd is None else [*parts, f"{usd:,.0f} USD"])
 
 
 def _advise(candidates: Sequence[Row], best: Row | None, *, limits: str) -> str:
-    """Which candidate to take, or the fastest and the cheapest if none fits."""
     if best is None:
         fastest = min(candidates, key=lambda row: row["days_to_train"][0])
         cheapest = min(candidates, key=lambda row: row["gpu_hours"][0])

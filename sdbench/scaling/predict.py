@@ -179,7 +179,6 @@ def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
 
 
 def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:
-    """The micro-batch of the predictions."""
     if arguments.micro_batch is not None:
         return arguments.micro_batch
     if len(law.micro_batches) > 1:
@@ -201,7 +200,6 @@ def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
 
 
 def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
-    """Lines on the figures that a law was fitted to, and on its terms without a value."""
     columns = ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
     known = {column: first_known(rows, column) for column in columns}
     kinds = [f"{name} {as_text(value)}" for name, value in known.items() if value is not None]

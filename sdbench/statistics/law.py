@@ -25,8 +25,8 @@ one, is assumed to hide nothing. What no term describes is added as in Kennedy a
 Bayesian calibration of computer models): the law is off by a factor that changes smoothly, to first
 order a power of the number of GPUs. Figures are about a doubling apart and deviate by the relative
 error s, so a power that changes a step by s in a doubling goes unnoticed among them; d doublings
-beyond them it has changed the step by d x s. A figure there deviates from the law by s x sqrt(1 +
-d^2).
+beyond them it has changed the step by d x s. A figure there deviates from the law by
+s x sqrt(1 + d^2).
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import mmap
-
 import pytest
 import torch
 
@@ -12,7 +9,6 @@ from sdbench.base.errors import RunError
 from sdbench.measure.period_timer import Period, PeriodTimer
 from sdbench.measure.summary import (
     Measurements,
-    measurements_of,
     merge_measurements,
     summarize,
 )
@@ -25,7 +21,6 @@ from sdbench.measure.timer import (
     WindowPolicy,
     merge_ranks,
 )
-from tests.engines.linear import watch_of
 
 
 class FakeClock:
@@ -213,28 +208,6 @@ def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
     # Eighty even steps of 0.1 s have not lasted 30 s.
     assert policy([0.1] * 80, 1) == 100
     assert policy([0.1] * 100, 1) == CLOSE
-
-
-def test_page_faults_are_those_of_the_measured_window():
-    watch = watch_of(1, 2)
-    watch.loop_begins()
-    # KiB of memory that each step writes for the first time: warm-up, window, window.
-    for num_kib in (1 << 16, 1 << 12, 1 << 13):
-        watch.data_wait_begins()
-        watch.data_wait_ends()
-        with mmap.mmap(-1, num_kib << 10, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-            for page in range(0, len(memory), mmap.PAGESIZE):
-                memory[page] = 1
-        watch.step_ends(loss=torch.tensor(1.0))
-    written = (12 << 20) // mmap.PAGESIZE
-    assert written <= watch.readings.num_page_faults < written + 500  # and those of the loop
-    measurements = measurements_of(watch, num_images=3)
-    other = dataclasses.replace(measurements, num_page_faults=10**6)
-    merged = merge_measurements([measurements, other])
-    config = {"batch_size": 1, "latents": "online"}
-    summary = summarize(merged, config=config, num_devices=2, flops_per_image=1.0, peak_tflops=None)
-    assert summary["page_faults_per_step"] == 10**6 / 2
 
 
 def test_losses_are_what_was_added_whatever_becomes_of_the_tensors():
