@@ -73,29 +73,3 @@ def test_intervals_cover_the_truth_verdicts_are_right_and_power_is_as_stated(cor
         for true_ratio, verdict in ((1.05, "faster"), (0.95, "slower")):
             found = share_of(compare_all(correlation, num_runs, true_ratio=true_ratio), verdict)
             assert found >= 0.99
-
-
-def test_many_rows_without_a_difference_seldom_give_a_verdict():
-    # 100 tables of 20 rows. Without the correction, about 1 row in 100 is called a difference here,
-    # so that nearly every fifth table has one.
-    comparisons = compare_all(0.8, 3, true_ratio=1.0)
-    tables = [comparisons[start : start + 20] for start in range(0, NUM_PAIRS, 20)]
-
-    def num_wrong(tables) -> int:
-        return sum(any(one.verdict != "no difference shown" for one in table) for table in tables)
-
-    assert num_wrong(tables) >= 10
-    assert num_wrong([intervals.correct_verdicts(table) for table in tables]) <= 5
-
-
-def test_the_interval_of_a_geometric_mean_covers_the_truth():
-    # Ratios of four configurations, 1.10, 1.20, 1.30 and 1.40: geometric mean 1.24498.
-    comparisons = [
-        compare_all(0.8, 3, true_ratio=true_ratio)[start::4]
-        for start, true_ratio in enumerate((1.1, 1.2, 1.3, 1.4))
-    ]
-    means = [intervals.geometric_mean(rows) for rows in zip(*comparisons, strict=True)]
-    covered = [mean.interval.low <= 1.24498 <= mean.interval.high for mean in means]
-    assert len(means) == 500
-    # 500 trials at 95 % have a standard error of 1 %.
-    assert 0.92 <= sum(covered) / len(covered) <= 0.98

@@ -26,6 +26,10 @@ NAMES = {
 }
 PRECOMPUTED = "--latents precomputed trains on what `python -m sdbench precompute` has encoded once"
 LARGER_BATCH = "a larger --batch_size has fewer of them per image"
+COMPUTE = [
+    ("preset", "fast", "--preset fast"),
+    ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
+]
 # What may shorten each phase: setting, value (None: any other) and advice. The first setting that
 # the run does not use yet is named.
 ADVICE: dict[str, list[tuple[str, Any, str]]] = {
@@ -38,14 +42,8 @@ ADVICE: dict[str, list[tuple[str, Any, str]]] = {
     ],
     phases.VAE_ENCODE: [("latents", "precomputed", PRECOMPUTED)],
     phases.TEXT_ENCODE: [("latents", "precomputed", PRECOMPUTED)],
-    phases.UNET_FORWARD: [
-        ("preset", "fast", "--preset fast"),
-        ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
-    ],
-    phases.BACKWARD: [
-        ("preset", "fast", "--preset fast"),
-        ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
-    ],
+    phases.UNET_FORWARD: COMPUTE,
+    phases.BACKWARD: COMPUTE,
     phases.GRADIENT_COMMUNICATION: [("batch_size", None, LARGER_BATCH)],
     phases.RANK_WAIT: [],  # no rank is slow in every step, else it is named
     phases.OPTIMIZER: [

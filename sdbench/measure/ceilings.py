@@ -44,10 +44,8 @@ class Ceiling(NamedTuple):
 def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
     """TFLOP/s of a product of large matrices, a multiply-add counted as two.
 
-    Args:
-        precision: A value of --precision; decides the type of the matrices. torch's global switch
-            decides whether fp32 may use TF32.
-        device_type: ``cuda`` (the current one) or ``cpu``.
+    `precision`, a value of --precision, decides the type of the matrices; torch's global switch
+    decides whether fp32 may use TF32. `device_type` is ``cuda`` (the current one) or ``cpu``.
     """
     import torch
 
@@ -61,11 +59,7 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
 
 
 def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
-    """The fastest of products of large matrices and a convolution, in TFLOP/s.
-
-    The arguments are those of `measure_matmul_tflops`. Matrices are taken as they are and
-    transposed.
-    """
+    """The fastest of products of large matrices, as they are and transposed, and a convolution."""
     import torch
 
     left, right, product = _make_matrices(precision, device_type=device_type)
@@ -130,7 +124,6 @@ def _fastest(
 
 
 def _make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, ...]:
-    """Two factors, and a place for their product."""
     size = MATRIX_SIZE[device_type]
     left, right = _make_numbers((2, size, size), precision, device_type=device_type)
     return left, right, left.new_empty(left.shape)

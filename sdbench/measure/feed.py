@@ -88,12 +88,8 @@ def summarize_feed(
 ) -> dict[str, Any]:
     """The record's `summary` of a window.
 
-    Args:
-        feed: The window.
-        num_workers: Loading processes; 0 if the trainer's process loads.
-        num_cpu_cores: Cores that these may use.
-        step_s: Of `measure_feed`. With a step the rate is the trainer's, not the loader's.
-        target_images_per_second: The rate that the user wants, if any.
+    `num_workers` is 0 if the trainer's process loads; the workers may use `num_cpu_cores`. With an
+    emulated step of `step_s` the rate is the trainer's, not the loader's.
     """
     stats, window_s = feed.stats, sum(feed.step_times_s)
     num_images = stats.num_images_delivered

@@ -99,10 +99,15 @@ def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
 
 
 class GpuMonitor:
-    """Samples one GPU from `start` to `stop`; without NVML it has no readings."""
+    """Samples one GPU from `start` to `stop`.
+
+    Attributes:
+        readings: Those of the last `read`; None without NVML.
+    """
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
         """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
+        self.readings: GpuReadings | None = None
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
@@ -123,10 +128,10 @@ class GpuMonitor:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def read(self) -> GpuReadings | None:
-        """The readings since `start`, or None without NVML; sampling goes on."""
+    def read(self) -> None:
+        """Set `readings` to those since `start`; sampling goes on."""
         if self._handle is None:
-            return None
+            return
         energies_j = [self._energy_j(), self._start_energy_j]
         # In a window shorter than a period this sample is the only one.
         samples = [*self._samples, self._sample()]
@@ -134,7 +139,7 @@ class GpuMonitor:
         for name, combine in OVER_SAMPLES.items():
             values = [sample[name] for sample in samples if sample[name] is not None]
             readings[name] = combine(values) if values else None
-        return GpuReadings(
+        self.readings = GpuReadings(
             **readings,
             energy_j=None if None in energies_j else energies_j[0] - energies_j[1],
             power_limit_w=_from_milli(self._ask("EnforcedPowerLimit")),

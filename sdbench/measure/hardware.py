@@ -32,10 +32,10 @@ class Machine:
         cpu_name: Name of the CPU.
         memory_gib: Memory of the machine.
         cpu_flags: Vector instruction sets that matter to training.
+        platform: Operating system and architecture.
         compute_capability: Of the GPU, e.g. ``9.0``.
         driver: Version of the GPU's driver.
         cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
-        platform: Operating system and architecture.
     """
 
     device_type: str
@@ -48,10 +48,10 @@ class Machine:
     cpu_name: str
     memory_gib: float
     cpu_flags: tuple[str, ...]
-    compute_capability: str | None
-    driver: str | None
-    cudnn_version: int | None
     platform: str
+    compute_capability: str | None = None
+    driver: str | None = None
+    cudnn_version: int | None = None
 
     @property
     def slug(self) -> str:
@@ -77,12 +77,10 @@ class Machine:
         return "amp_bf16" in self.supported_precisions()
 
     def fast_dtype(self, device_type: str, *, on_ray: bool) -> str:
-        """The shortest type in which encoders are known to be fast.
+        """The shortest type in which encoders are known to be fast on a cpu or on cuda.
 
-        Args:
-            device_type: Where they run: cpu or cuda.
-            on_ray: Whether they may run on other machines of a cluster, whose GPUs are unknown but
-                all have fp16, and whose CPUs are taken to be like this one's.
+        `on_ray`: they may run on other machines of a cluster, whose GPUs are unknown but all have
+        fp16, and whose CPUs are taken to be like this one's.
         """
         is_known = device_type == self.device_type and not (on_ray and device_type == "cuda")
         if is_known and self.has_fast_bf16:
@@ -105,40 +103,34 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 
     memory = psutil.virtual_memory()
     cpu_name, cpu_flags = read_cpu()
-    common = {
+    facts: dict[str, Any] = {
+        "device_type": "cpu",
+        "device_name": cpu_name,
+        "num_devices": 1,
+        "device_memory_gib": memory.total / BYTES_PER_GIB,
+        "free_memory_gib": memory.available / BYTES_PER_GIB,
+        "held_memory_gib": psutil.Process().memory_info().rss / BYTES_PER_GIB,
         "num_cpu_cores": num_cpu_cores(),
         "cpu_name": cpu_name,
         "memory_gib": memory.total / BYTES_PER_GIB,
         "cpu_flags": cpu_flags,
         "platform": f"{platform.system()}-{platform.machine()}",
     }
-    if not torch.cuda.is_available():
-        return Machine(
-            device_type="cpu",
-            device_name=cpu_name,
-            num_devices=1,
-            device_memory_gib=memory.total / BYTES_PER_GIB,
-            free_memory_gib=memory.available / BYTES_PER_GIB,
-            held_memory_gib=psutil.Process().memory_info().rss / BYTES_PER_GIB,
-            compute_capability=None,
-            driver=None,
-            cudnn_version=None,
-            **common,
-        )
-    free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
-    nvml = open_nvml()
-    return Machine(
-        device_type="cuda",
-        device_name=torch.cuda.get_device_name(local_rank),
-        num_devices=torch.cuda.device_count(),
-        device_memory_gib=total_bytes / BYTES_PER_GIB,
-        free_memory_gib=free_bytes / BYTES_PER_GIB,
-        held_memory_gib=CUDA_CONTEXT_GIB,
-        compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
-        driver=None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
-        cudnn_version=torch.backends.cudnn.version(),
-        **common,
-    )
+    if torch.cuda.is_available():
+        free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+        nvml = open_nvml()
+        facts |= {
+            "device_type": "cuda",
+            "device_name": torch.cuda.get_device_name(local_rank),
+            "num_devices": torch.cuda.device_count(),
+            "device_memory_gib": total_bytes / BYTES_PER_GIB,
+            "free_memory_gib": free_bytes / BYTES_PER_GIB,
+            "held_memory_gib": CUDA_CONTEXT_GIB,
+            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(local_rank))),
+            "driver": None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion"),
+            "cudnn_version": torch.backends.cudnn.version(),
+        }
+    return Machine(**facts)
 
 
 def check_gpu_code(machine: Machine) -> None:
@@ -166,13 +158,6 @@ def check_gpu_code(machine: Machine) -> None:
         "TORCH=2.7 installs sm_50 to sm_90, TORCH=2.14 sm_75 to sm_120",
         flag=f"`make benchmark TORCH={'2.14' if gpu >= (7, 5) else '2.7'}`",
     )
-
-
-def num_page_faults() -> int:
-    """Page faults of this process so far that needed no disk."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory_gib() -> float:

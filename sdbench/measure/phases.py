@@ -110,16 +110,14 @@ class PhaseClock:
         return dict(self._seconds)
 
 
-def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any] | None:
-    """The record's `breakdown`: means over ranks and profiled steps; None without such steps.
+def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any]:
+    """The record's `breakdown` of a step: means over ranks and so many profiled steps.
 
     The last rank to have its gradients waits for no other while they are averaged: its time is
     communication, and the other ranks' longer times include waiting for it.
 
-    `ranks` are the seconds of each phase on each rank, over all these steps.
+    `ranks` are the seconds of each phase of a step on each rank.
     """
-    if num_steps == 0:
-        return None
     communication_s = min(rank[GRADIENT_COMMUNICATION] for rank in ranks)
     split = [
         {
@@ -129,9 +127,7 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
         }
         for rank in ranks
     ]
-    seconds = {
-        phase: sum(rank[phase] for rank in split) / len(ranks) / num_steps for phase in PHASES
-    }
+    seconds = {phase: sum(rank[phase] for rank in split) / len(ranks) for phase in PHASES}
     return {"num_steps": num_steps, "step_time_s": sum(seconds.values()), "seconds": seconds}
 
 
@@ -142,14 +138,9 @@ def find_stragglers(
 
     Ranks that average gradients end every step together, at the pace of the slowest, so step times
     do not show which rank is slow. The time that a rank works without waiting for others does.
-
     FSDP's waits are part of forward and backward passes: a rank that is slow in those alone may not
     be found. With an even number of ranks the lower median is taken, so that one of two ranks can
-    be slow.
-
-    Args:
-        ranks: Seconds of each phase of a profiled step on each rank.
-        ranks_per_node: Number of ranks on each node.
+    be slow. `ranks` are the seconds of each phase of a profiled step on each rank.
     """
     own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
     own_step_times_s = [sum(rank.values()) for rank in own]

@@ -31,55 +31,48 @@ class Measurements:
         num_images: Images that the loader delivered in the whole run.
         peak_memory_gib: Reserved on a GPU, or resident on a CPU.
         gpu: In the measured window; None without a GPU or NVML.
-        breakdown: `merge_phases` of a step; None without profiled steps.
         attention_kernels: `AttentionLog.kernels` of the first rank.
-        rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
-        num_page_faults: In the measured window, of the rank with most.
+        rank_phases: Seconds of the phases of a step on each rank; empty without profiled steps.
     """
 
     timings: Timings
     num_images: int
     peak_memory_gib: float
     gpu: GpuReadings | None = None
-    breakdown: dict[str, Any] | None = None
     attention_kernels: list[dict[str, Any]] | None = None
-    rank_phases: tuple[dict[str, float], ...] | None = None
-    num_page_faults: int = 0
+    rank_phases: tuple[dict[str, float], ...] = ()
+
+    @property
+    def breakdown(self) -> dict[str, Any] | None:
+        """The record's `breakdown` of a step into phases; None without profiled steps."""
+        num_steps = sum(step.phase == PROFILED for step in self.timings.steps)
+        return merge_phases(self.rank_phases, num_steps=num_steps) if self.rank_phases else None
 
 
 def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
     """The measurements of a rank after its training loop."""
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
-    breakdown = merge_phases([watch.phases.seconds], num_steps=num_profiled)
+    seconds = {name: one / max(num_profiled, 1) for name, one in watch.phases.seconds.items()}
     return Measurements(
         timings,
         num_images,
         watch.peak_memory_gib,
-        watch.readings.gpu,
-        breakdown,
+        watch.gpu_monitor and watch.gpu_monitor.readings,
         watch.attention.kernels,
-        num_page_faults=watch.readings.num_page_faults,
+        rank_phases=(seconds,) if num_profiled else (),
     )
 
 
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
-    """Merge ranks: times of the slowest, sum of images, largest peak, mean breakdown."""
-    breakdowns = [rank.breakdown for rank in ranks]
-    breakdown = rank_phases = None
-    if None not in breakdowns:
-        rank_phases = tuple(one["seconds"] for one in breakdowns)
-        num_steps = breakdowns[0]["num_steps"]
-        breakdown = merge_phases(rank_phases, num_steps=1) | {"num_steps": num_steps}
+    """Merge ranks: times of the slowest, sum of images, largest peak, phases of each."""
     return Measurements(
         timings=merge_ranks([rank.timings for rank in ranks]),
         num_images=sum(rank.num_images for rank in ranks),
         peak_memory_gib=max(rank.peak_memory_gib for rank in ranks),
         gpu=merge_readings([rank.gpu for rank in ranks]),
-        breakdown=breakdown,
         attention_kernels=ranks[0].attention_kernels,
-        rank_phases=rank_phases,
-        num_page_faults=max(rank.num_page_faults for rank in ranks),
+        rank_phases=sum((rank.rank_phases for rank in ranks), ()),
     )
 
 
@@ -95,18 +88,11 @@ def summarize(
     startup: StartupClock | None = None,
     uses_sockets: bool = False,
 ) -> dict[str, Any]:
-    """The record's `summary` of a run.
+    """The record's `summary` of a run, from measurements that are merged over all ranks.
 
-    Args:
-        measurements: Merged over all ranks.
-        config: The run's settings by name.
-        num_devices: Ranks that trained: GPUs, or CPU processes.
-        ranks_per_node: Number of ranks on each node.
-        flops_per_image: Model FLOPs of one image.
-        peak_tflops: Peak of dense matrix products on one device, None if unknown.
-        matmul_tflops: Measured rate of such a product, None if not measured.
-        startup: Of the first rank.
-        uses_sockets: Whether NCCL uses TCP sockets between nodes.
+    `config` has the run's settings by name, `num_devices` is the number of ranks. `peak_tflops` is
+    the peak of dense matrix products on a device, `matmul_tflops` the measured rate of one; None:
+    not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
     measured = timings.measured
@@ -125,10 +111,9 @@ def summarize(
     )
     target = config.get("target_precision")
     stragglers = bottleneck = None
-    if measurements.rank_phases is not None:
-        stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
     if breakdown is not None:
-        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers or ())
+        stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
+        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers)
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,
@@ -159,7 +144,6 @@ def summarize(
         "bottleneck": bottleneck,
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
-        "page_faults_per_step": measurements.num_page_faults / len(measured),
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,
         "achieved_tflops_per_device": achieved_tflops,

@@ -1,4 +1,4 @@
-"""`StepTimer` times each step and the measured window.
+"""`StepTimer` times each step and the measured window, and keeps the losses on the device.
 
 The host waits for the device at the two edges of the window only. In between, an event per step is
 recorded on a GPU and read after the window has closed; on a CPU the host clock is read. Warm-up is
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
-from sdbench.measure.losses import Losses
 from sdbench.record.store import INVALID
 from sdbench.statistics import intervals
 
@@ -29,6 +30,9 @@ AFTER = "after"
 # A full window closes, becomes warm-up before a new window, or is extended to a number of steps.
 CLOSE = "close"
 WARM_UP = "warm up"
+
+# Losses for which there is room on the device at first.
+NUM_AT_FIRST = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,37 +103,68 @@ class WindowPolicy:
         return min(2 * num_steps, self.max_measured_steps)
 
 
-class HostDevice:
-    """A CPU, timed by a clock of the host: work has ended when the host goes on."""
+class Losses:
+    """One loss per step. Adding one does not wait for the device; reading waits.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.mark = clock
+    Attributes:
+        first_not_finite: Index of the first step with a loss that is not finite, among the losses
+            read since `forgive`; else None.
+    """
 
-    def synchronize(self) -> None:
-        """Wait for nothing."""
+    def __init__(self) -> None:
+        self.first_not_finite: int | None = None
+        self._read: list[float] = []
+        self._unread: Tensor | None = None
+        self._num_unread = 0
 
-    @staticmethod
-    def elapsed_s(start: float, end: float) -> float:
-        """Seconds between two marks."""
-        return end - start
+    def __len__(self) -> int:
+        return len(self._read) + self._num_unread
+
+    def add(self, loss: Tensor) -> None:
+        """Copy the loss of the next step, one number on the device."""
+        import torch
+
+        if self._unread is None:
+            self._unread = loss.new_empty(NUM_AT_FIRST, dtype=torch.float64)
+        elif self._num_unread == len(self._unread):
+            self._unread = torch.cat([self._unread, torch.empty_like(self._unread)])
+        self._unread[self._num_unread] = loss.detach().squeeze()
+        self._num_unread += 1
+
+    def read(self) -> list[float]:
+        """All losses so far."""
+        if self._num_unread:
+            assert self._unread is not None
+            new = self._unread[: self._num_unread].tolist()
+            self._num_unread = 0
+            bad = (index for index, loss in enumerate(new) if not math.isfinite(loss))
+            if self.first_not_finite is None and (first := next(bad, None)) is not None:
+                self.first_not_finite = len(self._read) + first
+            self._read += new
+        return self._read
+
+    def forgive(self) -> None:
+        """Check only later losses for values that are not finite."""
+        self.read()
+        self.first_not_finite = None
+
+    def at(self, index: int) -> float:
+        """The loss of one step."""
+        return self._read[index] if index < len(self._read) else self.read()[index]
 
 
 class CudaDevice:
     """The current GPU, timed by events on the current stream, which need no synchronisation."""
 
-    @staticmethod
-    def synchronize() -> None:
-        """Wait until the device has finished all work."""
+    def __init__(self) -> None:
         import torch
 
-        torch.cuda.synchronize()
+        self.synchronize = torch.cuda.synchronize  # waits until the device has finished all work
+        self._make_event = torch.cuda.Event
 
-    @staticmethod
-    def mark() -> Any:
+    def mark(self) -> Any:
         """Record an event."""
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._make_event(enable_timing=True)
         event.record()
         return event
 
@@ -194,7 +229,7 @@ class StepTimer(Timer):
             num_profiled_steps: Steps after it that are profiled.
             policy: Called between two steps when the window is full, see `WindowPolicy`; None
                 closes it.
-            device: A `CudaDevice`; None: a `HostDevice`.
+            device: A `CudaDevice`; None: the host's clock times the steps.
             window_opens: Called before the first mark of each window, with the device idle.
             window_is_full: Called after the last mark of a full window.
             clock: Monotonic host clock in seconds.
@@ -208,7 +243,10 @@ class StepTimer(Timer):
         self._policy = policy
         self._window_opens = window_opens
         self._window_is_full = window_is_full
-        self._device = HostDevice(clock) if device is None else device
+        # On a CPU work has ended when the host goes on.
+        self._device = device or SimpleNamespace(
+            mark=clock, synchronize=lambda: None, elapsed_s=lambda start, end: end - start
+        )
         self._starts: list[Any] = []
         self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
@@ -265,13 +303,9 @@ class StepTimer(Timer):
     def timings(self) -> Timings:
         """The steps and the window of this rank; RunError if the loop ended too early."""
         if self.num_steps < self.num_steps_needed or not self._is_closed:
-            parts = (
-                f"{self._window_start} warm-up, {self._window_end - self._window_start} measured"
-            )
-            if self._num_profiled_steps:
-                parts += f", {self._num_profiled_steps} profiled"
             raise RunError(
-                f"the loop ended after {self.num_steps} of {self.num_steps_needed} steps ({parts})",
+                f"the loop ended after {self.num_steps} of {self.num_steps_needed} steps "
+                f"({self._window_start} warm-up, {self._num_profiled_steps} profiled)",
                 status=INVALID,
             )
         return Timings(self.steps(), window_s=self._window_s)
@@ -292,7 +326,6 @@ class StepTimer(Timer):
         )
 
     def _decide(self) -> None:
-        """Close the full window, turn it into warm-up, or extend it."""
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
         decision: str | int = CLOSE
@@ -315,9 +348,8 @@ class StepTimer(Timer):
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
     """The timings of the run from those of its ranks, which have the same number of steps.
 
-    Returns:
-        The longest window; for each step the time by `slowest_steps` and the longest data wait.
-        Losses are the first rank's, since engines report the mean of all ranks on each rank.
+    Each step has the time by `slowest_steps` and the longest data wait. Losses are the first
+    rank's, since engines report the mean of all ranks on each rank.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
     times_s: list[float] = []

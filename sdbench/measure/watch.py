@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sdbench.base.errors import RunError
 from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.attention_kernels import AttentionLog
-from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
-from sdbench.measure.hardware import num_page_faults, peak_memory_gib
+from sdbench.measure.gpu_monitor import GpuMonitor
+from sdbench.measure.hardware import peak_memory_gib
 from sdbench.measure.phases import DATA_WAIT, OTHER, RANK_WAIT, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaDevice, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
@@ -59,45 +59,13 @@ class Observer(Protocol):
         """
 
 
-class WindowReadings:
-    """What is read at the edges of the measured window, besides the time.
-
-    Attributes:
-        gpu: Readings of NVML; None without a GPU or NVML.
-        num_page_faults: Of this process.
-    """
-
-    def __init__(self, gpu_monitor: GpuMonitor | None = None) -> None:
-        self.gpu: GpuReadings | None = None
-        self.num_page_faults = 0
-        self._num_before = 0
-        self._gpu_monitor = gpu_monitor
-
-    def begin(self) -> None:
-        """The window opens; one before became warm-up."""
-        if self._gpu_monitor is not None:
-            self._gpu_monitor.start()
-        self._num_before = num_page_faults()
-
-    def read(self) -> None:
-        """The window is full, or has been extended and is full again."""
-        self.num_page_faults = num_page_faults() - self._num_before
-        if self._gpu_monitor is not None:
-            self.gpu = self._gpu_monitor.read()
-
-    def stop(self) -> None:
-        """The loop is over."""
-        if self._gpu_monitor is not None:
-            self._gpu_monitor.stop()
-
-
 class StepWatch:
     """Watches the steps of one rank.
 
     Attributes:
         attention: Profiles the step after the profiled ones, which it would slow down.
+        gpu_monitor: Of this rank's GPU; None on a CPU.
         is_stopped: Whether a signal has ended the run before its last step.
-        readings: Of the measured window.
     """
 
     def __init__(
@@ -106,7 +74,7 @@ class StepWatch:
         *,
         phases: PhaseClock,
         observers: Sequence[Observer],
-        readings: WindowReadings | None = None,
+        gpu_monitor: GpuMonitor | None = None,
         num_steps: int | None = None,
         has_trace: bool = False,
         trace_file: Path | None = None,
@@ -120,7 +88,7 @@ class StepWatch:
             timer: Times the steps.
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
-            readings: The timer begins and reads them; None where no window is measured.
+            gpu_monitor: The timer starts and reads it; None on a CPU.
             num_steps: Length of the run; None ends it when everything is measured.
             has_trace: Whether to train one more step under torch's profiler.
             trace_file: Where to write its trace; None on ranks that write none.
@@ -134,7 +102,7 @@ class StepWatch:
         self.timer = timer
         self.phases = phases
         self.attention = AttentionLog()
-        self.readings = readings or WindowReadings()
+        self.gpu_monitor = gpu_monitor
         self._observers = observers
         self._num_steps = num_steps
         self._has_trace = has_trace
@@ -160,7 +128,7 @@ class StepWatch:
             yield
 
     def _patience_s(self) -> float:
-        """How long a stop that is requested now waits for the current step."""
+        """Seconds that a stop that is requested now waits for the current step."""
         if self._stop_grace_s is not None:
             return SHARE_OF_GRACE * self._stop_grace_s
         so_far_s = time.monotonic() - self._step_began_s
@@ -183,7 +151,6 @@ class StepWatch:
 
     @property
     def _num_steps_now(self) -> int:
-        """Length of the run, as decided so far."""
         if self._num_steps is not None:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
@@ -236,8 +203,8 @@ class StepWatch:
         # shows it in its own time.
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
-        if self.is_over:
-            self.readings.stop()
+        if self.is_over and self.gpu_monitor is not None:
+            self.gpu_monitor.stop()
         self._next_step_begins()
 
     def _agree_on_end(self) -> None:
@@ -317,23 +284,18 @@ def make_watch(
 ) -> StepWatch:
     """Make a watch with a `StepTimer` for the device of this rank.
 
-    Args:
-        cuda_device: Index of this rank's GPU, None on a CPU.
-        observers: Are called for every step.
-        timing: The numbers of steps and the policy of `StepTimer`.
-        **of_watch: Further arguments of `StepWatch`.
+    `timing` has the numbers of steps and the policy of the timer, `of_watch` further arguments of
+    `StepWatch`. `cuda_device` is the index of this rank's GPU, None on a CPU.
     """
-    phases, device, gpu_monitor = PhaseClock(), None, None
+    phases, gpu_monitor = PhaseClock(), None
     if cuda_device is not None:
         import torch
 
-        device = CudaDevice()
         # The current stream only, since gradients are communicated on another one.
         phases = PhaseClock(synchronize=lambda: torch.cuda.current_stream().synchronize())
         uuid = str(torch.cuda.get_device_properties(cuda_device).uuid)
         gpu_monitor = GpuMonitor(device_uuid=uuid)
-    readings = WindowReadings(gpu_monitor)
-    timer = StepTimer(
-        device=device, window_opens=readings.begin, window_is_full=readings.read, **timing
-    )
-    return StepWatch(timer, phases=phases, observers=observers, readings=readings, **of_watch)
+        hooks = {"window_opens": gpu_monitor.start, "window_is_full": gpu_monitor.read}
+        timing = {**timing, **hooks, "device": CudaDevice()}
+    timer = StepTimer(**timing)
+    return StepWatch(timer, phases=phases, observers=observers, gpu_monitor=gpu_monitor, **of_watch)

@@ -230,7 +230,6 @@ def _read_part(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Path) -> None:
-    """Check that a folder holds a Stable Diffusion 1 or 2."""
     unet, text_encoder = parts["unet"], parts["text_encoder"]
     # Schedulers that were saved before the key existed mean "epsilon".
     prediction_type = parts["scheduler"].get("prediction_type", "epsilon")

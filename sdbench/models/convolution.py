@@ -134,9 +134,8 @@ def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
 def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
     """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`, in place.
 
-    Args:
-        model: Weights that are not channels_last are copied in each pass.
-        wide: Make them wide, and replace 1 x 1 convolutions by `PixelConv2d`.
+    `wide` makes them wide, and replaces 1 x 1 convolutions by `PixelConv2d`. Weights that are not
+    channels_last are copied in each pass.
     """
     for module in model.modules():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros":

@@ -70,19 +70,12 @@ def draw(
     settings: DrawingSettings,
     check: Callable[[], None] = lambda: None,
 ) -> list[Image.Image]:
-    """Generate a batch of pictures.
+    """Generate a batch of pictures, one for each prompt and seed, in the precision of training.
 
     The initial noise of a picture depends only on its seed, and is drawn in fp32 on the CPU:
     diffusers' pipeline gives the same picture for
-    ``generator=torch.Generator().manual_seed(seed)``. No other random numbers are drawn.
-
-    Args:
-        model: With its encoders, in training or not; it computes in the precision it trains in.
-        prompts: One per picture.
-        seeds: One per picture.
-        tokenize: Turns prompts into token ids.
-        settings: How to generate; `batch_size` has no effect.
-        check: Called after each step of the sampler; may raise.
+    ``generator=torch.Generator().manual_seed(seed)``. No other random numbers are drawn. `check`
+    is called after each step of the sampler, and may raise.
     """
     assert model.text_encoder is not None and len(prompts) == len(seeds)
     pipeline = StableDiffusionPipeline(
@@ -131,11 +124,7 @@ def draw(
 def draw_samples(
     model: StableDiffusion, prompts: Sequence[str], *, ranks: Ranks, **options: Any
 ) -> list[Image.Image]:
-    """Generate a picture for each prompt, on all ranks together; the arguments of `draw_share`.
-
-    Returns:
-        All pictures in order, on every rank.
-    """
+    """Generate a picture for each prompt, on all ranks together, by `draw_share`; all have all."""
     drawn: dict[int, np.ndarray] = {}
     for indices, pictures in draw_share(model, prompts, ranks=ranks, **options):
         drawn |= zip(indices, map(np.asarray, pictures), strict=True)
@@ -155,13 +144,13 @@ def draw_share(
 
     The batches are the same for any number of ranks, and so are the pictures to the bit. All ranks
     call the model equally often, which sharded weights need: some generate a batch again, and drop
-    it. Every rank has to go on to the end.
+    it. Every rank has to call, and to go on to the end.
 
     Args:
         model: The same on every rank, or sharded.
         prompts: One per picture, of all ranks.
         seed: Of the first picture; picture i has the seed `seed` + i.
-        ranks: The place of this process; every rank has to call.
+        ranks: The place of this process.
         settings: How to generate.
         **options: `tokenize` and `check` of `draw`.
 
@@ -192,12 +181,9 @@ def make_grid(
     num_columns: int | None = None,
     captions: Sequence[str] = (),
 ) -> Image.Image:
-    """Put pictures of one size side by side, in rows.
+    """Put pictures of one size side by side, in rows; without `num_columns` about in a square.
 
-    Args:
-        pictures: At least one.
-        num_columns: Pictures in a row; None makes about a square.
-        captions: A line below each picture, cut to its width; empty: no captions.
+    With captions, each picture has a line below it, cut to its width.
     """
     import matplotlib  # for its font, with most Latin, Greek and Cyrillic letters
 

@@ -56,15 +56,10 @@ def export(
 ) -> None:
     """Write a model for diffusers, in one piece: the folder is whole or not there.
 
-    Args:
-        model: With its encoders, not sharded. It is not changed.
-        folder: New or empty.
-        trained: Replace weights of the model, by the name ``<module>.<parameter>``.
-        tokenizer: With its pad token.
-        dtype: Type of the weights: fp32, fp16 or bf16. One that is not finite there is a RunError.
-        sampler: A key of `objective.SAMPLERS`, diffusers' default for this model.
-        card: Text of README.md.
-        learned: Rows (D,) of learned tokens, by token, for a separate file.
+    The model is not changed, has its encoders and is not sharded. `trained` has weights in place of
+    its own, by the name ``<module>.<parameter>``; `learned` the rows (D,) of learned tokens, by
+    token, for a separate file. A weight that is not finite in fp32, fp16 or bf16 is a RunError.
+    `sampler`, a key of `objective.SAMPLERS`, becomes diffusers' default; `card` is README.md.
     """
     assert model.vae is not None and model.text_encoder is not None
     check_folder(folder)
@@ -147,12 +142,8 @@ def make_card(
 ) -> str:
     """The model card: where a model comes from, in Markdown without secrets.
 
-    Args:
-        name: Of the model.
-        sections: Facts by heading (Data, Settings, Figures).
-        commit: Of the suite that trained it; None if unknown.
-        sampler: Of the folder of a whole model.
-        lora_file: File of a folder with LoRA alone.
+    `sections` has facts by heading (Data, Settings, Figures), `commit` that of the suite that
+    trained. A folder has a whole model with a sampler, or LoRA alone in a file.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (

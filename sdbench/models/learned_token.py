@@ -27,11 +27,9 @@ class _OneTokenMore(nn.Embedding):
 
 
 def add_learned_token(text_encoder: CLIPTextModel, *, initial_id: int) -> None:
-    """Add a token to a text encoder in place, in fp32, and freeze all other weights.
+    """Add a token to a text encoder on its device, in place and in fp32; freeze all other weights.
 
-    Args:
-        text_encoder: On its device.
-        initial_id: The token whose row the new one begins with.
+    The new token begins with the row of `initial_id`.
     """
     text_encoder.requires_grad_(False)
     embedding = text_encoder.get_input_embeddings()

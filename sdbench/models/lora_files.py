@@ -76,11 +76,7 @@ WRITERS: dict[str, Callable[..., None]] = {
 
 
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
-    """Check that files have LoRA for a model, without reading or making its weights.
-
-    Raises:
-        ConfigError: A file is not there, is no LoRA, or is one of another model.
-    """
+    """Raise a ConfigError unless files have LoRA for a model; its weights are not made."""
     for file in files:
         _load(file, {part: make_part(part, architecture) for part in KOHYA_PREFIXES})
 
@@ -99,7 +95,6 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
 
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
-    """Load the LoRA of a file beside the weights of sub-models, by diffusers."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # an error is told in one sentence

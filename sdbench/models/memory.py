@@ -6,7 +6,6 @@ bytes is live (gradients, weight copies), plus a number per image (activations).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,19 +96,15 @@ class MemoryEstimate:
     @property
     def total_gib(self) -> float:
         """Sum of all parts."""
-        return sum(value for _, value in self._parts())
+        return sum(self._parts().values())
 
     def describe(self) -> str:
         """The parts as text, largest first."""
-        parts = sorted(self._parts(), key=lambda part: -part[1])
+        parts = sorted(self._parts().items(), key=lambda part: -part[1])
         return ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in parts)
 
-    def _parts(self) -> list[tuple[str, float]]:
-        return [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "phase"
-        ]
+    def _parts(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "phase"}
 
 
 class _Moment(NamedTuple):
@@ -122,12 +117,7 @@ class _Moment(NamedTuple):
 
 
 def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
-    """Estimate the peak memory of one rank in training with AdamW, by its parts.
-
-    Args:
-        step: What is computed.
-        options: What this rank has of it.
-    """
+    """Estimate the peak memory of one rank in training with AdamW, by its parts."""
     profile, shards = profile_step(step), options.num_shards
     weights = float(profile.trained_weights)
     state_weights = 2 * weights if options.master_weights else weights
@@ -173,7 +163,6 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
 
 
 def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Moment]:
-    """The moments of a step at one of which its memory peaks."""
     weights = profile.trained_weights
     constant, slope, complete = torch.tensor(profile.timeline).T
     num_images = torch.full_like(slope, options.micro_batch)

@@ -86,11 +86,7 @@ def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str)
 
 
 def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
-    """Check that a sampler, a key of `SAMPLERS`, can follow the schedule of a diffusers scheduler.
-
-    Raises:
-        ConfigError: It supports neither prediction of the sample nor zero terminal SNR.
-    """
+    """Raise a ConfigError unless a sampler, a key of `SAMPLERS`, can follow a noise schedule."""
     predicts_sample = schedule.get("prediction_type") == SAMPLE
     if name == "pndm" and (predicts_sample or schedule.get(ZERO_TERMINAL_SNR_KEY)):
         kind = "that predicts the sample" if predicts_sample else "with zero terminal SNR"

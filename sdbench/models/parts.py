@@ -23,10 +23,8 @@ def replace_parts(
 ) -> Architecture:
     """Put other parts into a model.
 
-    Args:
-        architecture: Of the model.
-        parts: By part, ``{"pretrained": model}``, whose configuration and weights it gets, or
-            ``{"params": configuration}``, with random weights.
+    `parts` has, by part, ``{"pretrained": model}``, whose configuration and weights it gets, or
+    ``{"params": configuration}``, with random weights.
     """
     unknown = sorted(parts.keys() - CONFIG_FILES.keys())
     if unknown:

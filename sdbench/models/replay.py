@@ -253,7 +253,7 @@ def _replay_step(step: Step) -> StepProfile:
 def _replay(
     model: Any, trained: Sequence[torch.nn.Module], step: Step
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Run one step on fake tensors; returns `timeline` and `trained_start` of its profile."""
+    """Run one step on fake tensors, and return `timeline` and `trained_start` of its profile."""
     weights = [*model.parameters(), *model.buffers()]
     # A prime that divides the size of no weight tells tensors that are proportional to the images
     # from those with the size of a weight (a gradient, a copy in another type).
@@ -278,7 +278,7 @@ def _replay(
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    # A VAE that is trained is not called as a whole, and nothing comes before it.
+    # A trained VAE is not called as a whole, and nothing comes before it.
     return log.timeline, min(starts, default=0)
 
 
@@ -309,7 +309,6 @@ def _num_gathered_bytes(model: torch.nn.Module, *, trained: bool) -> int:
 
 
 def _num_bytes(module: torch.nn.Module, *, trained: bool) -> int:
-    """Bytes of the trained weights of a module, or of the frozen ones."""
     return sum(
         parameter.nbytes for parameter in module.parameters() if parameter.requires_grad == trained
     )

@@ -59,16 +59,8 @@ class StableDiffusion(nn.Module):
     ) -> None:
         """Join the sub-models.
 
-        Args:
-            unet: Predicts noise or velocity from noised latents, time steps and text states.
-            vae: Turns images into latents.
-            text_encoder: Turns token ids into text states.
-            scheduler: Noise schedule and prediction type.
-            scaling_factor: Multiplies latents, to about unit variance.
-            autocast_dtype: Compute type of the U-Net; None computes in the weights' type.
-            memory_format: Layout of images and latents.
-            objective: Noise that is added, and weights of time steps.
-            phase: Entered around the work of each sub-model.
+        `scaling_factor` brings latents to about unit variance. `autocast_dtype` is the compute
+        type of the U-Net; None: that of its weights. `phase` is entered around each sub-model.
         """
         super().__init__()
         self.unet = unet
@@ -170,11 +162,7 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
-        """Encode `image` and `input_ids` by frozen encoders, ahead of training on them.
-
-        Args:
-            batch: As for `forward`.
-            encoder_batch_size: Images per call of an encoder.
+        """Encode `image` and `input_ids` by frozen encoders, so many images per call of an encoder.
 
         Returns:
             `latent_mean` and `latent_logvar`, and `text_embedding` or, if the text encoder is
@@ -384,15 +372,12 @@ def build_encoders(
     device: str | torch.device = "cpu",
     text_dtype: torch.dtype | None = None,
 ) -> tuple[AutoencoderKL, CLIPTextModel]:
-    """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
+    """Build the VAE and the text encoder that `build_stable_diffusion` gives a model, frozen.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
     export, or a run that goes on elsewhere, has to draw the same. Arguments are those of
     `build_stable_diffusion`; `text_dtype` is the type of the text encoder's weights if it is not
     `encoder_dtype`.
-
-    Returns:
-        Both frozen and in evaluation mode.
     """
 
     def weights(seed_offset: int, dtype: torch.dtype, layout: torch.memory_format) -> Weights:

@@ -12,44 +12,43 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
-from sdbench.base.outside import is_bounded
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
-from sdbench.report.figures import as_text, find_name, parse_conditions
-from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.record.store import describe_fault, load_schema
+from sdbench.report.figures import as_text, find_name
+from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.amounts import (
-    Amount,
-    make_amount,
-    range_field,
-    swap_ends,
-    value_field,
-    whole_field,
-    write_rows,
-)
 from sdbench.scaling.points import (
     COUNTS,
     IMAGE_SIZE,
     MODELLED,
     OUT_HELP,
+    RATE,
+    Amount,
     Row,
     TableFlags,
     check_one_kind,
     describe_sources,
     first_known,
     known_values,
+    range_field,
     rate_of,
     read_rows,
+    show,
+    swap_ends,
+    value_field,
+    whole_field,
+    write_rows,
 )
-from sdbench.settings.kinds import PATH, TEXT
+from sdbench.settings.kinds import PATH, POSITIVE_NUMBER, TEXT, Kind
 from sdbench.settings.setting import REQUIRED, setting
 
 SECONDS_PER_DAY = 86_400
 HOURS_PER_DAY = 24
+# Each beside its schema.
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 PRICES_FILE = Path(__file__).with_name("prices.yaml")
 
@@ -68,10 +67,12 @@ examples:
 """
 
 
-# The rows of the file of prices by key: unit, what it is per, and columns that are not in all.
-PER_GPU_HOUR = ("prices", "USD", "GPU-hour", ("name",))
-PER_GPU_BOARD = ("power", "W", "GPU board", ())
-PER_MACHINE_HOUR = ("machines", "USD", "machine-hour", ("name", "num_devices", "num_cpu_cores"))
+def _parse_price(text: str) -> float | str:
+    try:
+        dollars = float(text)
+    except ValueError:
+        return TEXT.parse(text)
+    return POSITIVE_NUMBER.parse(dollars)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,11 @@ class RecipeFlags:
     recipes: Path | None = setting(
         PATH, None, "YAML file of trainings (default: sdbench/scaling/recipes.yaml)"
     )
-    price: str | None = setting(TEXT, None, "a row of --prices, or dollars per GPU-hour")
+    price: float | str | None = setting(
+        Kind("a name, or a number above 0", _parse_price, "TEXT"),
+        None,
+        "a row of --prices, or dollars per GPU-hour",
+    )
     prices: Path | None = setting(
         PATH, None, "YAML file of prices and powers (default: sdbench/scaling/prices.yaml)"
     )
@@ -92,11 +97,8 @@ class RecipeFlags:
 class CostFlags(RecipeFlags, TableFlags):
     """Flags of cost."""
 
-    images_per_second: tuple[str, ...] = setting(
-        TEXT,
-        (),
-        "IMAGE_SIZE=RATE, instead of a table: images/s of all GPUs together",
-        takes_several=True,
+    images_per_second: tuple[Row, ...] = setting(
+        RATE, (), "images/s of all GPUs together, instead of a table", takes_several=True
     )
     num_gpus: tuple[int, ...] | None = setting(
         COUNTS, None, "only these (default: all of the table)"
@@ -105,27 +107,7 @@ class CostFlags(RecipeFlags, TableFlags):
     out: Path | None = setting(PATH, None, OUT_HELP)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A number of images at one resolution, in pixels."""
-
-    image_size: int
-    num_images: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A training of one or more stages, of which ``about`` says what is trained, in words."""
-
-    name: str
-    about: str
-    source: str
-    global_batch: int
-    stages: tuple[Stage, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tariff:
+class Tariff(NamedTuple):
     """The price of a GPU-hour in dollars or the power of a GPU board in watts.
 
     ``source`` has a date; ``others`` are the names of other rows for this GPU.
@@ -139,20 +121,17 @@ class Tariff:
 def run(arguments: CostFlags) -> None:
     """Print time, cost and energy of a recipe, and write them to the file of --out."""
     recipe = load_recipe(arguments)
-    rows = [] if arguments.images_per_second else read_rows(arguments)
+    rows = _given_rows(arguments) if arguments.images_per_second else read_rows(arguments)
     check_one_kind(rows)
     gpu = arguments.gpu or first_known(rows, "gpu")
     price, power = load_price(gpu, arguments), load_power(gpu, arguments)
-    if arguments.images_per_second:
-        rates, left_out = _parse_rates(arguments), []
-    else:
-        sizes = {stage.image_size for stage in recipe.stages}
-        rates, left_out = _find_rates(rows, sizes, num_gpus=arguments.num_gpus)
+    sizes = {stage["image_size"] for stage in recipe["stages"]}
+    rates, left_out = _find_rates(rows, sizes, num_gpus=arguments.num_gpus)
     common = {
-        "source": f"recipe {recipe.name} at {describe_sources(rows) or 'a throughput given'}",
+        "source": f"recipe {recipe['name']} at {describe_sources(rows)}",
         "kind": MODELLED,
         "gpu": gpu,
-        "recipe": recipe.name,
+        "recipe": recipe["name"],
         "latents": first_known(rows, "latents"),
     }
     found = [
@@ -160,13 +139,12 @@ def run(arguments: CostFlags) -> None:
         for num_gpus in sorted(rates)
     ]
     lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
-    print("\n".join(map(for_terminal, lines)))
-    print(f"\n{to_terminal(tabulate(COST, found))}")
+    show(lines, tabulate(COST, found))
     write_rows(arguments.out, found)
 
 
 def estimate(
-    recipe: Recipe,
+    recipe: Row,
     rates: Mapping[int, Amount],
     *,
     num_gpus: int,
@@ -177,16 +155,19 @@ def estimate(
 
     Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
     """
-    missing = [stage.image_size for stage in recipe.stages if stage.image_size not in rates]
+    sizes = [stage["image_size"] for stage in recipe["stages"]]
+    missing = [size for size in sizes if size not in rates]
     if missing:
         raise ConfigError(
-            f"{num_gpus} GPUs have no figure at {missing[0]} px, which the recipe {recipe.name} "
+            f"{num_gpus} GPUs have no figure at {missing[0]} px, which the recipe {recipe['name']} "
             "needs",
             value=sorted(rates),
-            allowed="figures at " + " and ".join(f"{one.image_size} px" for one in recipe.stages),
+            allowed="figures at " + " and ".join(f"{size} px" for size in sizes),
             flag="TABLE, --images_per_second or --recipe",
         )
-    seconds = sum(stage.num_images / swap_ends(rates[stage.image_size]) for stage in recipe.stages)
+    seconds = sum(
+        stage["num_images"] / swap_ends(rates[stage["image_size"]]) for stage in recipe["stages"]
+    )
     days = seconds / SECONDS_PER_DAY
     gpu_hours = days * HOURS_PER_DAY * num_gpus
     return {
@@ -198,12 +179,12 @@ def estimate(
     }
 
 
-def describe_recipe(recipe: Recipe) -> list[str]:
+def describe_recipe(recipe: Row) -> list[str]:
     """Lines on a recipe, its stages and its source."""
     stages = ", then ".join(
-        f"{stage.num_images:,} images at {stage.image_size} px" for stage in recipe.stages
+        f"{stage['num_images']:,} images at {stage['image_size']} px" for stage in recipe["stages"]
     )
-    return [f"recipe {recipe.name}: {recipe.about}", f"  {stages} ({recipe.source})"]
+    return [f"recipe {recipe['name']}: {recipe['about']}", f"  {stages} ({recipe['source']})"]
 
 
 def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None) -> list[str]:
@@ -225,51 +206,30 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
     return lines
 
 
-def load_recipe(arguments: RecipeFlags) -> Recipe:
+def load_recipe(arguments: RecipeFlags) -> Row:
     """Read the recipe with this key, or with the only key that begins so, from a YAML file."""
-    path = arguments.recipes or RECIPES_FILE
-    content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
-    key = find_name(
-        arguments.recipe, list(content), what="there is no such recipe", flag="--recipe"
+    recipes = _read_file(arguments.recipes, like=RECIPES_FILE, flag="--recipes")
+    name = find_name(
+        arguments.recipe, list(recipes), what="there is no such recipe", flag="--recipe"
     )
-    try:
-        values = content[key]
-        stages = tuple(
-            Stage(int(stage["image_size"]), int(stage["num_images"])) for stage in values["stages"]
-        )
-        if not stages or min(min(one.image_size, one.num_images) for one in stages) < 1:
-            raise ValueError("a stage without images")
-        return Recipe(key, values["about"], values["source"], int(values["global_batch"]), stages)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the recipe {key} cannot be read ({error})",
-            value=str(path),
-            allowed="about, source, global_batch and stages of image_size and num_images",
-            flag="--recipes",
-        ) from None
+    return {"name": name, **recipes[name]}
 
 
 def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
-    """Read the price of a GPU-hour: --price by name or in dollars, or the first row for a GPU.
-
-    Returns:
-        The price, or None without a row for this GPU.
-    """
+    """The price of a GPU-hour: that of --price, or of the first row for a GPU, if there is one."""
     chosen = arguments.price
-    try:
-        dollars = None if chosen is None else float(chosen)
-    except ValueError:  # a name
-        rows = {row["name"]: row for row in _load_rows(arguments.prices, *PER_GPU_HOUR)}
-        name = find_name(chosen, list(rows), what="there is no such price", flag="--price")
-        return Tariff(float(rows[name]["value"]), source_of(rows[name]))
-    if dollars is not None:
-        return Tariff(_positive(dollars), "given with --price")
-    return _first_for(gpu, _load_rows(arguments.prices, *PER_GPU_HOUR))
+    if isinstance(chosen, float):
+        return Tariff(chosen, "given with --price")
+    rows = _read_rows(arguments.prices, "prices")
+    if chosen is None:
+        return _first_for(gpu, rows)
+    row = _find_row(chosen, rows, what="there is no such price", flag="--price")
+    return Tariff(float(row["value"]), source_of(row))
 
 
 def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
     """Read the maximum power of a GPU board, in watts; None without a row for this GPU."""
-    return _first_for(gpu, _load_rows(arguments.prices, *PER_GPU_BOARD))
+    return _first_for(gpu, _read_rows(arguments.prices, "power"))
 
 
 def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
@@ -278,17 +238,13 @@ def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
     ``num_devices`` are the trainers or encoders on it: its GPUs, or 1 if it computes on the CPU;
     each of ``num_cpu_cores`` can run a decoder. ``value`` is the price of an hour in dollars.
     """
-    by_name = {row["name"]: row for row in _load_rows(path, *PER_MACHINE_HOUR)}
-    row = by_name[find_name(name, list(by_name), what="there is no such machine", flag=flag)]
-    counts = [row["num_devices"], row["num_cpu_cores"]]
-    if not all(type(count) is int and count > 0 for count in counts):
-        raise ConfigError(
-            f"the devices or cores of {row['name']} are not whole numbers above 0",
-            value=counts,
-            allowed="num_devices: its GPUs, or 1 if it computes on the CPU; num_cpu_cores",
-            flag="--prices",
-        )
-    return row
+    rows = _read_rows(path, "machines")
+    return _find_row(name, rows, what="there is no such machine", flag=flag)
+
+
+def source_of(row: Row) -> str:
+    """The source of a row of the file of prices, with its date."""
+    return f"{row['source']}; {row['date']}"
 
 
 def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
@@ -301,62 +257,33 @@ def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
     return Tariff(float(found[0]["value"]), source_of(found[0]), others)
 
 
-def source_of(row: Row) -> str:
-    """The source of a row of the file of prices, with its date."""
-    return f"{row['source']}; {row['date']}"
+def _find_row(name: str, rows: Sequence[Row], *, what: str, flag: str) -> Row:
+    by_name = {row["name"]: row for row in rows}
+    return by_name[find_name(name, list(by_name), what=what, flag=flag)]
 
 
-def _load_rows(
-    path: Path | None, key: str, unit: str, per: str, needed: Collection[str]
-) -> list[Row]:
-    """Read the rows under a key of the file of prices."""
-    allowed = f"a YAML file like {PRICES_FILE.name}"
-    rows = read_mapping(path or PRICES_FILE, allowed=allowed, flag="--prices").get(key) or []
-    columns = {"gpus", "value", "unit", "per", "source", "date", *needed}
-    for row in rows if isinstance(rows, list) else [rows]:
-        is_whole = isinstance(row, dict) and columns <= row.keys() and isinstance(row["gpus"], list)
-        if not is_whole or (row["unit"], row["per"]) != (unit, per):
-            raise ConfigError(
-                f"a row under {key} is not whole",
-                value=row,
-                allowed=f"{', '.join(sorted(columns))}; unit {unit}, per {per}",
-                flag="--prices",
-            )
-        _positive(row["value"])
-    return rows
+def _read_rows(path: Path | None, key: str) -> list[Row]:
+    return _read_file(path, like=PRICES_FILE, flag="--prices").get(key, [])
 
 
-def _positive(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e9:
-        raise ConfigError(
-            "a price or power is not a positive number",
-            value=value,
-            allowed="a number above 0",
-            flag="--prices or --price",
-        )
-    return float(value)
+def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
+    """Read a YAML file of the schema of a file of this folder, or that file."""
+    path, allowed = path or like, f"a YAML file like {like.name}"
+    content = read_mapping(path, allowed=allowed, flag=flag)
+    fault = next(load_schema(like.with_suffix(".schema.json")).iter_errors(content), None)
+    if fault is not None:
+        what = f"the file has an entry that is wrong ({describe_fault(fault)})"
+        raise ConfigError(what, value=str(path), allowed=allowed, flag=flag)
+    return content
 
 
-def _parse_rates(arguments: CostFlags) -> dict[int, dict[int, Amount]]:
-    """Parse ``IMAGE_SIZE=IMAGES_PER_SECOND`` of one number of GPUs."""
+def _given_rows(arguments: CostFlags) -> list[Row]:
     if arguments.tables:
         raise ConfigError(
             "both a throughput and a table are given",
             value=" ".join(map(str, arguments.tables)),
             allowed="one of the two",
             flag="TABLE or --images_per_second",
-        )
-    given = parse_conditions(arguments.images_per_second, flag="--images_per_second")
-    try:
-        rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
-    except ValueError:
-        rates = {}
-    if not rates or not all(rate[0] > 0 and is_bounded(rate[0]) for rate in rates.values()):
-        raise ConfigError(
-            "a throughput is not a number",
-            value=" ".join(arguments.images_per_second),
-            allowed="IMAGE_SIZE=IMAGES_PER_SECOND of all GPUs together, e.g. 256=1100 512=290",
-            flag="--images_per_second",
         )
     if len(arguments.num_gpus or ()) != 1:
         raise ConfigError(
@@ -365,7 +292,7 @@ def _parse_rates(arguments: CostFlags) -> dict[int, dict[int, Amount]]:
             allowed="one number",
             flag="--num_gpus",
         )
-    return {arguments.num_gpus[0]: rates}
+    return [{**row, "num_gpus": arguments.num_gpus[0]} for row in arguments.images_per_second]
 
 
 def _find_rates(

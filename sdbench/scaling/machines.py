@@ -21,29 +21,28 @@ from typing import Any
 
 import numpy as np
 
-from sdbench.base.escape import for_terminal
-from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR
-from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import NOT_KNOWN, format_number
-from sdbench.scaling.amounts import (
-    Amount,
-    format_range,
-    range_field,
-    swap_ends,
-    value_field,
-    whole_field,
-    write_rows,
-)
 from sdbench.scaling.cost import (
-    Recipe,
     RecipeFlags,
-    Stage,
     describe_recipe,
     load_machine,
     load_recipe,
     source_of,
 )
-from sdbench.scaling.points import MODELLED, OUT_HELP, Row
+from sdbench.scaling.points import (
+    MODELLED,
+    OUT_HELP,
+    Amount,
+    Row,
+    in_words,
+    range_field,
+    show,
+    swap_ends,
+    value_field,
+    whole_field,
+    write_rows,
+)
 from sdbench.scaling.worker_rates import (
     DECODER,
     ENCODER,
@@ -86,7 +85,6 @@ examples:
 # More than 1 is not scaling: the rates were measured badly.
 EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 SECONDS_PER_HOUR = 3600
-BYTES_PER_FLOAT16 = 2
 # Relative rounding error of a quotient that is a whole number.
 ROUNDING = 1e-9
 
@@ -94,6 +92,7 @@ ONLINE_PREPROCESSING = "encoders beside the trainers"
 IN_STEP = "encoders in the step"
 PRECOMPUTED_ONCE = "latents made once, before"
 TRAINERS, ENCODERS, DECODERS = "trainers", "encoders", "decoders"
+COUNTS = ("num_trainers", "num_encoders", "num_decoders")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +123,6 @@ class MachinesFlags(RatesFlags):
         None,
         "pictures that are encoded if that is done once (default: those of each stage, none twice)",
     )
-    text_embedding_dim: int = setting(
-        POSITIVE, 1024, "width of the text embeddings, for the size of latents"
-    )
     prices: Path | None = shared(RecipeFlags, "prices")
     out: Path | None = setting(PATH, None, OUT_HELP)
 
@@ -134,40 +130,32 @@ class MachinesFlags(RatesFlags):
 def run(flags: MachinesFlags) -> None:
     """Print the machines that a training takes, by where its pictures are encoded."""
     recipe = load_recipe(flags)
-    rates = read_rates(flags, {stage.image_size for stage in recipe.stages})
+    stages = recipe["stages"]
+    rates = read_rates(flags, {stage["image_size"] for stage in stages})
     machines = {
         name: load_machine(chosen, flag=f"--{name}_machine", path=flags.prices)
         for name in ("trainer", "encoder", "decoder")
         if (chosen := getattr(flags, f"{name}_machine")) is not None
     }
-    feedings = [_feed(stage, rates, machines, flags) for stage in recipe.stages]
-    ways = _plan_ways(recipe, rates, machines, flags, feedings)
+    feedings = [_feed(stage["image_size"], rates, machines, flags) for stage in stages]
+    ways = _plan_ways(stages, rates, machines, flags, feedings)
     sums = {way: {"way": way, **_sum(jobs)} for way, jobs in ways.items()}
     jobs = [{"way": way, **job} for way, of_way in ways.items() for job in of_way]
-    lines = [
-        *describe_recipe(recipe),
-        *_describe_machines(machines, flags),
-        *_describe_rates(rates),
-    ]
-    print("\n".join(map(for_terminal, lines)))
-    for fields, rows in ((FEEDING, feedings), (JOB, jobs), (WAY, sums.values())):
-        print(f"\n{to_terminal(tabulate(fields, rows))}")
+    lines = describe_recipe(recipe) + _describe_machines(machines, flags) + _describe_rates(rates)
+    tables = ((FEEDING, feedings), (JOB, jobs), (WAY, sums.values()))
+    show(lines, *(tabulate(fields, rows) for fields, rows in tables))
     print()
     for amount, word, unit in (("cost_usd", "cheapest", "USD"), ("hours", "fastest", "hours")):
         print(_advise({way: row[amount] for way, row in sums.items()}, word=word, unit=unit))
-    num_bytes = _count_latent_bytes(recipe, flags)
-    size = f"{num_bytes / 1e12:,.1f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:,.1f} GB"
-    print(f"Latents made once take {size} of storage, whose price is not in it.")
-    source = f"recipe {recipe.name} at rates of one worker"
-    common = {"source": source, "kind": MODELLED, "recipe": recipe.name}
+    source = f"recipe {recipe['name']} at rates of one worker"
+    common = {"source": source, "kind": MODELLED, "recipe": recipe["name"]}
     write_rows(flags.out, [{**common, **job} for job in jobs])
 
 
 def _feed(
-    stage: Stage, rates: Rates, machines: Mapping[str, Row], flags: MachinesFlags
+    size: int, rates: Rates, machines: Mapping[str, Row], flags: MachinesFlags
 ) -> dict[str, Any]:
-    """The encoders and decoders that keep the trainers of a stage busy, and their machines."""
-    size = stage.image_size
+    """The encoders and decoders that keep the trainers busy at a resolution, and their machines."""
     trained = flags.num_trainers * flags.scaling_efficiency * rates[TRAINER][size]
     wanted = trained * (1 + flags.margin)
     encoders, decoders = (
@@ -195,7 +183,7 @@ def _feed(
 
 
 def _plan_ways(
-    recipe: Recipe,
+    stages: Sequence[Row],
     rates: Rates,
     machines: Mapping[str, Row],
     flags: MachinesFlags,
@@ -210,8 +198,8 @@ def _plan_ways(
     trainers = (trainer, math.ceil(flags.num_trainers / trainer["num_devices"]))
     num_own_decoders = trainers[1] * trainer["num_cpu_cores"]
     training_ranks = {"num_trainers": flags.num_trainers}
-    for stage, feeding in zip(recipe.stages, feedings, strict=True):
-        size = stage.image_size
+    for stage, feeding in zip(stages, feedings, strict=True):
+        size = stage["image_size"]
         beside = {name: feeding[name] for name in ("num_encoders", "num_decoders")}
         training = {TRAINERS: feeding["trained"]}
         encoding = {ENCODERS: feeding["num_encoders"] * rates[ENCODER][size]}
@@ -226,18 +214,18 @@ def _plan_ways(
             at_work = {TRAINERS: rate, DECODERS: num_own_decoders * rates[DECODER][size]}
             counts = training_ranks | {"num_decoders": num_own_decoders}
             ways[IN_STEP].append(_make_job(stage, at_work, [trainers], counts))
-        once = Stage(size, flags.num_dataset_images or stage.num_images)
+        once = {**stage, "num_images": flags.num_dataset_images or stage["num_images"]}
         ways[PRECOMPUTED_ONCE] += [
             _make_job(once, encoding | decoding, feeding["machines"], beside),
             _make_job(stage, training, [trainers], training_ranks),
         ]
-    if len(ways[IN_STEP]) < len(recipe.stages):
+    if len(ways[IN_STEP]) < len(stages):
         del ways[IN_STEP]
     return ways
 
 
 def _make_job(
-    stage: Stage,
+    stage: Row,
     at_work: Mapping[str, Amount],
     machines: Sequence[tuple[Row, int]],
     counts: Mapping[str, int],
@@ -252,13 +240,12 @@ def _make_job(
     slowest = [names[0], *(name for name in names[1:] if at_work[name][1] < lowest[2])]
     # NaN for an end that one of them lacks.
     rate = reduce(np.minimum, at_work.values())
-    hours = stage.num_images / swap_ends(rate) / SECONDS_PER_HOUR
+    hours = stage["num_images"] / swap_ends(rate) / SECONDS_PER_HOUR
     work = "train" if "num_trainers" in counts else "encode"
     return {
-        "job": f"{work} at {stage.image_size} px",
-        "image_size": stage.image_size,
-        "num_images": stage.num_images,
-        **{name: counts.get(name, 0) for name in ("num_trainers", "num_encoders", "num_decoders")},
+        "job": f"{work} at {stage['image_size']} px",
+        **stage,
+        **{name: counts.get(name, 0) for name in COUNTS},
         "machines": _count_machines(machines),
         "images_per_second": rate,
         "slowest": " or ".join(slowest),
@@ -268,29 +255,13 @@ def _make_job(
 
 
 def _sum(jobs: Sequence[Row]) -> Row:
-    """Hours, cost and work of the jobs of a way together."""
-    worked = {
-        name: round(sum(float(job["hours"][0]) * job[name] for job in jobs))
-        for name in ("num_trainers", "num_encoders", "num_decoders")
+    sums = {name: sum(job[name] for job in jobs) for name in ("hours", "cost_usd")}
+    return sums | {
+        name: round(sum(float(job["hours"][0]) * job[name] for job in jobs)) for name in COUNTS
     }
-    return {"hours": sum(job["hours"] for job in jobs), **worked} | {
-        "cost_usd": sum(job["cost_usd"] for job in jobs)
-    }
-
-
-def _count_latent_bytes(recipe: Recipe, flags: MachinesFlags) -> int:
-    """The size of VAE moments and encoded captions of all stages in float16."""
-    num_bytes = 0
-    for stage in recipe.stages:
-        num_moments = 2 * NUM_LATENT_CHANNELS * (stage.image_size // VAE_FACTOR) ** 2
-        num_values = num_moments + NUM_TOKENS * flags.text_embedding_dim
-        num_images = flags.num_dataset_images or stage.num_images
-        num_bytes += num_images * num_values * BYTES_PER_FLOAT16
-    return num_bytes
 
 
 def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> list[str]:
-    """Lines on what is assumed, and on the machines with the sources of their prices."""
     by_name = {machine["name"]: machine for machine in machines.values()}
     return [
         f"assumed: scaling efficiency {flags.scaling_efficiency:g} of {flags.num_trainers} "
@@ -304,11 +275,10 @@ def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> lis
 
 
 def _describe_rates(rates: Rates) -> list[str]:
-    """A line on each kind of worker with images/s of one."""
     return [
         f"images/s of {worker.name}: "
         + ", ".join(
-            f"{format_number(rate[0])} ({_format_known_range(rate)}) at {size} px"
+            f"{format_number(rate[0])} ({in_words(rate, unknown=NOT_KNOWN)}) at {size} px"
             for size, rate in sorted(by_size.items())
         )
         for worker, by_size in rates.items()
@@ -316,12 +286,7 @@ def _describe_rates(rates: Rates) -> list[str]:
     ]
 
 
-def _format_known_range(amount: Amount) -> str:
-    return NOT_KNOWN if math.isnan(amount[1]) else format_range(*amount[1:])
-
-
 def _advise(amounts: Mapping[str, Amount], *, word: str, unit: str) -> str:
-    """A sentence on the way with the least of an amount."""
     best = min(amounts, key=lambda way: amounts[way][0])
     others = {way: amount for way, amount in amounts.items() if way != best}
     overlapping = [way for way, amount in others.items() if amount[1] <= amounts[best][2]]

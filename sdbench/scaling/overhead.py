@@ -15,11 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
-from sdbench.report.tables import Cell, Table, make_table, to_terminal
-from sdbench.scaling.amounts import write_rows
+from sdbench.report.tables import Cell, Table, make_table
 from sdbench.scaling.points import (
     MODELLED,
     OUT_HELP,
@@ -28,6 +26,8 @@ from sdbench.scaling.points import (
     make_setups,
     phase_seconds,
     setup_columns,
+    show,
+    write_rows,
 )
 from sdbench.scaling.predict import SETUP
 from sdbench.settings.kinds import (
@@ -35,7 +35,7 @@ from sdbench.settings.kinds import (
     PATH,
     POSITIVE,
     POSITIVE_NUMBER,
-    TEXT,
+    Kind,
     one_of,
     whole_number,
 )
@@ -77,15 +77,22 @@ UPDATES = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
 
 
+def _parse_phase(text: str) -> tuple[str, float]:
+    name, _, milliseconds = text.partition("=")
+    if name not in phases.PHASES:
+        raise ValueError
+    return name, NOT_NEGATIVE_NUMBER.parse(milliseconds) / 1000
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverheadFlags(BatchFlags):
     """Flags of overhead."""
 
     record: Path | None = setting(PATH, None, "run of benchmark.py whose phases are taken")
-    phases: tuple[str, ...] = setting(
-        TEXT,
+    phases: tuple[tuple[str, float], ...] = setting(
+        Kind(f"PHASE=MILLISECONDS of {', '.join(phases.PHASES)}", _parse_phase, "PHASE=MS"),
         (),
-        "PHASE=MILLISECONDS of a step of one micro-batch on one GPU, instead of a record",
+        "phases of a step of one micro-batch on one GPU, instead of a record",
         takes_several=True,
     )
     micro_batch: int | None = setting(POSITIVE, None, "with --phases: images of the micro-batch")
@@ -93,12 +100,6 @@ class OverheadFlags(BatchFlags):
         whole_number(1, 10**12),
         865_910_724,
         "with --phases: trained weights, whose gradients travel in 32 bits",
-    )
-    bucket_mib: int | None = setting(
-        POSITIVE,
-        None,
-        "size of the pieces in which gradients travel (default: within a node that of the record, "
-        "or 25; between nodes that of a record of several, or 200)",
     )
     changes: tuple[str, ...] = setting(
         one_of(*CHANGES),
@@ -120,19 +121,10 @@ class OverheadFlags(BatchFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A measured step.
+    """A measured step: seconds by phase, and the images of a micro-batch on one GPU.
 
-    Attributes:
-        source: Source of its figures, in words.
-        seconds: Seconds of each phase.
-        micro_batch: Images of a micro-batch.
-        gradient_bytes: Bytes that one GPU averages with the others.
-        num_micro_batches: Micro-batches of the step on one GPU.
-        num_gpus: GPUs that it was measured on.
-        num_sharers: GPUs that shared optimizer and moving average; 1: not shared.
-        is_16_bit: Whether gradients have 16 bits, not 32.
-        bucket_mib: Size of a bucket of gradients within a node.
-        nodes_bucket_mib: Size of a bucket between nodes.
+    ``gradient_bytes`` are those that one GPU averages with the others. ``num_sharers`` GPUs share
+    optimizer and moving average. Buckets of gradients differ within a node and between nodes.
     """
 
     source: str
@@ -164,8 +156,7 @@ def run(arguments: OverheadFlags) -> None:
         for is_together, made in ((False, (name,)), (True, arguments.changes[:index]))
         for row in _add_efficiency([_forecast(step, arguments, made, one) for one in setups])
     ]
-    print("\n".join(map(for_terminal, _describe(step, arguments, setups))))
-    print(f"\n{to_terminal(_tabulate(rows))}")
+    show(_describe(step, arguments, setups), _tabulate(rows))
     write_rows(arguments.out, rows)
 
 
@@ -229,8 +220,8 @@ def _exposed(step: Step, links: OverheadFlags, made: Collection[str], *, num_gpu
     if BEHIND_BACKWARD not in made and BEHIND_ENCODERS not in made:
         return unhidden_s
     # The first bucket is sent when its gradients are ready, the last one after the backward pass.
-    own_mib = step.nodes_bucket_mib if num_gpus > links.gpus_per_node else step.bucket_mib
-    piece = min(1.0, (links.bucket_mib or own_mib) * BYTES_PER_MIB / num_bytes)
+    bucket_mib = step.nodes_bucket_mib if num_gpus > links.gpus_per_node else step.bucket_mib
+    piece = min(1.0, bucket_mib * BYTES_PER_MIB / num_bytes)
     left_s = whole_s
     if BEHIND_BACKWARD in made:
         left_s -= step.of_micro_batch(phases.BACKWARD) * (1 - piece)
@@ -255,7 +246,6 @@ def _transfer_s(links: OverheadFlags, num_bytes: float, num_gpus: int) -> float:
 
 
 def _read_step(arguments: OverheadFlags) -> Step:
-    """Read the step of a record, or of the phases that are given."""
     if (arguments.record is None) == (not arguments.phases):
         raise ConfigError(
             "the overhead comes either from a record or from phases that are given",
@@ -264,9 +254,19 @@ def _read_step(arguments: OverheadFlags) -> Step:
             flag="--record or --phases",
         )
     if arguments.record is None:
+        seconds = dict.fromkeys(phases.PHASES, 0.0) | dict(arguments.phases)
+        names = [name for name, _ in arguments.phases]
+        is_whole = phases.BACKWARD in names and len(set(names)) == len(names)
+        if not is_whole or arguments.micro_batch is None:
+            raise ConfigError(
+                "a step needs a backward pass, each phase once, and the images of its micro-batch",
+                value=" ".join(names),
+                allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
+                flag="--phases and --micro_batch",
+            )
         return Step(
             source="the phases that were given, of one micro-batch on one GPU",
-            seconds=_parse_phases(arguments),
+            seconds=seconds,
             micro_batch=arguments.micro_batch,
             gradient_bytes=4 * arguments.num_parameters,
         )
@@ -303,32 +303,7 @@ def _read_step(arguments: OverheadFlags) -> Step:
     )
 
 
-def _parse_phases(arguments: OverheadFlags) -> dict[str, float]:
-    """Seconds of each phase, from ``PHASE=MILLISECONDS``."""
-    given = [text.partition("=") for text in arguments.phases]
-    try:
-        seconds = {name: NOT_NEGATIVE_NUMBER.parse(value) / 1000 for name, _, value in given}
-    except ValueError:
-        seconds = {}
-    if len(seconds) < len(given) or not seconds.keys() <= set(phases.PHASES):
-        raise ConfigError(
-            "the phases of a step cannot be read",
-            value=" ".join(arguments.phases),
-            allowed="PHASE=MILLISECONDS, each once, of " + ", ".join(phases.PHASES),
-            flag="--phases",
-        )
-    if phases.BACKWARD not in seconds or arguments.micro_batch is None:
-        raise ConfigError(
-            "a step needs a backward pass and the images of its micro-batch",
-            value=" ".join(arguments.phases),
-            allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
-            flag="--phases and --micro_batch",
-        )
-    return {name: seconds.get(name, 0.0) for name in phases.PHASES}
-
-
 def _describe(step: Step, links: OverheadFlags, setups: Sequence[Setup]) -> list[str]:
-    """Lines about the figures and assumptions of the forecasts."""
     parts = ", ".join(f"{name} {1000 * value:.3g}" for name, value in step.seconds.items() if value)
     lines = [
         f"modelled, from {step.source}; phases in ms: {parts}",

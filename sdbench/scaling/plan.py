@@ -7,19 +7,15 @@ cheapest that keeps it; with only a budget, the fastest within it.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 from collections.abc import Mapping, Sequence
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
-from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.amounts import format_range, make_amount
 from sdbench.scaling.cost import (
     COST,
     PRICES_FILE,
-    Recipe,
     RecipeFlags,
     describe_recipe,
     describe_tariffs,
@@ -34,21 +30,23 @@ from sdbench.scaling.points import (
     Row,
     check_one_kind,
     first_known,
+    in_words,
     known_values,
     parse_counts,
     read_rows,
+    show,
     split_batch,
 )
 from sdbench.scaling.predict import FitFlags, fit_to_predict
-from sdbench.settings.kinds import DATE, POSITIVE, POSITIVE_NUMBER
+from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER
 from sdbench.settings.setting import setting
 from sdbench.statistics.law import Prediction, StepLaw
 
 DESCRIPTION = """\
-Which number of GPUs, with which micro-batch, trains this by a date or for a sum? Fits the step law
-for every resolution of the recipe and tries each number of GPUs. Fits: yes, if the whole 95 %
-interval keeps the limits; likely, if only the value does. The best is the cheapest that keeps the
-deadline, and with a sum alone the fastest that it pays for.
+Which number of GPUs, with which micro-batch, trains this in so many days or for a sum? Fits the
+step law for every resolution of the recipe and tries each number of GPUs. Fits: yes, if the whole
+95 % interval keeps the limits; likely, if only the value does. The best is the cheapest that keeps
+the deadline, and with a sum alone the fastest that it pays for.
 """
 
 EPILOG = """\
@@ -58,7 +56,7 @@ examples:
   python -m sdbench scaling plan results/quoted/mosaicml_diffusion_benchmark_a100.csv \\
       --recipe mosaicml-all-512 --max_cost 120000
   python -m sdbench scaling plan results/quoted/aws_p5_scaling.csv --recipe mosaicml-all-512 \\
-      --by 2027-01-31 --start 2027-01-01 --price 4.50
+      --max_days 30 --price 4.50
 """
 
 DEFAULT_GPU_COUNTS = "8,16,...,1024"
@@ -74,15 +72,20 @@ class PlanFlags(RecipeFlags, FitFlags):
     )
     global_batch: int | None = setting(POSITIVE, None, "(default: that of the recipe)")
     max_days: float | None = setting(POSITIVE_NUMBER, None, "longest that it may take")
-    by: datetime.date | None = setting(DATE, None, "date by which it has to be done")
-    start: datetime.date | None = setting(DATE, None, "date on which it starts (default: today)")
     max_cost: float | None = setting(POSITIVE_NUMBER, None, "most that it may cost, in USD")
 
 
 def run(arguments: PlanFlags) -> None:
     """Print the candidates for a training, and which of them to take."""
+    if (arguments.max_days, arguments.max_cost) == (None, None):
+        raise ConfigError(
+            "the plan has no limit",
+            value="none",
+            allowed="a number of days or a sum",
+            flag="--max_days or --max_cost",
+        )
     recipe = load_recipe(arguments)
-    limits = {"days_to_train": _max_days(arguments), "cost_usd": arguments.max_cost}
+    limits = {"days_to_train": arguments.max_days, "cost_usd": arguments.max_cost}
     rows = read_rows(arguments)
     check_one_kind(rows)
     gpu = first_known(rows, "gpu")
@@ -95,19 +98,14 @@ def run(arguments: PlanFlags) -> None:
             flag=f"--price, or a row for it in {(arguments.prices or PRICES_FILE).name}",
         )
     laws = _fit_stages(rows, recipe, arguments)
-    global_batch = arguments.global_batch or recipe.global_batch
+    global_batch = arguments.global_batch or recipe["global_batch"]
     candidates = []
     for num_gpus in _gpu_counts(arguments, global_batch):
         fastest = {
             size: _predict_fastest(law, num_gpus, global_batch, arguments.micro_batch)
             for size, law in laws.items()
         }
-        rates = {
-            size: make_amount(
-                one.images_per_second, one.images_per_second_low, one.images_per_second_high
-            )
-            for size, one in fastest.items()
-        }
+        rates = {size: one.images_per_second for size, one in fastest.items()}
         found = estimate(recipe, rates, num_gpus=num_gpus, price=price, power=power)
         predictions = list(fastest.values())
         candidates.append(
@@ -133,66 +131,34 @@ def run(arguments: PlanFlags) -> None:
         Field("fits", "fits"),
         Field("note", note),
     )
-    in_words = _describe_limits(limits)
+    described = _describe_limits(limits)
     lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power)]
-    lines += [f"limits: {in_words}", f"global batch: {global_batch}"]
-    print("\n".join(map(for_terminal, lines)))
-    print(f"\n{to_terminal(tabulate(fields, candidates))}")
-    print(f"\n{_advise(candidates, best, limits=in_words)}")
+    lines += [f"limits: {described}", f"global batch: {global_batch}"]
+    show(lines, tabulate(fields, candidates))
+    print(f"\n{_advise(candidates, best, limits=described)}")
 
 
-def _max_days(arguments: PlanFlags) -> float | None:
-    """The most days of --max_days or --by; None where only a sum is given."""
-    if (arguments.max_days, arguments.by, arguments.max_cost) == (None, None, None):
-        raise ConfigError(
-            "the plan has no limit",
-            value="none",
-            allowed="a number of days, a date or a sum",
-            flag="--max_days, --by or --max_cost",
-        )
-    if arguments.by is None:
-        return arguments.max_days
-    start = arguments.start or datetime.date.today()
-    if arguments.by <= start:
-        raise ConfigError(
-            "the date is not after the start",
-            value=f"{arguments.by} after {start}",
-            allowed="a later date",
-            flag="--by or --start",
-        )
-    return float((arguments.by - start).days)
-
-
-def _fit_stages(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[int, StepLaw]:
-    """The law of each resolution of the recipe."""
+def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[int, StepLaw]:
     laws = {}
-    for stage in recipe.stages:
-        chosen = [row for row in rows if row.get(IMAGE_SIZE) == stage.image_size]
+    for stage in recipe["stages"]:
+        size = stage["image_size"]
+        chosen = [row for row in rows if row.get(IMAGE_SIZE) == size]
         if not chosen:
             raise ConfigError(
-                f"the recipe {recipe.name} has a stage at {stage.image_size} px, and the tables "
-                "have no figure there",
+                f"the recipe {recipe['name']} has a stage at {size} px, and the tables have no "
+                "figure there",
                 value=known_values(rows, IMAGE_SIZE),
                 allowed="figures at every resolution of the recipe",
                 flag="TABLE, --where or --recipe",
             )
-        laws[stage.image_size] = fit_to_predict(chosen, arguments)
+        laws[size] = fit_to_predict(chosen, arguments)
     return laws
 
 
 def _gpu_counts(arguments: PlanFlags, global_batch: int) -> Sequence[int]:
-    if arguments.num_gpus is not None:
-        return arguments.num_gpus
     default = parse_counts(DEFAULT_GPU_COUNTS)
-    counts = [count for count in default if count <= global_batch]
-    if not counts:
-        raise ConfigError(
-            "the global batch has fewer images than there are GPUs to try",
-            value=global_batch,
-            allowed=f"a global batch of at least {min(default)}, or other numbers of GPUs",
-            flag="--global_batch or --num_gpus",
-        )
-    return counts
+    counts = arguments.num_gpus or [count for count in default if count <= global_batch]
+    return counts or default  # which a smaller batch cannot be divided among
 
 
 def _predict_fastest(
@@ -204,7 +170,7 @@ def _predict_fastest(
         split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=size)
         for size in sizes
     ]
-    return max(map(law.predict, setups), key=lambda one: one.images_per_second)
+    return max(map(law.predict, setups), key=lambda one: one.images_per_second[0])
 
 
 def _fits(found: Row, limits: Mapping[str, float | None]) -> str:
@@ -217,14 +183,12 @@ def _fits(found: Row, limits: Mapping[str, float | None]) -> str:
 
 
 def _describe_limits(limits: Mapping[str, float | None]) -> str:
-    """The limits of a plan, e.g. ``10 days and 5,000 USD``."""
     days, usd = limits["days_to_train"], limits["cost_usd"]
     parts = [] if days is None else [f"{format_number(days)} days"]
     return " and ".join(parts if usd is None else [*parts, f"{usd:,.0f} USD"])
 
 
 def _advise(candidates: Sequence[Row], best: Row | None, *, limits: str) -> str:
-    """Which candidate to take, or the fastest and the cheapest if none fits."""
     if best is None:
         fastest = min(candidates, key=lambda row: row["days_to_train"][0])
         cheapest = min(candidates, key=lambda row: row["gpu_hours"][0])
@@ -242,11 +206,10 @@ def _advise(candidates: Sequence[Row], best: Row | None, *, limits: str) -> str:
 
 def _describe(row: Row) -> str:
     sizes = " and ".join(dict.fromkeys(row["micro_batches"]))
-    days, low, high = row["days_to_train"]
     text = "1 GPU" if row["num_gpus"] == 1 else f"{row['num_gpus']} GPUs"
-    text += f" with micro-batch {sizes}: {format_number(days)} days"
-    if not (math.isnan(low) and math.isnan(high)):
-        text += f" ({format_range(low, high)})"
+    text += f" with micro-batch {sizes}: {format_number(row['days_to_train'][0])} days"
+    if interval := in_words(row["days_to_train"], unknown=""):
+        text += f" ({interval})"
     if math.isnan(row["cost_usd"][0]):
         return f"{text}, {row['gpu_hours'][0]:,.0f} GPU-hours"
     return f"{text}, {row['cost_usd'][0]:,.0f} USD"

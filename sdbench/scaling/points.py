@@ -1,16 +1,21 @@
-"""Figures of one kind of GPU and work, from tables and records, and steps divided among GPUs."""
+"""Figures from tables and records, steps divided among GPUs, and amounts with a 95 % interval."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sdbench.analysis.compare import CompareFlags
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
 from sdbench.measure import phases
-from sdbench.record.row import make_row
+from sdbench.record.row import format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, kind_of
 from sdbench.report.figures import (
     MEASURED,
@@ -18,15 +23,19 @@ from sdbench.report.figures import (
     mark_copies,
     read_figures,
     select_rows,
+    write_out,
 )
 from sdbench.report.runs import read_record
-from sdbench.scaling.amounts import Amount, make_amount
-from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, Kind
+from sdbench.report.tables import Field, Table, to_terminal
+from sdbench.report.terminal import format_number
+from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, POSITIVE_NUMBER, Kind
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
 
 Row = dict[str, Any]
+# A value and the low and high ends of its 95 % interval. NaN: unknown or unbounded.
+Amount = np.ndarray
 
 # Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
@@ -36,6 +45,7 @@ COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
 OUT_HELP = "write the rows, of the kind modelled, as CSV"
+GIVEN_RATE = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -61,6 +71,32 @@ COUNTS = Kind(
     f"{MAX_COUNT:,}",
     parse_counts,
     "TEXT",
+)
+
+
+def parse_rate(text: str) -> Row:
+    """Parse ``IMAGE_SIZE=RATE`` or ``IMAGE_SIZE=RATE:LOW:HIGH`` as the row of a figure."""
+    found = GIVEN_RATE.fullmatch(text)
+    if found is None:
+        raise ValueError
+    rate, *ends = (POSITIVE_NUMBER.parse(part) for part in found.groups()[1:] if part is not None)
+    low, high = ends or (None, None)
+    if ends and not low <= rate <= high:
+        raise ValueError
+    return {
+        "source": text,
+        "kind": "given",
+        IMAGE_SIZE: int(found[1]),
+        "images_per_second": rate,
+        "images_per_second_low": low,
+        "images_per_second_high": high,
+    }
+
+
+RATE = Kind(
+    "IMAGE_SIZE=RATE or IMAGE_SIZE=RATE:LOW:HIGH in images/s, e.g. 256=139:135:143",
+    parse_rate,
+    "SIZE=RATE",
 )
 
 
@@ -93,13 +129,6 @@ def read_rows(arguments: TableFlags) -> list[Row]:
 
     The row of a run also has the seconds of a step that wait for gradients.
     """
-    if not arguments.tables:
-        raise ConfigError(
-            "no table is given",
-            value="",
-            allowed="at least one CSV file, or --images_per_second where a command has it",
-            flag="TABLE",
-        )
     required = ("num_gpus", "images_per_second")
     rows = mark_copies(
         row
@@ -213,7 +242,8 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
             rate = float(row["images_per_second"])
             seconds = row.get(COMMUNICATION_S)
             step_time_s = setup.images_per_step / rate
-            if seconds is not None and not _is_part(seconds, step_time_s):
+            is_number = isinstance(seconds, int | float)
+            if seconds is not None and not (is_number and 0 <= seconds < step_time_s):
                 raise ConfigError(
                     "the seconds that a step waits for gradients are not a part of the step",
                     value=as_text(seconds),
@@ -222,10 +252,6 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
                 )
             points.append(Point(setup, rate, seconds))
     return points
-
-
-def _is_part(seconds: Any, step_time_s: float) -> bool:
-    return isinstance(seconds, int | float) and 0 <= seconds < step_time_s
 
 
 def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
@@ -307,3 +333,65 @@ def rate_of(rows: Sequence[Row]) -> Amount:
         check_one_kind(rows, ("source",))
     mean, interval = mean_rate(figures), between_runs_interval(figures)
     return make_amount(mean, interval.low, interval.high) if interval else make_amount(mean)
+
+
+def make_amount(value: float, low: float | None = None, high: float | None = None) -> Amount:
+    """Make an amount; an end that is None is unknown."""
+    return np.array([value, low, high], dtype=float)
+
+
+def swap_ends(amount: Amount) -> Amount:
+    """Return the amount with swapped ends, to divide by it."""
+    return amount[[0, 2, 1]]
+
+
+def in_words(amount: Amount, *, unknown: str) -> str:
+    """The interval of an amount in words; one end that is not finite is 0 or unbounded."""
+    _, low, high = amount
+    if math.isnan(low) and math.isnan(high):
+        return unknown
+    begin = format_number(low) if math.isfinite(low) else "0"
+    end = format_number(high) if math.isfinite(high) else "unbounded"
+    return f"{begin} to {end}"
+
+
+def value_field(heading: str, name: str, *, digits: int = 4) -> Field:
+    """The column of the values of an amount."""
+    return Field(heading, lambda row: _known(row[name][0]), digits)
+
+
+def whole_field(heading: str, name: str) -> Field:
+    """The same, rounded to whole numbers."""
+    return Field(heading, lambda row: None if math.isnan(row[name][0]) else round(row[name][0]))
+
+
+def range_field(heading: str, name: str, *, unknown: str = "") -> Field:
+    """The column of the intervals of an amount."""
+    return Field(heading, lambda row: in_words(row[name], unknown=unknown))
+
+
+def show(lines: Iterable[str], *tables: Table) -> None:
+    """Print lines, and tables below them."""
+    print("\n".join(map(for_terminal, lines)))
+    for table in tables:
+        print(f"\n{to_terminal(table)}")
+
+
+def write_rows(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows to the CSV file of --out, if there is one; an amount has three columns."""
+    if path is None:
+        return
+    written = []
+    for row in rows:
+        cells = dict(row)
+        for name, value in row.items():
+            if isinstance(value, np.ndarray):
+                ends = zip(("", "_low", "_high"), value, strict=True)
+                cells |= {f"{name}{end}": _known(number) for end, number in ends}
+        written.append(cells)
+    print()
+    write_out(path, format_csv(written, columns=tuple(written[0])))
+
+
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else float(number)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_terminal
 from sdbench.report.figures import as_text
-from sdbench.report.tables import Cell, Field, make_table, tabulate, to_terminal
-from sdbench.scaling.amounts import format_range, make_amount, value_field, write_rows
+from sdbench.report.tables import Cell, Field, tabulate
 from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
@@ -23,10 +21,15 @@ from sdbench.scaling.points import (
     describe_sources,
     first_known,
     known_values,
+    make_amount,
     make_points,
     make_setups,
+    range_field,
     read_rows,
     setup_columns,
+    show,
+    value_field,
+    write_rows,
 )
 from sdbench.settings.kinds import PATH, POSITIVE
 from sdbench.settings.setting import setting, shared
@@ -103,25 +106,23 @@ def run_fit(arguments: FitFlags) -> None:
     """Fit the law, and print the constants and the error at each figure."""
     rows = read_rows(arguments)
     law = _fit(rows, arguments)
-    constants = [
-        {"constant": term, "seconds": value, "95 % interval": format_range(low, high)}
-        for term in law.terms
-        for value, low, high in [law.constant(term)]
-    ]
+    constants = [{"constant": term, "seconds": law.constant(term)} for term in law.terms]
     errors = law.errors()
     points = [
         {
             **setup_columns(point.setup),
             "step_time_s": point.step_time_s,
             "images_per_second": make_amount(point.images_per_second),
-            "law": make_amount(point.setup.images_per_step / law.step_time_s(point.setup)),
+            "law": point.setup.images_per_step / law.step_time_s(point.setup),
             "error": Cell(f"{error:+.1%}", error),
         }
         for point, error in zip(law.points, errors, strict=True)
     ]
-    print(_describe_figures(rows, law))
-    print(f"\n{to_terminal(make_table(constants))}")
-    print(f"\n{to_terminal(tabulate((*FIGURE, *LAW), points))}")
+    show(
+        _describe_figures(rows, law),
+        tabulate(CONSTANT, constants),
+        tabulate((*FIGURE, *LAW), points),
+    )
     largest = max(map(abs, errors))
     print(f"\nerror of {len(errors)} figures: mean {law.mean_error:.2%}, max {largest:.2%}")
     if law.mean_error > MAX_MEAN_ERROR:
@@ -150,12 +151,10 @@ def run_predict(arguments: PredictFlags) -> None:
         {**common, **_prediction_row(one, predictions[0], asked_images=global_batch)}
         for one in predictions
     ]
-    print(_describe_figures(rows, law))
+    kind = f"strong scaling: a global batch of {global_batch}"
     if global_batch is None:
-        print(f"weak scaling: {arguments.device_batch} images of each GPU in a step")
-    else:
-        print(f"strong scaling: a global batch of {global_batch}")
-    print(f"\n{to_terminal(tabulate((*FIGURE, *PREDICTION), found))}")
+        kind = f"weak scaling: {arguments.device_batch} images of each GPU in a step"
+    show([*_describe_figures(rows, law), kind], tabulate((*FIGURE, *PREDICTION), found))
     write_rows(arguments.out, found)
 
 
@@ -180,7 +179,6 @@ def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
 
 
 def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:
-    """The micro-batch of the predictions."""
     if arguments.micro_batch is not None:
         return arguments.micro_batch
     if len(law.micro_batches) > 1:
@@ -194,39 +192,30 @@ def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:
 
 
 def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
-    """The global batch of strong scaling; None for weak scaling."""
+    """The global batch of strong scaling: the given one, or that of all figures."""
     if arguments.device_batch is not None or arguments.global_batch is not None:
         return arguments.global_batch
     values = known_values(rows, "global_batch")
-    if len(values) != 1:
-        raise ConfigError(
-            "the figures have no common global batch",
-            value=", ".join(map(as_text, values)) or "none",
-            allowed="a global batch (strong scaling) or images of each GPU (weak scaling)",
-            flag="--global_batch or --device_batch",
-        )
-    return values[0]
+    return values[0] if len(values) == 1 else None
 
 
-def _describe_figures(rows: Sequence[Row], law: StepLaw) -> str:
-    """Lines on the figures that a law was fitted to, and on its terms without a value."""
+def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
     columns = ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
     known = {column: first_known(rows, column) for column in columns}
     kinds = [f"{name} {as_text(value)}" for name, value in known.items() if value is not None]
     lines = [f"figures: {len(law.points)}, {', '.join(kinds)}"]
     if len(rows) > len(law.points):
         lines.append(f"left out: {len(rows) - len(law.points)} modelled, which are no evidence")
-    return "\n".join(map(for_terminal, [*lines, *law.notes]))
+    return [*lines, *law.notes]
 
 
 def _prediction_row(one: Prediction, first: Prediction, *, asked_images: int | None) -> Row:
     """A prediction beside that for the fewest GPUs; None images were asked for: weak scaling."""
-    speed_up = one.images_per_second / first.images_per_second
-    ends = (one.images_per_second_low, one.images_per_second_high)
+    speed_up = one.images_per_second[0] / first.images_per_second[0]
     return {
         **setup_columns(one.setup),
         "global_batch": asked_images or one.setup.images_per_step,
-        "images_per_second": make_amount(one.images_per_second, *ends),
+        "images_per_second": one.images_per_second,
         "step_time_s": one.step_time_s,
         "speed_up": speed_up,
         "efficiency_percent": 100 * speed_up * first.setup.num_gpus / one.setup.num_gpus,
@@ -262,9 +251,14 @@ FIGURE = (
     Field("step, s", "step_time_s"),
     value_field("images/s", "images_per_second", digits=5),
 )
-LAW = (value_field("law", "law", digits=5), Field("error", "error"))
+LAW = (Field("law", "law", 5), Field("error", "error"))
+CONSTANT = (
+    Field("constant", "constant"),
+    value_field("seconds", "seconds"),
+    range_field("95 % interval", "seconds"),
+)
 PREDICTION = (
-    Field("95 % interval", lambda row: format_range(*row["images_per_second"][1:])),
+    range_field("95 % interval", "images_per_second", unknown="0 to unbounded"),
     Field("rate per GPU", lambda row: float(row["images_per_second"][0]) / row["num_gpus"]),
     Field("speed-up", lambda row: Cell(f"{row['speed_up']:.2f}x", row["speed_up"])),
     Field(

@@ -21,15 +21,7 @@ examples:
 
 
 class Command(NamedTuple):
-    """One of the commands.
-
-    Attributes:
-        flags: Dataclass of its settings.
-        run: Prints its answer.
-        summary: What it gives, in a line.
-        description: What it does.
-        epilog: Examples.
-    """
+    """A command: its flags, what prints its answer, and the texts of its help."""
 
     flags: type
     run: Callable[[Any], None]

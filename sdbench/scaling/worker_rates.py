@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.analysis import feed_table
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import LARGEST
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
 from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
 from sdbench.report.figures import MEASURED
 from sdbench.report.runs import read_record, use_each
-from sdbench.scaling.amounts import Amount
-from sdbench.scaling.points import IMAGE_SIZE, Row, rate_of
+from sdbench.scaling.points import (
+    GIVEN_RATE,
+    IMAGE_SIZE,
+    RATE,
+    Amount,
+    Row,
+    rate_of,
+)
 from sdbench.settings.data import ONLINE, PRECOMPUTED
-from sdbench.settings.kinds import TEXT
+from sdbench.settings.kinds import PATH, Kind
 from sdbench.settings.ray import RAY
 from sdbench.settings.setting import REQUIRED, setting
 
-NUMBERS = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
-ENDS = ("low", "high")
+RATE_OR_RECORD = Kind(
+    f"{RATE.allowed}, or a record",
+    lambda text: (RATE if GIVEN_RATE.fullmatch(text) else PATH).parse(text),
+    "TEXT",
+)
 # The rate of one worker and its interval; None: a record has neither.
 Found = tuple[float, Mapping[str, Any]] | None
 
@@ -33,27 +40,27 @@ Found = tuple[float, Mapping[str, Any]] | None
 class RatesFlags:
     """Images/s of one worker of each kind."""
 
-    trainer_rates: tuple[str, ...] = setting(
-        TEXT,
+    trainer_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
         REQUIRED,
         "images/s of one trainer that is given latents: records of benchmark.py, or SIZE=RATE, or "
         "SIZE=RATE:LOW:HIGH",
         takes_several=True,
     )
-    encoder_rates: tuple[str, ...] = setting(
-        TEXT,
+    encoder_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
         REQUIRED,
         "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
         takes_several=True,
     )
-    decoder_rates: tuple[str, ...] = setting(
-        TEXT,
+    decoder_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
         REQUIRED,
         "images/s of one CPU worker with a core of its own: records of data.py, or so",
         takes_several=True,
     )
-    in_step_rates: tuple[str, ...] = setting(
-        TEXT,
+    in_step_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
         (),
         "images/s of one trainer that encodes in its step: records of benchmark.py, or so "
         "(default: this way is left out)",
@@ -61,8 +68,7 @@ class RatesFlags:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Worker:
+class Worker(NamedTuple):
     """A kind of worker.
 
     Attributes:
@@ -106,7 +112,7 @@ def _of_each(summary: Mapping[str, Any], each: str) -> Found:
     if rate_of_each is None:
         return None
     interval = summary.get("images_per_second_interval") or {}
-    known = {end: interval[end] for end in ENDS if interval.get(end) is not None}
+    known = {end: interval[end] for end in ("low", "high") if interval.get(end) is not None}
     return rate_of_each, {end: value * rate_of_each / rate for end, value in known.items()}
 
 
@@ -141,17 +147,20 @@ DECODER = Worker(
     "data.py on pictures, with --engine ray or without --emulate_step_seconds",
     _of_decoder,
 )
-WORKERS = (TRAINER, ENCODING_TRAINER, ENCODER, DECODER)
 Rates = Mapping[Worker, Mapping[int, Amount]]
 
 
 def read_rates(flags: RatesFlags, sizes: Collection[int]) -> Rates:
-    """Read the rates of all workers at these resolutions, in pixels, from their flags."""
+    """Read the rates of all workers at these resolutions, in pixels, from their flags.
+
+    Three or more records of a resolution give an interval between runs. A record that cannot be
+    read is named on stderr and left out.
+    """
     found = {}
-    for worker in WORKERS:
-        texts = getattr(flags, worker.flag)
-        found[worker] = _read_rates(texts, worker)
-        if texts and not found[worker].keys() >= set(sizes):
+    for worker in (TRAINER, ENCODING_TRAINER, ENCODER, DECODER):
+        given = getattr(flags, worker.flag)
+        found[worker] = _read_rates(given, worker)
+        if given and not found[worker].keys() >= set(sizes):
             raise ConfigError(
                 f"--{worker.flag} lacks a resolution of the recipe",
                 value=" and ".join(f"{size} px" for size in found[worker]),
@@ -161,19 +170,14 @@ def read_rates(flags: RatesFlags, sizes: Collection[int]) -> Rates:
     return found
 
 
-def _read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
-    """Read rates by resolution from records, ``SIZE=RATE`` or ``SIZE=RATE:LOW:HIGH``.
-
-    Three or more records of a resolution give an interval between runs. A record that cannot be
-    read is named on stderr and left out.
-    """
-    files = [Path(text) for text in texts if not NUMBERS.fullmatch(text)]
+def _read_rates(given: Sequence[Row | Path], worker: Worker) -> dict[int, Amount]:
+    files = [one for one in given if isinstance(one, Path)]
     records, _ = use_each(files, lambda file: (file, read_record(file, flag=f"--{worker.flag}")))
-    rows = [_parse(*found.groups(), worker) for text in texts if (found := NUMBERS.fullmatch(text))]
+    rows = [one for one in given if not isinstance(one, Path)]
     rows += [_find_row(file, record, worker) for file, record in records]
     by_size = group(rows, key_of=lambda row: row[IMAGE_SIZE])
     for size, of_size in by_size.items():
-        configurations = {row["configuration"] for row in of_size}
+        configurations = {row.get("configuration") for row in of_size}
         if len(of_size) > 1 and (len(configurations) > 1 or None in configurations):
             raise ConfigError(
                 f"several rates at {size} px are not from runs of one configuration",
@@ -182,25 +186,6 @@ def _read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
                 flag=f"--{worker.flag}",
             )
     return {size: rate_of(of_size) for size, of_size in by_size.items()}
-
-
-def _parse(size: str, rate: str, low: str | None, high: str | None, worker: Worker) -> Row:
-    """The row of a rate that is given as numbers."""
-    source = f"{size}={rate}" if low is None else f"{size}={rate}:{low}:{high}"
-    try:
-        values = [float(text) for text in (low, rate, high) if text is not None]
-        is_right = all(0 < value <= LARGEST for value in values) and values == sorted(values)
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise ConfigError(
-            "images/s of a worker are not above 0 or not within their interval",
-            value=source,
-            allowed="SIZE=RATE or SIZE=RATE:LOW:HIGH, e.g. 256=139:135:143, or a record",
-            flag=f"--{worker.flag}",
-        )
-    interval = {} if low is None else {"low": float(low), "high": float(high)}
-    return _make_row(source, int(size), float(rate), interval)
 
 
 def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
@@ -214,23 +199,14 @@ def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
             allowed=f"records of {worker.measured_by} that ended well, or SIZE=RATE",
             flag=f"--{worker.flag}",
         )
+    rate, interval = found
     settings = settings_of(record) if kind == BENCHMARK else feed_table.configuration_of(record)
-    return _make_row(str(path), size, *found, configuration=as_key(settings))
-
-
-def _make_row(
-    source: str,
-    size: int,
-    rate: float,
-    interval: Mapping[str, Any],
-    *,
-    configuration: Any = None,
-) -> Row:
     return {
-        "source": source,
+        "source": str(path),
         "kind": MEASURED,
         IMAGE_SIZE: size,
         "images_per_second": rate,
-        **{f"images_per_second_{end}": interval.get(end) for end in ENDS},
-        "configuration": configuration,
+        "images_per_second_low": interval.get("low"),
+        "images_per_second_high": interval.get("high"),
+        "configuration": as_key(settings),
     }

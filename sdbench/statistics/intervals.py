@@ -116,21 +116,14 @@ class Steadiness:
 
 
 def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) -> Interval | None:
-    """Compute the interval of images/s from the steps of one run, by block means.
+    """Compute the interval of images/s from the steps of one run in order, by block means.
 
     Consecutive steps are correlated, so an interval over single steps is too narrow. The means of
     at most 20 blocks of consecutive steps are less correlated: a t interval over them is converted
     to a rate. The means of short blocks are still correlated, so the interval by the lag-1
     correlation of the steps is used if it is wider. Slow outliers are kept, as events with a
     Poisson number: where one was seen, it could have been none or five. The interval cannot cover
-    pauses that did not happen in these steps.
-
-    Args:
-        step_times_s: Times of the measured steps in order, in seconds.
-        images_per_step: Images of one optimizer step over all ranks.
-
-    Returns:
-        The interval in images/s, or None with fewer than 10 steps.
+    pauses that did not happen in these steps. With fewer than 10 steps it is None.
     """
     if len(step_times_s) < MIN_STEPS:
         return None
@@ -152,12 +145,9 @@ def num_precise_steps(target: float) -> int:
 def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
     """Return True if the mean step time is known precisely enough to end the window.
 
-    The window needs `num_precise_steps` and `MIN_PRECISE_S`, since a few steps look precise if they
+    `target` is the half-width of the within-run interval as a fraction of the mean, e.g. 0.01. The
+    window needs `num_precise_steps` and `MIN_PRECISE_S`, since a few steps look precise if they
     missed the pauses. Ask at steps that were fixed beforehand, not after every step.
-
-    Args:
-        step_times_s: Times of the steps so far, in seconds.
-        target: Half-width of the within-run interval as a fraction of the mean, e.g. 0.01.
     """
     if len(step_times_s) < max(MIN_STEPS, num_precise_steps(target)):
         return False
@@ -200,8 +190,7 @@ def count_outliers(step_times_s: Sequence[float]) -> int:
 def between_runs_interval(rates: Sequence[float]) -> Interval | None:
     """Compute the t interval of the geometric-mean images/s of runs, on the logs of their rates.
 
-    Returns:
-        The interval, or None with fewer than three runs.
+    With fewer than three runs it is None.
     """
     if len(rates) < MIN_RUNS:
         return None
@@ -216,19 +205,12 @@ def between_runs_interval(rates: Sequence[float]) -> Interval | None:
 
 
 def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparison:
-    """Compare two sets of runs by the ratio of their geometric-mean rates.
+    """Compare two sets of runs, the candidate's and the baseline's, by their geometric-mean rates.
 
     The verdict is faster or slower only if the 95 % Welch interval excludes 1 and the change is
     more than 2 %. In simulations of runs that differ by 1 % (tests/test_statistics_simulated.py),
     the interval of three runs on each side covers the truth in 96 to 97 %. A pooled variance would
     cover it in 95 %, but only if both sides have the same variance.
-
-    Args:
-        rates: Images/s of each run of the candidate.
-        baseline_rates: Images/s of each run of the baseline.
-
-    Returns:
-        The ratio of the candidate over the baseline, with interval and verdict.
     """
     logs, baseline_logs = np.log(rates), np.log(baseline_rates)
     difference = float(logs.mean() - baseline_logs.mean())

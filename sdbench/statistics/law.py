@@ -19,9 +19,9 @@ backward pass of the last micro-batch:
     max(0, (nodes - 1) / nodes - hidden_share) x communication_s.
 
 The interval does not assume that the law is right. It covers every law with non-negative constants
-of all these terms that agrees with the figures (`region`). A micro-batch cannot hide more than it
-takes, hidden_share x communication_s <= time_per_micro_batch_s; a time per image, if there is one,
-is assumed to hide nothing. What no term describes is added as in Kennedy and O'Hagan (2001,
+of all these terms that agrees with the figures (`find_range`). A micro-batch cannot hide more than
+it takes, hidden_share x communication_s <= time_per_micro_batch_s; a time per image, if there is
+one, is assumed to hide nothing. What no term describes is added as in Kennedy and O'Hagan (2001,
 Bayesian calibration of computer models): the law is off by a factor that changes smoothly, to first
 order a power of the number of GPUs. Figures are about a doubling apart and deviate by the relative
 error s, so a power that changes a step by s in a doubling goes unnoticed among them; d doublings
@@ -40,7 +40,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.statistics.intervals import t_quantile
-from sdbench.statistics.region import Region, fit_non_negative
+from sdbench.statistics.region import find_range, fit_non_negative
 
 MICRO_BATCH = "time per micro-batch"
 IMAGE = "time per image"
@@ -114,19 +114,15 @@ class Prediction:
     Attributes:
         setup: The setup.
         step_time_s: Seconds of a step.
-        images_per_second: Images/s of all GPUs.
-        images_per_second_low: Lower end of the 95 % interval of a figure measured there; None if
-            0 is the only bound.
-        images_per_second_high: Upper end; None without a bound.
+        images_per_second: Images/s of all GPUs, and the ends of the 95 % interval of a figure
+            measured there; NaN if there is no bound but 0.
         is_extrapolated: True if GPUs, images of a GPU, micro-batch, or their leverage on all terms
             lie beyond the figures.
     """
 
     setup: Setup
     step_time_s: float
-    images_per_second: float
-    images_per_second_low: float | None
-    images_per_second_high: float | None
+    images_per_second: np.ndarray
     is_extrapolated: bool
 
 
@@ -143,7 +139,8 @@ class StepLaw:
             terms (Meyer and Woodroofe, 2000, on least squares of constants that are not negative).
         gpus_per_node: GPUs of a node, for the communication term.
         points: The points that were fitted.
-        regions: Constants of all terms that agree with the points, by the hidden share.
+        equations: Rows and targets of the points for all terms, by the hidden share.
+        limit: The largest sum of squares of constants that agree with the points.
         notes: Terms that the points do not determine, in words.
     """
 
@@ -154,7 +151,8 @@ class StepLaw:
     degrees_of_freedom: int
     gpus_per_node: int
     points: tuple[Point, ...]
-    regions: dict[float, Region]
+    equations: dict[float, tuple[np.ndarray, np.ndarray]]
+    limit: float
     notes: tuple[str, ...]
 
     def constant(self, term: str) -> tuple[float, float, float]:
@@ -218,12 +216,12 @@ class StepLaw:
         own = t_quantile(self.degrees_of_freedom) * self.relative_error * math.hypot(1, doublings)
         below, above = (math.hypot(end / step_time_s - 1, own) for end in (low_s, high_s))
         rate = setup.images_per_step / step_time_s
+        low = rate / (1 + above) if math.isfinite(above) else math.nan
+        high = rate / (1 - below) if below < 1 else math.nan
         return Prediction(
             setup=setup,
             step_time_s=step_time_s,
-            images_per_second=rate,
-            images_per_second_low=rate / (1 + above) if math.isfinite(above) else None,
-            images_per_second_high=rate / (1 - below) if below < 1 else None,
+            images_per_second=np.array([rate, low, high]),
             is_extrapolated=doublings > 0 or not self._is_within(setup),
         )
 
@@ -233,7 +231,10 @@ class StepLaw:
 
     def _ends(self, value: float, factors: Callable[[float], np.ndarray]) -> tuple[float, float]:
         """Return the ends over all regions, from a function of the hidden share to factors."""
-        ranges = [region.range_of(factors(share)) for share, region in self.regions.items()]
+        ranges = [
+            find_range(*equations, factors(share), limit=self.limit)
+            for share, equations in self.equations.items()
+        ]
         lows, highs = zip(*filter(None, ranges), strict=True)
         return min(value, *lows), max(value, *highs)
 
@@ -258,7 +259,7 @@ class StepLaw:
         law. It finds extrapolation that no single number shows (Montgomery, Peck and Vining,
         Introduction to Linear Regression Analysis, section 3.8).
         """
-        rows = self.regions[0.0].rows
+        rows, _ = self.equations[0.0]
         # A term that no figure has makes a setup that has it lie far beyond them.
         sizes = np.maximum(np.linalg.norm(rows, axis=0), ROUNDING**2)
         inverse = np.linalg.pinv(rows / sizes, rcond=ROUNDING)
@@ -329,10 +330,11 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         degrees_of_freedom=degrees,
         gpus_per_node=gpus_per_node,
         points=tuple(points),
-        regions={
-            share: Region(*figures.equations(ALL_TERMS, share, hides_in=share), limit)
+        equations={
+            share: figures.equations(ALL_TERMS, share, hides_in=share)
             for share in figures.hidden_shares
         },
+        limit=limit,
         notes=tuple(notes),
     )
 

@@ -33,20 +33,14 @@ class Time(NamedTuple):
 
 
 def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[list[int]]:
-    """Group the runs of one side of a comparison into occasions.
+    """Group the runs of one side of a comparison into occasions, in order of time.
 
     An occasion is a series of runs without a run of the other side or a pause of more than an hour
     between them. If the sides take turns, each run is an occasion, because slow changes of the
     machine affect both sides. Rounds of one run each in either order (A B, B A) count as turns if
     the two runs are not separated by such a pause. If a run has no start time, all runs are one
-    occasion.
-
-    Args:
-        runs: Runs of this side, in any order.
-        others: Runs of the other side if both were measured on one machine.
-
-    Returns:
-        The indices of the runs of each occasion, in order of time.
+    occasion. `others` are the runs of the other side if both were measured on one machine. Returns
+    the indices of the runs of each occasion.
     """
     if any(run.start_s is None for run in runs):
         return [list(range(len(runs)))]
@@ -85,12 +79,9 @@ def compare_occasions(
     *,
     occasions: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
 ) -> Comparison:
-    """Compare two sets of runs like `compare`, with the occasion as the unit of replication.
+    """Compare figures of two sets of runs like `compare`, with the occasion as the unit.
 
-    Args:
-        figures: A figure of each run of the candidate, e.g. its images/s.
-        baseline_figures: The same of each run of the baseline.
-        occasions: Run indices of each occasion, of the candidate and of the baseline.
+    `occasions` are the run indices of each occasion, of the candidate and of the baseline.
     """
     means = (
         [mean_rate([of_side[index] for index in occasion]) for occasion in of_occasions]
@@ -109,14 +100,8 @@ def detectable_change(comparison: Comparison, *, num_tests: int = 1) -> float | 
     79 % in simulations of 3, 4, 5 and 10 runs on each side, instead of 71 % with 3
     (tests/test_statistics_occasions.py).
 
-    Args:
-        comparison: A comparison of runs.
-        num_tests: Number of comparisons made together; by Holm's method, a single change among them
-            has to pass 5 % over their number.
-
-    Returns:
-        The relative change, e.g. 0.03 for 3 %; None with fewer than three samples on a side, as two
-        do not tell the variation.
+    Of `num_tests` comparisons made together, a single change has to pass 5 % over their number, by
+    Holm's method. With fewer than three samples on a side the change is None.
     """
     from scipy import special
 

@@ -1,4 +1,4 @@
-"""`Region`: the non-negative constants of a linear model that agree with figures.
+"""`find_range`: what the non-negative constants of a linear model that agree with figures allow.
 
 Least squares gives one set of constants. Others agree nearly as well, and where the figures cannot
 separate two terms, very different ones agree equally well. All within
@@ -12,8 +12,6 @@ by fixing the combination and fitting the rest again: the profile likelihood.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -42,69 +40,43 @@ def fit_non_negative(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray,
     return constants, float(left @ left)
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Constants that agree with figures.
+def find_range(
+    rows: np.ndarray, targets: np.ndarray, factors: np.ndarray, *, limit: float
+) -> tuple[float, float] | None:
+    """Return the least and the greatest factors x constants; None if no constants agree.
 
-    Attributes:
-        rows: Factors of the constants, none negative, (figures, constants).
-        targets: (figures,).
-        limit: The largest sum of squares that agrees.
+    The rows, (figures, constants), and the factors, (constants,), are not negative. The greatest is
+    infinite without a bound.
     """
+    from scipy import optimize
 
-    rows: np.ndarray
-    targets: np.ndarray
-    limit: float
+    constants, best = fit_non_negative(rows, targets)
+    if best > limit:
+        return None
+    value, size = float(factors @ constants), float(np.linalg.norm(factors))
+    with_factors = np.vstack((rows, WEIGHT * factors / size))
 
-    def range_of(self, factors: np.ndarray) -> tuple[float, float] | None:
-        """Return the least and the greatest factors x constants; None if no constants agree.
-
-        The factors, (constants,), are not negative. The greatest is infinite without a bound.
-        """
-        constants, best = self._best
-        if best > self.limit:
-            return None
-        value = float(factors @ constants)
-        # A constant that no figure contains is unbounded.
-        is_unseen = not self.rows.any(axis=0)[factors > 0].all()
-        high = math.inf if is_unseen else self._end_above(factors, value)
-        return self._end_below(factors, value), high
-
-    @functools.cached_property
-    def _best(self) -> tuple[np.ndarray, float]:
-        return fit_non_negative(self.rows, self.targets)
-
-    def _end_above(self, factors: np.ndarray, value: float) -> float:
-        inside = value or PRECISION
-        for _ in range(MAX_DOUBLINGS):
-            if self._excess(2 * inside, factors) > 0:
-                return self._between(inside, 2 * inside, factors)
-            inside *= 2
-        return math.inf
-
-    def _end_below(self, factors: np.ndarray, value: float) -> float:
-        if value == 0 or self._excess(0.0, factors) <= 0:
-            return 0.0
-        return self._between(value, 0.0, factors)
-
-    def _between(self, inside: float, outside: float, factors: np.ndarray) -> float:
-        from scipy import optimize
-
-        if self._excess(inside, factors) >= 0:  # the best fit itself is on the edge
-            return inside
-        return float(
-            optimize.brentq(self._excess, inside, outside, args=(factors,), rtol=PRECISION)
-        )
-
-    def _excess(self, value: float, factors: np.ndarray) -> float:
-        """Return how far the best fit with this value of the combination is beyond the limit.
+    def excess(value: float) -> float:
+        """How far the best fit with this value of the combination is beyond the limit.
 
         It compares the roots of the square sums above the least one: they grow nearly linearly.
         """
-        size = float(np.linalg.norm(factors))
-        rows = np.vstack((self.rows, WEIGHT * factors / size))
-        constants, _ = fit_non_negative(rows, np.append(self.targets, WEIGHT * value / size))
-        left = self.rows @ constants - self.targets
-        _, best = self._best
-        beyond = max(0.0, float(left @ left) - best)
-        return math.sqrt(beyond) - math.sqrt(self.limit - best)
+        fitted, _ = fit_non_negative(with_factors, np.append(targets, WEIGHT * value / size))
+        left = rows @ fitted - targets
+        return math.sqrt(max(0.0, float(left @ left) - best)) - math.sqrt(limit - best)
+
+    def end_between(inside: float, outside: float) -> float:
+        if excess(inside) >= 0:  # the best fit itself is on the edge
+            return inside
+        return float(optimize.brentq(excess, inside, outside, rtol=PRECISION))
+
+    low = 0.0 if value == 0 or excess(0.0) <= 0 else end_between(value, 0.0)
+    # A constant that no figure contains is unbounded.
+    if not rows.any(axis=0)[factors > 0].all():
+        return low, math.inf
+    inside = value or PRECISION
+    for _ in range(MAX_DOUBLINGS):
+        if excess(2 * inside) > 0:
+            return low, end_between(inside, 2 * inside)
+        inside *= 2
+    return low, math.inf

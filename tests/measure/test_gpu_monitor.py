@@ -49,6 +49,11 @@ def monitor(monkeypatch):
     return monitor
 
 
+def read(monitor):
+    monitor.read()
+    return monitor.readings
+
+
 def test_readings_have_our_units(monitor):
     started = monitor(
         TotalEnergyConsumption=iter([1_000_000, 1_700_000]),
@@ -63,7 +68,7 @@ def test_readings_have_our_units(monitor):
         ComputeRunningProcesses=["this one"],
     )
     started.stop()
-    readings = started.read()
+    readings = read(started)
     assert readings == GpuReadings(
         utilization_percent=97.0,
         power_w=pytest.approx(690.0),
@@ -82,19 +87,19 @@ def test_readings_have_our_units(monitor):
 
 @pytest.mark.parametrize("reasons", [0x8, 0x20, 0x40, 0x80, 0x44])
 def test_heat_and_hardware_are_throttling(monitor, reasons):
-    assert monitor(CurrentClocksThrottleReasons=reasons).read().is_throttled
+    assert read(monitor(CurrentClocksThrottleReasons=reasons)).is_throttled
     # As is a lowered power limit; whether it is lower is not known without the default.
     assert GpuReadings(power_limit_w=400.0, default_power_limit_w=700.0).is_throttled
     assert not GpuReadings(power_limit_w=400.0).is_throttled
 
 
 def test_a_neighbour_makes_a_gpu_shared(monitor):
-    assert monitor(ComputeRunningProcesses=["this one", "another"]).read().is_shared
+    assert read(monitor(ComputeRunningProcesses=["this one", "another"])).is_shared
 
 
 @pytest.mark.parametrize("answers", [{}, {"ComputeRunningProcesses": []}], ids=str)
 def test_what_a_gpu_does_not_tell_is_none(monitor, answers):
-    readings = monitor(**answers).read()  # in a container NVML may list no process
+    readings = read(monitor(**answers))  # in a container NVML may list no process
     assert readings == GpuReadings()
     assert not readings.is_shared and not readings.is_throttled
 
@@ -102,7 +107,7 @@ def test_what_a_gpu_does_not_tell_is_none(monitor, answers):
 def test_each_window_is_read_from_its_own_start(monitor):
     started = monitor(PowerUsage=iter([100_000]), TotalEnergyConsumption=iter([1000, 2000, 5000]))
     started.start()  # the first window turned out to be warm-up
-    readings = started.read()
+    readings = read(started)
     assert (readings.power_w, readings.energy_j) == (100.0, 3.0)
 
 
@@ -111,7 +116,7 @@ def test_samples_are_taken_while_it_runs(monitor):
     started = monitor(PowerUsage=iter(powers), period_s=0.01)
     time.sleep(0.2)
     started.stop()
-    assert 200.0 < started.read().power_w < 300.0
+    assert 200.0 < read(started).power_w < 300.0
 
 
 def test_without_nvml_there_are_no_readings(monkeypatch):
@@ -119,7 +124,7 @@ def test_without_nvml_there_are_no_readings(monkeypatch):
     monitor = GpuMonitor(device_uuid="x")
     monitor.start()
     monitor.stop()
-    assert monitor.read() is None
+    assert read(monitor) is None
 
 
 def test_the_gpus_of_a_run_are_merged():

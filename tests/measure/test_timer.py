@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import mmap
-
 import pytest
 import torch
 
 from sdbench.base.errors import RunError
+from sdbench.measure.period_timer import Period, PeriodTimer
 from sdbench.measure.summary import (
     Measurements,
-    measurements_of,
     merge_measurements,
     summarize,
 )
-from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, WindowPolicy, merge_ranks
-from tests.engines.linear import watch_of
+from sdbench.measure.timer import (
+    CLOSE,
+    NUM_AT_FIRST,
+    WARM_UP,
+    Losses,
+    StepTimer,
+    WindowPolicy,
+    merge_ranks,
+)
 
 
 class FakeClock:
@@ -206,23 +210,49 @@ def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
     assert policy([0.1] * 100, 1) == CLOSE
 
 
-def test_page_faults_are_those_of_the_measured_window():
-    watch = watch_of(1, 2)
-    watch.loop_begins()
-    # KiB of memory that each step writes for the first time: warm-up, window, window.
-    for num_kib in (1 << 16, 1 << 12, 1 << 13):
-        watch.data_wait_begins()
-        watch.data_wait_ends()
-        with mmap.mmap(-1, num_kib << 10, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-            for page in range(0, len(memory), mmap.PAGESIZE):
-                memory[page] = 1
-        watch.step_ends(loss=torch.tensor(1.0))
-    written = (12 << 20) // mmap.PAGESIZE
-    assert written <= watch.readings.num_page_faults < written + 500  # and those of the loop
-    measurements = measurements_of(watch, num_images=3)
-    other = dataclasses.replace(measurements, num_page_faults=10**6)
-    merged = merge_measurements([measurements, other])
-    config = {"batch_size": 1, "latents": "online"}
-    summary = summarize(merged, config=config, num_devices=2, flops_per_image=1.0, peak_tflops=None)
-    assert summary["page_faults_per_step"] == 10**6 / 2
+def test_losses_are_what_was_added_whatever_becomes_of_the_tensors():
+    losses, one = Losses(), torch.zeros(1)
+    for index in range(2 * NUM_AT_FIRST + 1):
+        one.fill_(index / 3)
+        losses.add(one)
+        if index == 5:
+            assert losses.at(2) == float(torch.tensor(2 / 3))
+    assert len(losses) == 2 * NUM_AT_FIRST + 1
+    assert losses.read() == (torch.arange(2 * NUM_AT_FIRST + 1) / 3).tolist()
+    assert losses.first_not_finite is None
+
+
+def test_the_first_loss_that_is_not_finite_is_found_when_it_is_read():
+    losses = Losses()
+    for loss in (1.0, 2.0):
+        losses.add(torch.tensor(loss))
+    losses.read()
+    for loss in (3.0, float("inf"), float("nan")):
+        losses.add(torch.tensor(loss))
+    assert losses.first_not_finite is None
+    assert losses.at(4) != losses.at(4)
+    losses.add(torch.tensor(float("nan")))
+    losses.read()
+    assert losses.first_not_finite == 3
+    losses.forgive()
+    assert losses.first_not_finite is None
+    losses.add(torch.tensor(float("inf")))
+    losses.read()
+    assert losses.first_not_finite == 6
+
+
+def test_a_period_has_its_steps_and_waits_and_no_pause():
+    now_s = [100.0]
+    timer = PeriodTimer(clock=lambda: now_s[0])
+    for pause_s in (0.0, 50.0):
+        now_s[0] += pause_s
+        timer.start()
+        for loss in (3.0, 2.0):
+            timer.data_wait_begins()
+            now_s[0] += 0.5
+            timer.data_wait_ends()
+            now_s[0] += 1.5
+            timer.step_ends(loss=torch.tensor(loss))
+        assert timer.end_period() == Period(2, 4.0, 1.0, (3.0, 2.0))
+    assert timer.train_s == pytest.approx(8.0)
+    assert timer.num_steps == 4

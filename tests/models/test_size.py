@@ -80,15 +80,9 @@ def test_script_prints_the_seeds_line_or_csv_without_a_hub(capsys) -> None:
     assert count(["--model_name", "sd2-bse"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "image_size", "giga_flops"),
-    [
-        ("sd2-base", 256, (539.31, 272.72, 45.13)),
-    ],
-)
-def test_flops(name, image_size, giga_flops) -> None:
-    flops = count_flops(resolve_cached(name), image_size=image_size)
-    assert tuple(round(part / 1e9, 2) for part in flops) == giga_flops
+def test_flops() -> None:
+    flops = count_flops(resolve_cached("sd2-base"), image_size=256)
+    assert tuple(round(part / 1e9, 2) for part in flops) == (539.31, 272.72, 45.13)
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "hybrid_zero1", "grad_op", "hybrid_grad_op"])
@@ -153,13 +147,6 @@ def test_training_begins_with_the_first_of_the_trained_parts() -> None:
         for trained in (("unet",), ("unet", "text_encoder"))
     ]
     assert 0 < starts[1] < starts[0]
-
-
-def test_operators_of_cudas_autocast_compute_in_fp32() -> None:
-    x = torch.randn(3, 4).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16), replay._CudaAutocastRules():
-        found = torch.nn.functional.layer_norm(x, (4,), eps=3.0)
-    torch.testing.assert_close(found, torch.nn.functional.layer_norm(x.float(), (4,), eps=3.0))
 
 
 def test_memory_grows_in_a_straight_line_with_the_micro_batch() -> None:

@@ -143,17 +143,3 @@ def test_drawing_in_half_precision_takes_no_second_model(monkeypatch) -> None:
     assert own_bytes == 933_508 * 2 and sum(in_fp32) == 2 * own_bytes
     # The largest part is a tenth of the miniature, and the only one in fp32 at its time.
     assert max(in_fp32) < 0.5 * own_bytes
-
-
-def test_a_buffer_or_weight_that_nobody_knows_how_to_fill_is_an_error() -> None:
-    with torch.device("meta"):
-        strange = nn.Linear(2, 2)
-        strange.register_buffer("scale", torch.ones(2))
-    with pytest.raises(AssertionError, match="scale"):
-        draw_weights(strange, Weights(seed=0))
-    with torch.device("meta"):
-        outside = nn.Module()
-        outside.blocks = nn.ModuleList([nn.Linear(2, 2)])
-        outside.gain = nn.Parameter(torch.ones(1))
-    with pytest.raises(AssertionError, match="gain"):
-        draw_weights(outside, Weights(seed=0))

@@ -9,7 +9,6 @@ import statistics
 
 import pytest
 
-from sdbench.report.figures import read_figures
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
 
@@ -99,7 +98,7 @@ def test_encoders_and_decoders_are_as_many_as_feed_the_trainers(plan, capsys):
     assert " 40  n/a " in table
 
 
-def test_the_other_ways_to_encode(plan, capsys):
+def test_the_other_ways_to_encode(plan):
     ways = plan()
     (row,) = ways[IN_STEP]
     assert (row["num_encoders"], row["machines"], row["slowest"]) == (0, "3 x trainer", "trainers")
@@ -119,8 +118,6 @@ def test_the_other_ways_to_encode(plan, capsys):
     encode, train = ways[ONCE]
     assert encode["hours"] == pytest.approx(360_000 / 120 / 3600)
     assert train["hours"] == pytest.approx(10)
-    # 2 x 4 x 8 x 8 moments and 77 x 1024 of the caption, 2 bytes each: 56.96 GB.
-    assert "take 57.1 GB of storage" in capsys.readouterr().out
     # Decoders have machines of their own.
     (row,) = ways[BESIDE]
     assert row["machines"] == "3 x trainer, 9 x encoder, 5 x cpu"
@@ -147,65 +144,43 @@ def test_with_the_workers_that_one_has_the_slowest_decides(plan, changes, slowes
     assert row["hours"] == pytest.approx(1000 / rate[0])
 
 
-# The table of seed 002, as it is quoted.
-
-
-@pytest.fixture
-def figure(quoted):
-    """A function from words and a unit to the one figure of the seeds that has both."""
-    rows = read_figures(quoted / "other_seed_figures.csv")
-
-    def find(words: str, unit: str) -> float:
-        (row,) = (row for row in rows if words in row["what"] and row["unit"] == unit)
-        return row["value"]
-
-    return find
-
-
-@pytest.fixture
-def plan_of_the_seed(plan, figure):
-    """Its trainers at the rate of its ingest benchmark, fed by a share of the rate of one of 48.
-
-    The rate at 512 px is told nowhere: it is what the hours leave for that stage.
-    """
-    trained = 4096 / figure("emulated training step", "s")
-    hours = figure("2.867e9 images", "A100-hours") / 32
-    rates = {256: trained, 512: 1.7408e9 / (hours * 3600 - 1.1264e9 / trained)}
-    assert rates[512] == pytest.approx(1418, abs=1)
-
-    def rates_of_each(number: float, share: float = 1.0) -> list[str]:
-        return [f"{size}={share * rate / number!r}" for size, rate in rates.items()]
+def test_the_seeds_table_comes_back(plan):
+    # Its trainers take 4096 images in 0.9227 s. The rate at 512 px is told nowhere: it is what the
+    # hours leave for that stage.
+    trained = 4096 / 0.9227
+    rates = {256: trained, 512: 1.7408e9 / (13165 / 32 * 3600 - 1.1264e9 / trained)}
 
     def run(machine: str, *, share: float = 1.0) -> dict[str, list[dict]]:
+        of_each = {
+            f"{worker}_rates": [f"{size}={rate / number!r}" for size, rate in rates.items()]
+            for worker, number in (
+                ("trainer", 32),
+                ("encoder", 48 / share),
+                ("decoder", 192 / share),
+            )
+        }
         return plan(
             **dict.fromkeys(("recipes", "prices", "in_step_rates")),
+            **of_each,
             recipe="seed002",
             num_trainers=32,
             scaling_efficiency=1,
             margin=0,
-            trainer_rates=rates_of_each(32),
-            encoder_rates=rates_of_each(figure("encoders of", "GPUs"), share),
-            decoder_rates=rates_of_each(figure("transformation workers", "CPUs"), share),
             trainer_machine=f"p4de.24xlarge-{machine}",
             encoder_machine="g5.2xlarge",
         )
 
-    return run
-
-
-def test_the_seeds_table_comes_back(plan_of_the_seed, figure):
-    for machine, price in (("reserved", "1-year"), ("on-demand", "on demand")):
-        ways = plan_of_the_seed(machine)
+    for machine, price_usd in (("reserved", 39511), ("on-demand", 67405)):
+        ways = run(machine)
         # Its dollars are those of the A100 alone.
         _, at_256, _, at_512 = ways[ONCE]
         assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
-        cost_usd = at_256["cost_usd"] + at_512["cost_usd"]
-        assert cost_usd == pytest.approx(figure(price, "USD"), rel=1e-4)
+        assert at_256["cost_usd"] + at_512["cost_usd"] == pytest.approx(price_usd, rel=1e-4)
     row = ways[BESIDE][0]
     assert (row["num_encoders"], row["num_decoders"]) == (48, 192)
     # 192 decoders have a core each on the 8 of 48 machines.
     assert row["machines"] == "4 x p4de.24xlarge-on-demand, 48 x g5.2xlarge-on-demand"
-    slow = plan_of_the_seed("r", share=0.999)[BESIDE][0]
+    slow = run("r", share=0.999)[BESIDE][0]
     assert (slow["num_encoders"], slow["num_decoders"]) == (49, 193)
 
 
@@ -323,18 +298,14 @@ def test_records_of_other_work_are_refused(command, write, published):
         ("trainer_rates", "64=0"),
         ("trainer_rates", "64=3:4:5"),
         ("decoder_rates", "64=nan"),
-        ("trainer_rates", "64=nan:1:3"),
         ("encoder_rates", "128=3"),
         ("encoder_rates", "nowhere"),
         ("scaling_efficiency", 1.1),
         ("trainer_machine", "p5"),
-        ("decoder_machine", "p5"),
         ("margin", -0.1),
         # Of the file of prices: what stands for the first text.
         ("prices", ("num_devices: 4", "num_devices: 0")),
-        ("prices", ("num_cpu_cores: 16", "num_cpu_cores: 1.5")),
         ("prices", ("per: machine-hour", "per: GPU-hour")),
-        ("prices", ("value: 10", "value: -10")),
     ],
 )
 def test_what_cannot_be_planned_with_is_refused(command, tmp_path, name, value):

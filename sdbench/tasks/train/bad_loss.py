@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
-from sdbench.measure.losses import Losses
+from sdbench.measure.timer import Losses
 from sdbench.ranks.distributed import Ranks, gather
 from sdbench.record.history import BAD_BATCHES_NAME
 from sdbench.record.store import INVALID
