@@ -1,15 +1,16 @@
-"""Plants faults in the package, counts the faults that the tests find, and compares two counts.
+"""Plants faults in the package, notes the tests that find them, and compares two such notes.
 
     python tools/mutations.py draw --seed 31 --num 130 > tools/mutations.csv
-    python tools/mutations.py run --checkout DIR --coverage FILE --durations JUNIT.xml --out R.csv
+    python tools/mutations.py run --out before.csv -- -x -n 0 tests/data tests/engines
     python tools/mutations.py table before.csv after.csv
 
 The number of faults of a room is proportional to the square root of its lines, at least three. The
 kinds of faults take turns; within a kind every place is equally likely. `equivalent.csv` lists the
 numbers of faults that change nothing: the next fault of the same draw replaces each.
 
-`mutation_runs.py` says how to collect the input of `run` and what it does. It needs root, coverage
-and pytest-cov.
+`run` clones the checkout, without changes that are not committed. It plants one fault after another
+in the clone, and runs pytest there with the arguments after ``--``. These tests have to pass
+without a fault. An interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ import csv
 import hashlib
 import itertools
 import math
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ["id", "room", "file", "function", "line", "change", "result", "tests"]
 # Files without faults: no test of `make test` on a machine without a GPU can reach them.
 LEFT_OUT_FILES = {
     "engines/cuda_graph.py": "needs a GPU",
@@ -65,8 +72,7 @@ ARITHMETIC = {
     ast.Div: ("/", "*"),
 }
 EXTREMES = {"min": "max", "max": "min"}
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NAMED = (*FUNCTIONS, ast.ClassDef)
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Mutation(NamedTuple):
@@ -310,43 +316,95 @@ def table(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> 
     return "\n".join(lines)
 
 
+def run(rows: Sequence[Mutation], *, out: Path, pytest: Sequence[str], limit_s: float) -> None:
+    """Append a line to `out` for each mutation that has none there."""
+    if not out.exists():
+        out.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+    done = {row["id"] for row in read(out)}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        clone = Path(folder, "clone")
+        subprocess.run(["git", "clone", "-q", "--shared", ROOT, clone], check=True)
+        if (without := _judge(clone, pytest, limit_s))["result"] != "survived":
+            sys.exit(f"These tests fail without a fault: {without}")
+        for row in rows:
+            if row.id in done:
+                continue
+            path = clone / row.file
+            clean = path.read_bytes() if path.exists() else b""
+            line = {**row._asdict(), "result": "does not apply"}
+            line["change"] = f"{row.original.strip()} -> {row.mutated.strip()}".replace("\n", " ")
+            if applied := apply(row, clean):
+                mutated, places = applied
+                path.write_bytes(mutated)
+                # Records name changed files: they must not show the fault.
+                hide = ["git", "update-index", "--assume-unchanged", row.file]
+                subprocess.run(hide, cwd=clone, check=True)
+                line |= {"line": places.start, **_judge(clone, pytest, limit_s)}
+                path.write_bytes(clean)
+            with out.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(
+                    file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n"
+                )
+                writer.writerow(line)
+            print(row.id, row.file, line["line"], line["result"], flush=True)
+
+
+def _judge(clone: Path, arguments: Sequence[str], limit_s: float) -> dict[str, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
+    # A cached file of the same size and second would count as the compilation of the next fault.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return {"result": "timeout"}
+    if process.returncode == 0:
+        return {"result": "survived"}
+    # Exit codes above 1 are of pytest: a file that cannot be imported, or no tests.
+    tests = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+    return {"result": "found", "tests": " ".join(tests) or output.strip().rpartition("\n")[2]}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    here = Path(__file__).parent
     one = commands.add_parser("draw")
-    one.add_argument("--package", type=Path, default=here.parent / "sdbench")
+    one.add_argument("--package", type=Path, default=ROOT / "sdbench")
     one.add_argument("--seed", type=int, required=True)
     one.add_argument("--num", type=int, default=130)
-    one.add_argument("--equivalent", type=Path, default=here / "equivalent.csv")
     one = commands.add_parser("run")
-    one.add_argument("--list", type=Path, default=here / "mutations.csv")
-    one.add_argument("--checkout", type=Path, required=True, help="it is cloned, not touched")
-    one.add_argument("--coverage", type=Path, required=True)
-    one.add_argument("--durations", type=Path, required=True)
-    one.add_argument("--out", type=Path, required=True, help="an interrupted run goes on here")
+    one.add_argument("--list", type=Path, default=ROOT / "tools/mutations.csv")
+    one.add_argument("--out", type=Path, required=True)
     one.add_argument("--only", nargs="+", help="numbers of mutations")
-    one.add_argument("--jobs", type=int, default=2)
-    one.add_argument("--budget_s", type=float, default=90, help="of tests, by their durations")
+    one.add_argument("--limit_s", type=float, default=600, help="of the tests of a fault")
+    one.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     one = commands.add_parser("table")
     one.add_argument("before", type=Path)
     one.add_argument("after", type=Path)
     args = parser.parse_args(argv)
     if args.command == "draw":
-        passed_over = {row["id"] for row in read(args.equivalent)}
+        passed_over = {row["id"] for row in read(ROOT / "tools/equivalent.csv")}
         rows = draw(args.package, seed=args.seed, num=args.num, passed_over=passed_over)
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows([Mutation._fields, *rows])
     elif args.command == "table":
         print(table(read(args.before), read(args.after)))
     else:
-        from mutation_runs import run  # beside this file
-
         rows = [Mutation(**{**row, "line": int(row["line"])}) for row in read(args.list)]
-        run([row for row in rows if not args.only or row.id in args.only], args)
+        rows = [row for row in rows if not args.only or row.id in args.only]
+        run(rows, out=args.out, pytest=args.pytest, limit_s=args.limit_s)
 
 
 if __name__ == "__main__":
