@@ -36,17 +36,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ["id", "room", "file", "function", "line", "change", "result", "tests"]
 # Files without faults: no test of `make test` on a machine without a GPU can reach them.
-LEFT_OUT_FILES = {
-    "engines/cuda_graph.py": "needs a GPU",
-    "measure/gpu_monitor.py": "needs a GPU",
-    "measure/nvml.py": "needs a GPU",
-    "doctor/gpus.py": "needs a GPU",
-    "engines/ray.py": "tests marked ray",
-    "launch/ray_*.py": "tests marked ray",
-    "ranks/ray_cluster.py": "tests marked ray",
-    "tasks/ray_feed.py": "tests marked ray",
-    "tasks/encode/ray_stream.py": "tests marked ray",
-}
+LEFT_OUT_FILES = (
+    *("engines/cuda_graph.py", "measure/gpu_monitor.py", "measure/nvml.py", "doctor/gpus.py"),
+    # Tests marked ray.
+    *("engines/ray.py", "launch/ray_*.py", "ranks/ray_cluster.py", "tasks/ray_feed.py"),
+    "tasks/encode/ray_stream.py",
+)
 LEAST_OF_ROOM = 3
 # Annotations and decorators; arguments about the look of something or a check.
 LEFT_OUT_FIELDS = {"annotation", "returns", "decorator_list"}
@@ -226,7 +221,7 @@ def apply(mutation: Mutation, text: bytes) -> tuple[bytes, range] | None:
 
 
 def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[Mutation]:
-    """Draw about `num` mutations of the files of a package."""
+    """Draw about `num` mutations of the files of a package, each of another line."""
     rooms: dict[str, dict[str, Source]] = defaultdict(dict)
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
@@ -237,38 +232,28 @@ def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[M
         room: math.sqrt(sum(source.text.count(b"\n") for source in sources.values()))
         for room, sources in rooms.items()
     }
-    drawn: list[Mutation] = []
+    drawn: dict[tuple[str, int], Mutation] = {}
     for room, sources in sorted(rooms.items()):
-        rng = random.Random(f"{seed} {room}")
-        count = max(LEAST_OF_ROOM, round(num * roots[room] / sum(roots.values())))
-        drawn += _draw_room(room, sources, rng, count, passed_over)
-    return drawn
-
-
-def _draw_room(
-    room: str, sources: dict[str, Source], rng: random.Random, count: int, passed_over: set[str]
-) -> list[Mutation]:
-    kinds: dict[str, list[Mutation]] = defaultdict(list)
-    for file, source in sources.items():
-        for function, edit in source.edits():
-            row = source.row(room, file, function, edit)
-            kinds[row.kind].append(row)
-    for rows in kinds.values():
-        rng.shuffle(rows)
-    turns = rng.sample(sorted(kinds), len(kinds))
-    drawn: list[Mutation] = []
-    lines: set[tuple[str, int]] = set()
-    while len(drawn) < count and any(kinds.values()):
-        kind = turns.pop(0)
-        turns.append(kind)
-        while kinds[kind]:
-            row = kinds[kind].pop()
-            is_new = row.id not in passed_over and (row.file, row.line) not in lines
-            if is_new and _is_valid(row, sources[row.file]):
-                drawn.append(row)
-                lines.add((row.file, row.line))
+        rows = [
+            source.row(room, file, function, edit)
+            for file, source in sources.items()
+            for function, edit in source.edits()
+        ]
+        random.Random(f"{seed} {room}").shuffle(rows)
+        # The kinds take turns: first one row of each, then the second of each.
+        num_before = Counter[str]()
+        turns = []
+        for row in rows:
+            turns.append(num_before[row.kind])
+            num_before[row.kind] += 1
+        pairs = sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])
+        end = len(drawn) + max(LEAST_OF_ROOM, round(num * roots[room] / sum(roots.values())))
+        for _, row in pairs:
+            if len(drawn) == end:
                 break
-    return drawn
+            if row.id not in passed_over and _is_valid(row, sources[row.file]):
+                drawn.setdefault((row.file, row.line), row)
+    return list(drawn.values())
 
 
 def _is_valid(row: Mutation, source: Source) -> bool:
@@ -287,33 +272,22 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def table(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> str:
-    """Make a table of drawn and found faults by room, and lists of the faults not found."""
-    found = {"found", "timeout"}
+    """Make a table of drawn and found faults by room, and a list of the faults not found."""
     first, second = ({row["id"]: row for row in rows} for rows in (before, after))
-    rooms = {name: row["room"] for name, row in (first | second).items()}
-    counts = [
-        Counter(rooms.values()),
-        *(
-            Counter(row["room"] for row in rows.values() if row["result"] in found)
-            for rows in (first, second)
-        ),
-    ]
-    lines = [f"{'room':<12}{'drawn':>8}{'before':>8}{'after':>8}"]
-    for room in [*sorted(counts[0]), "all"]:
-        numbers = [count.total() if room == "all" else count[room] for count in counts]
-        lines.append(f"{room:<12}" + "".join(f"{number:>8}" for number in numbers))
-    parts: dict[str, list[str]] = {"Found by neither:": [], "Found before, not after:": []}
-    for name in rooms:
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("drawn", "before", "after")}
+    lines = []
+    for name, row in (first | second).items():
         results = [rows[name]["result"] if name in rows else "not run" for rows in (first, second)]
-        row = second.get(name) or first[name]
-        text = f"  {name} {row['file']}:{row['line']} ({', '.join(results)}): {row['change']}"
-        if results[1] not in found:
-            parts["Found before, not after:" if results[0] in found else "Found by neither:"] += [
-                text
-            ]
-    for title, texts in parts.items():
-        lines += ["", title, *(texts or ["  none"])]
-    return "\n".join(lines)
+        is_found = [result in ("found", "timeout") for result in results]
+        for column, counted in zip(counts, (True, *is_found), strict=True):
+            counts[column].update({row["room"]: counted, "all": counted})
+        if not all(is_found):
+            place = f"{row['file']}:{row['line']}"
+            lines.append(f"  {name} {place} ({', '.join(results)}): {row['change']}")
+    heads = [f"{'room':<12}" + "".join(f"{column:>8}" for column in counts)]
+    for room in sorted(counts["drawn"], key=lambda room: (room == "all", room)):
+        heads.append(f"{room:<12}" + "".join(f"{count[room]:>8}" for count in counts.values()))
+    return "\n".join([*heads, "", "Not found before or after:", *(lines or ["  none"])])
 
 
 def run(rows: Sequence[Mutation], *, out: Path, pytest: Sequence[str], limit_s: float) -> None:
