@@ -66,7 +66,7 @@ def figures_of(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str], folder: Path) -> str:
+def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str]) -> str:
     """Return medians with ranges, ratios to the first side with 95 % intervals, and the runs."""
     figures = {name: [figures_of(outcome) for outcome in of_side] for name, of_side in runs.items()}
     baseline = next(iter(figures))
@@ -86,8 +86,7 @@ def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str], folde
         if name != baseline
     ]
     records = [
-        f"- {name}, {outcome.record['config']['num_threads']} threads: "
-        f"{outcome.run_folder.relative_to(folder)}"
+        f"- {name}, {outcome.record['config']['num_threads']} threads: {outcome.run}"
         for name, of_side in runs.items()
         for outcome in of_side
     ]
@@ -138,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs[name].append(outcome)
         rate = outcome.summary["images_per_second"]
         print(f"repeat {repeat} of {arguments.repeats}: {name} {rate:.4g} images/s")
-    text = format_report(runs, flags=arguments.flags, folder=folder)
+    text = format_report(runs, flags=arguments.flags)
     print(f"\n{text}")
     arguments.output.write_text(text, encoding="utf-8")
 

@@ -22,6 +22,8 @@ from typing import Any
 # A script's own folder is on the path, the repository is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sdbench.measure import hardware
+from sdbench.record import provenance
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, Field, Table, tabulate, to_markdown
 from sdbench.statistics.law import communication_share
@@ -124,7 +126,7 @@ FIELDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the command line says."""
-    parser = comparison.make_parser(__doc__, repeats=3, output="JSON file", needs_output=False)
+    parser = comparison.make_parser(__doc__, repeats=3, output="JSON file")
     parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--nodes", nargs="+", type=int, default=NUMS_NODES, metavar="N")
     flags = parser.parse_args(argv)
@@ -150,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "work": WORK,
         "gradient_bytes": gradient_bytes,
         "step_time_p50_s": steps_s,
-        **comparison.describe_origin(),
+        "machine": hardware.as_dict(hardware.inspect_machine()),
+        "versions": provenance.package_versions(),
+        "git": provenance.git_state(),
     }
     print(to_markdown(summarize(result)))
     comparison.write_json(flags.output, result)

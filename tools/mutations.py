@@ -1,15 +1,16 @@
-"""Plants faults in the package, counts the faults that the tests find, and compares two counts.
+"""Plants faults in the package, notes the tests that find them, and compares two such notes.
 
     python tools/mutations.py draw --seed 31 --num 130 > tools/mutations.csv
-    python tools/mutations.py run --checkout DIR --coverage FILE --durations JUNIT.xml --out R.csv
+    python tools/mutations.py run --out before.csv -- -x -n 0 tests/data tests/engines
     python tools/mutations.py table before.csv after.csv
 
 The number of faults of a room is proportional to the square root of its lines, at least three. The
 kinds of faults take turns; within a kind every place is equally likely. `equivalent.csv` lists the
 numbers of faults that change nothing: the next fault of the same draw replaces each.
 
-`mutation_runs.py` says how to collect the input of `run` and what it does. It needs root, coverage
-and pytest-cov.
+`run` clones the checkout, without changes that are not committed. It plants one fault after another
+in the clone, and runs pytest there with the arguments after ``--``. These tests have to pass
+without a fault. An interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ import csv
 import hashlib
 import itertools
 import math
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ["id", "room", "file", "function", "line", "change", "result", "tests"]
 # Files without faults: no test of `make test` on a machine without a GPU can reach them.
-LEFT_OUT_FILES = {
-    "engines/cuda_graph.py": "needs a GPU",
-    "measure/gpu_monitor.py": "needs a GPU",
-    "measure/nvml.py": "needs a GPU",
-    "doctor/gpus.py": "needs a GPU",
-    "engines/ray.py": "tests marked ray",
-    "launch/ray_*.py": "tests marked ray",
-    "ranks/ray_cluster.py": "tests marked ray",
-    "tasks/ray_feed.py": "tests marked ray",
-    "tasks/encode/ray_stream.py": "tests marked ray",
-}
+LEFT_OUT_FILES = (
+    *("engines/cuda_graph.py", "measure/gpu_monitor.py", "measure/nvml.py", "doctor/gpus.py"),
+    # Tests marked ray.
+    *("engines/ray.py", "launch/ray_*.py", "ranks/ray_cluster.py", "tasks/ray_feed.py"),
+    "tasks/encode/ray_stream.py",
+)
 LEAST_OF_ROOM = 3
 # Annotations and decorators; arguments about the look of something or a check.
 LEFT_OUT_FIELDS = {"annotation", "returns", "decorator_list"}
@@ -65,8 +67,7 @@ ARITHMETIC = {
     ast.Div: ("/", "*"),
 }
 EXTREMES = {"min": "max", "max": "min"}
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NAMED = (*FUNCTIONS, ast.ClassDef)
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Mutation(NamedTuple):
@@ -220,7 +221,7 @@ def apply(mutation: Mutation, text: bytes) -> tuple[bytes, range] | None:
 
 
 def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[Mutation]:
-    """Draw about `num` mutations of the files of a package."""
+    """Draw about `num` mutations of the files of a package, each of another line."""
     rooms: dict[str, dict[str, Source]] = defaultdict(dict)
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
@@ -231,38 +232,28 @@ def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[M
         room: math.sqrt(sum(source.text.count(b"\n") for source in sources.values()))
         for room, sources in rooms.items()
     }
-    drawn: list[Mutation] = []
+    drawn: dict[tuple[str, int], Mutation] = {}
     for room, sources in sorted(rooms.items()):
-        rng = random.Random(f"{seed} {room}")
-        count = max(LEAST_OF_ROOM, round(num * roots[room] / sum(roots.values())))
-        drawn += _draw_room(room, sources, rng, count, passed_over)
-    return drawn
-
-
-def _draw_room(
-    room: str, sources: dict[str, Source], rng: random.Random, count: int, passed_over: set[str]
-) -> list[Mutation]:
-    kinds: dict[str, list[Mutation]] = defaultdict(list)
-    for file, source in sources.items():
-        for function, edit in source.edits():
-            row = source.row(room, file, function, edit)
-            kinds[row.kind].append(row)
-    for rows in kinds.values():
-        rng.shuffle(rows)
-    turns = rng.sample(sorted(kinds), len(kinds))
-    drawn: list[Mutation] = []
-    lines: set[tuple[str, int]] = set()
-    while len(drawn) < count and any(kinds.values()):
-        kind = turns.pop(0)
-        turns.append(kind)
-        while kinds[kind]:
-            row = kinds[kind].pop()
-            is_new = row.id not in passed_over and (row.file, row.line) not in lines
-            if is_new and _is_valid(row, sources[row.file]):
-                drawn.append(row)
-                lines.add((row.file, row.line))
+        rows = [
+            source.row(room, file, function, edit)
+            for file, source in sources.items()
+            for function, edit in source.edits()
+        ]
+        random.Random(f"{seed} {room}").shuffle(rows)
+        # The kinds take turns: first one row of each, then the second of each.
+        num_before = Counter[str]()
+        turns = []
+        for row in rows:
+            turns.append(num_before[row.kind])
+            num_before[row.kind] += 1
+        pairs = sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])
+        end = len(drawn) + max(LEAST_OF_ROOM, round(num * roots[room] / sum(roots.values())))
+        for _, row in pairs:
+            if len(drawn) == end:
                 break
-    return drawn
+            if row.id not in passed_over and _is_valid(row, sources[row.file]):
+                drawn.setdefault((row.file, row.line), row)
+    return list(drawn.values())
 
 
 def _is_valid(row: Mutation, source: Source) -> bool:
@@ -281,33 +272,80 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def table(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> str:
-    """Make a table of drawn and found faults by room, and lists of the faults not found."""
-    found = {"found", "timeout"}
+    """Make a table of drawn and found faults by room, and a list of the faults not found."""
     first, second = ({row["id"]: row for row in rows} for rows in (before, after))
-    rooms = {name: row["room"] for name, row in (first | second).items()}
-    counts = [
-        Counter(rooms.values()),
-        *(
-            Counter(row["room"] for row in rows.values() if row["result"] in found)
-            for rows in (first, second)
-        ),
-    ]
-    lines = [f"{'room':<12}{'drawn':>8}{'before':>8}{'after':>8}"]
-    for room in [*sorted(counts[0]), "all"]:
-        numbers = [count.total() if room == "all" else count[room] for count in counts]
-        lines.append(f"{room:<12}" + "".join(f"{number:>8}" for number in numbers))
-    parts: dict[str, list[str]] = {"Found by neither:": [], "Found before, not after:": []}
-    for name in rooms:
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("drawn", "before", "after")}
+    lines = []
+    for name, row in (first | second).items():
         results = [rows[name]["result"] if name in rows else "not run" for rows in (first, second)]
-        row = second.get(name) or first[name]
-        text = f"  {name} {row['file']}:{row['line']} ({', '.join(results)}): {row['change']}"
-        if results[1] not in found:
-            parts["Found before, not after:" if results[0] in found else "Found by neither:"] += [
-                text
-            ]
-    for title, texts in parts.items():
-        lines += ["", title, *(texts or ["  none"])]
-    return "\n".join(lines)
+        is_found = [result in ("found", "timeout") for result in results]
+        for column, counted in zip(counts, (True, *is_found), strict=True):
+            counts[column].update({row["room"]: counted, "all": counted})
+        if not all(is_found):
+            place = f"{row['file']}:{row['line']}"
+            lines.append(f"  {name} {place} ({', '.join(results)}): {row['change']}")
+    heads = [f"{'room':<12}" + "".join(f"{column:>8}" for column in counts)]
+    for room in sorted(counts["drawn"], key=lambda room: (room == "all", room)):
+        heads.append(f"{room:<12}" + "".join(f"{count[room]:>8}" for count in counts.values()))
+    return "\n".join([*heads, "", "Not found before or after:", *(lines or ["  none"])])
+
+
+def run(rows: Sequence[Mutation], *, out: Path, pytest: Sequence[str], limit_s: float) -> None:
+    """Append a line to `out` for each mutation that has none there."""
+    if not out.exists():
+        out.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+    done = {row["id"] for row in read(out)}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        clone = Path(folder, "clone")
+        subprocess.run(["git", "clone", "-q", "--shared", ROOT, clone], check=True)
+        if (without := _judge(clone, pytest, limit_s))["result"] != "survived":
+            sys.exit(f"These tests fail without a fault: {without}")
+        for row in rows:
+            if row.id in done:
+                continue
+            path = clone / row.file
+            clean = path.read_bytes() if path.exists() else b""
+            line = {**row._asdict(), "result": "does not apply"}
+            line["change"] = f"{row.original.strip()} -> {row.mutated.strip()}".replace("\n", " ")
+            if applied := apply(row, clean):
+                mutated, places = applied
+                path.write_bytes(mutated)
+                # Records name changed files: they must not show the fault.
+                hide = ["git", "update-index", "--assume-unchanged", row.file]
+                subprocess.run(hide, cwd=clone, check=True)
+                line |= {"line": places.start, **_judge(clone, pytest, limit_s)}
+                path.write_bytes(clean)
+            with out.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(
+                    file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n"
+                )
+                writer.writerow(line)
+            print(row.id, row.file, line["line"], line["result"], flush=True)
+
+
+def _judge(clone: Path, arguments: Sequence[str], limit_s: float) -> dict[str, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
+    # A cached file of the same size and second would count as the compilation of the next fault.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return {"result": "timeout"}
+    if process.returncode == 0:
+        return {"result": "survived"}
+    # Exit codes above 1 are of pytest: a file that cannot be imported, or no tests.
+    tests = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+    return {"result": "found", "tests": " ".join(tests) or output.strip().rpartition("\n")[2]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -316,37 +354,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    here = Path(__file__).parent
     one = commands.add_parser("draw")
-    one.add_argument("--package", type=Path, default=here.parent / "sdbench")
+    one.add_argument("--package", type=Path, default=ROOT / "sdbench")
     one.add_argument("--seed", type=int, required=True)
     one.add_argument("--num", type=int, default=130)
-    one.add_argument("--equivalent", type=Path, default=here / "equivalent.csv")
     one = commands.add_parser("run")
-    one.add_argument("--list", type=Path, default=here / "mutations.csv")
-    one.add_argument("--checkout", type=Path, required=True, help="it is cloned, not touched")
-    one.add_argument("--coverage", type=Path, required=True)
-    one.add_argument("--durations", type=Path, required=True)
-    one.add_argument("--out", type=Path, required=True, help="an interrupted run goes on here")
+    one.add_argument("--list", type=Path, default=ROOT / "tools/mutations.csv")
+    one.add_argument("--out", type=Path, required=True)
     one.add_argument("--only", nargs="+", help="numbers of mutations")
-    one.add_argument("--jobs", type=int, default=2)
-    one.add_argument("--budget_s", type=float, default=90, help="of tests, by their durations")
+    one.add_argument("--limit_s", type=float, default=600, help="of the tests of a fault")
+    one.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     one = commands.add_parser("table")
     one.add_argument("before", type=Path)
     one.add_argument("after", type=Path)
     args = parser.parse_args(argv)
     if args.command == "draw":
-        passed_over = {row["id"] for row in read(args.equivalent)}
+        passed_over = {row["id"] for row in read(ROOT / "tools/equivalent.csv")}
         rows = draw(args.package, seed=args.seed, num=args.num, passed_over=passed_over)
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows([Mutation._fields, *rows])
     elif args.command == "table":
         print(table(read(args.before), read(args.after)))
     else:
-        from mutation_runs import run  # beside this file
-
         rows = [Mutation(**{**row, "line": int(row["line"])}) for row in read(args.list)]
-        run([row for row in rows if not args.only or row.id in args.only], args)
+        rows = [row for row in rows if not args.only or row.id in args.only]
+        run(rows, out=args.out, pytest=args.pytest, limit_s=args.limit_s)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from composer.loggers import Logger
 from composer.utils import get_device
 
 from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
-from sdbench.engines.device_batches import Batches, make_batches
+from sdbench.engines.device_batches import Batches
 from sdbench.engines.job import EmaSpec, EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, find_device, reset_peak_memory
+from sdbench.engines.training import Training
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
@@ -27,21 +27,14 @@ def fit(
 ) -> Measurements:
     """Train by Composer's trainer; see `sdbench.engines`."""
     device = get_device(None)
-    reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
     training = Training(job, config, watch, hooks)
-    # The optimizer's phase begins in TrainingCallback.
-    training.optimizer.register_step_post_hook(
-        lambda *_: watch.phases.switch(phases.OTHER) and None
-    )
-    # Their batches are on the device already, where Composer leaves them.
-    batches = make_batches(
-        job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
-    )
+    training.end_optimizer_phase()
     algorithms = []
     if job.ema is not None and job.ema.implementation == "composer":
         algorithms.append(_composer_ema(job.ema, watch.phases))
-    training.begin(batches)
+    # They are on the device already, where Composer leaves them.
+    batches = training.begin()
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             clock=watch.phases,

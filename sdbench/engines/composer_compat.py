@@ -34,13 +34,7 @@ class TrainerThatDoesNotWait(Trainer):
     def __init__(
         self, *, clock: PhaseClock, begin_microbatch: Callable[..., object], **options: Any
     ) -> None:
-        """Make the trainer.
-
-        Args:
-            clock: Times the wait for other ranks.
-            begin_microbatch: Is told with `is_last` of each micro-batch.
-            **options: Of `composer.Trainer`.
-        """
+        """Make the trainer; `begin_microbatch` is told with `is_last` of each micro-batch."""
         if not composer.__version__.startswith(KNOWN_VERSION):
             raise RunError(
                 f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "

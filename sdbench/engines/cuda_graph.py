@@ -37,11 +37,9 @@ class GraphedStep:
     def __init__(self, run_step: Callable[[Batch], Tensor], *, clock: PhaseClock) -> None:
         """Run nothing yet.
 
-        Args:
-            run_step: Trains on a batch on the device without reading from the device, resets the
-                gradients and returns the loss.
-            clock: Once it runs the graph is given up: phases within a graph cannot be timed, and
-                memory may not suffice for a graph and for a step without one.
+        `run_step` reads nothing from the device, resets the gradients and returns the loss. Once
+        the clock runs the graph is given up: phases within a graph cannot be timed, and memory may
+        not suffice for a graph and for a step without one.
         """
         self._run_step = run_step
         self._clock = clock

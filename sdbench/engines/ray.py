@@ -19,10 +19,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
-from sdbench.engines.device_batches import Batches, MicroBatch, make_batches, split_batch
+from sdbench.engines.device_batches import Batches, MicroBatch, split_batch
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, find_device, reset_peak_memory
+from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
@@ -35,17 +35,10 @@ def fit(
 ) -> Measurements:
     """Train by Lightning's trainer; see `sdbench.engines`."""
     ranks, device = Ranks.from_environment(), find_device()
-    reset_peak_memory()
     job.model.to(device).train()
     training = Training(job, config, watch, hooks)
-    # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
-    training.optimizer.register_step_post_hook(
-        lambda *_: watch.phases.switch(phases.OTHER) and None
-    )
-    batches = make_batches(
-        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
-    )
-    training.begin(batches)
+    training.end_optimizer_phase()
+    batches = training.begin()
     scaler = None
     if config.precision == "amp_fp16":
         scaler = torch.amp.GradScaler(device.type, enabled=True)  # torch 2.7 wants the word on CPUs

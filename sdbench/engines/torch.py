@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdbench.engines.device_batches import Batch, MicroBatch, make_batches, split_batch
+from sdbench.engines.device_batches import Batch, MicroBatch, split_batch
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, find_device, reset_peak_memory
+from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
@@ -28,7 +28,6 @@ def fit(
 ) -> Measurements:
     """Train by a loop of plain torch; see `sdbench.engines`."""
     ranks, device = Ranks.from_environment(), find_device()
-    reset_peak_memory()
     model = job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding not in FSDP:
         model = make_ddp(model, config=config)
@@ -40,10 +39,7 @@ def fit(
 
         let_rates_change(training.optimizer, device=device)
         run_step = GraphedStep(run_step, clock=watch.phases)
-    batches = make_batches(
-        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
-    )
-    training.begin(batches)
+    batches = training.begin()
     state = training.state
     state.use_scaler(training_step.scaler)
     # As Composer does, so that each rank draws its own noise.

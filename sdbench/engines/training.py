@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sdbench.engines.device_batches import Batches, Loader
+from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.optimizers import parameter_groups, update_early
@@ -31,12 +31,6 @@ def find_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def reset_peak_memory() -> None:
-    """Reset the peak of a GPU. The peak of a CPU process counts from its start."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 class Training:
@@ -57,6 +51,9 @@ class Training:
         self, job: TrainJob, config: EngineConfig, watch: StepWatch, hooks: TrainingHooks | None
     ) -> None:
         """Shard the weights if the config says so, and make optimizer and average."""
+        if torch.cuda.is_available():
+            # The peak of a CPU process counts from its start.
+            torch.cuda.reset_peak_memory_stats()
         self.job = job
         self.config = config
         self.watch = watch
@@ -74,8 +71,25 @@ class Training:
             self.ema = ForeachEma(held, job.ema)
         self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
-    def begin(self, batches: Loader) -> None:
-        """Make the state, which the hooks may restore, and the schedule from there on."""
+    def end_optimizer_phase(self) -> None:
+        """End the phase with the optimizer's step, for loops that begin it in an event."""
+        self.optimizer.register_step_post_hook(
+            lambda *_: self.watch.phases.switch(phases.OTHER) and None
+        )
+
+    def begin(self) -> Batches:
+        """Make the state, which the hooks may restore, and the schedule from there on.
+
+        Returns:
+            The job's batches on the device, which the state has the position of.
+        """
+        batches = make_batches(
+            self.job.loader,
+            device=find_device(),
+            watch=self.watch,
+            config=self.config,
+            prepare=self.job.prepare,
+        )
         self.state = TrainState(
             self.job, self.optimizer, ema=self.ema, batches=batches, config=self.config
         )
@@ -85,6 +99,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: self.job.schedule(first + step)
         )
+        return batches
 
     @property
     def num_steps_left(self) -> int:

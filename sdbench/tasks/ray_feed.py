@@ -157,12 +157,7 @@ def _spread(num_warmup: int, num_batches: int) -> set[int]:
 
 
 class StageTime(NamedTuple):
-    """Work of a stage since the stream began.
-
-    Attributes:
-        num_rows: Batches that its actors have made.
-        busy_s: Time of all actors for these, with receiving and returning a row.
-    """
+    """Batches that the actors of a stage have made since the stream began, and their time."""
 
     num_rows: int
     busy_s: float

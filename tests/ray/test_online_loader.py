@@ -24,6 +24,7 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
@@ -264,7 +265,7 @@ def test_decoders_stream_each_file_once_and_a_killed_encoder_changes_nothing(
 
 
 @pytest.mark.ray
-def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(cluster):
+def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(cluster, monkeypatch):
     source = source_of(None, data_format="synthetic", num_images=1000 * BATCH_SIZE)
     loader = open_loader(source, num_batches=1000)
     batches = iter(loader)
@@ -287,7 +288,10 @@ def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(clu
             list(batches)
     finally:
         os.kill(pid, signal.SIGKILL)
-    # Another encoder takes its place, so that the stream gives a row and can be ended.
+    # Another encoder takes its place, so that the stream gives a row and can be ended. On a busy
+    # machine its start takes longer than a run would wait, and a stream that goes on would keep the
+    # thread that `cluster` waits for.
+    monkeypatch.setattr(ray_stream, "PATIENCE_S", 60.0)
     loader.close()
 
 

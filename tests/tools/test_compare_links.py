@@ -5,18 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from sdbench.report.tables import to_markdown
-from tools.compare_links import predict_added_s, summarize
+from tools.compare_links import summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-
-
-def test_a_link_adds_the_time_that_a_ring_needs_for_the_gradients():
-    # 4 nodes send 3/4 of 100 MB twice: 150 MB, which take 1.2 s at 1000 Mbit/s.
-    assert predict_added_s(100_000_000, num_nodes=4, rate_mbit=1000) == pytest.approx(1.2)
-    assert predict_added_s(100_000_000, num_nodes=1, rate_mbit=1000) == 0
 
 
 def test_what_a_link_adds_is_set_against_the_prediction():

@@ -2,8 +2,7 @@
 
 New shared memory for each batch, as torch's default_collate takes it, costs a page fault for every
 4 KiB on either side: with latents at 512 px two workers then deliver a third less
-(results/comparisons/2-core-cpu_latents_transport.json, made by
-tools/compare_transport.py).
+(results/comparisons/2-core-cpu_latents_transport.json).
 """
 
 from __future__ import annotations

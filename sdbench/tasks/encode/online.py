@@ -62,14 +62,7 @@ class EncodeStage(Stage):
         resources: Mapping[str, float],
         is_error: bool,
     ) -> None:
-        """Build the encoders.
-
-        Args:
-            make_encoder: Builds them on a `device`.
-            batch_size: Images per call of an encoder.
-            resources: Of this actor.
-            is_error: Whether latents that are not finite are an error.
-        """
+        """Build the encoders; `is_error` refuses latents that are not finite."""
         self._encoder = make_encoder(device=set_up_encoder_process(resources))
         self._batch_size = batch_size
         self._is_error = is_error
@@ -128,15 +121,8 @@ class OnlineLoader(CheckedLoader):
     ) -> None:
         """Open the source; Ray is connected.
 
-        The stream begins with the first iteration, when the position is known.
-
-        Args:
-            source: The images, of this rank.
-            settings: The actors, with the type of the encoders' weights.
-            architecture: With the encoders.
-            weights_seed: Of random weights.
-            ranks: This rank; all ranks have such a loader and iterate in step.
-            num_batches: Global batches of the run, and so of a stream.
+        The stream begins with the first iteration, when the position is known, and has
+        `num_batches` global batches. All ranks have such a loader and iterate in step.
 
         Raises:
             ConfigError: As `data.check`.

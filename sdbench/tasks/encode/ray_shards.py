@@ -47,11 +47,7 @@ class EncodePiecesStage(Stage):
 class EncodingOnRay:
     """Encodes in actors of Ray Data, while this process writes; Ray is connected.
 
-    Attributes:
-        job: What is to be encoded.
-        settings: The actors.
-        num_samples: Of the source, as counted here.
-        num_ahead: Approximate number of batches to keep ready.
+    About `num_ahead` batches are kept ready.
     """
 
     job: EncodeJob

@@ -37,13 +37,7 @@ class ReadStage(Stage):
     def __init__(
         self, configs: Sequence[SourceConfig], pieces: Sequence[range], num_samples: int
     ) -> None:
-        """Open the source.
-
-        Args:
-            configs: The source, once for each resolution.
-            pieces: The samples of each row.
-            num_samples: Of the source, as the driver has counted them.
-        """
+        """Open the source at each resolution; `pieces` are the samples of each row."""
         self._reader = ImageReader(configs)
         self._pieces = pieces
         _check_same_data(self._reader.num_samples, num_samples)
@@ -69,14 +63,11 @@ class DecodeStage(Stage):
         first_batch: int,
         position: dict[str, Any] | None,
     ) -> None:
-        """Open the source.
+        """Open the source; `open_batches` does so for a rank.
 
-        Args:
-            open_batches: Opens it for a rank.
-            config: The source, of any rank; of streamed files with `num_workers` of
-                `num_lanes_of_rank`.
-            first_batch: Global batch of the first rows, counted from the first epoch's first.
-            position: Where the run was resumed, as the state of the loader has it; or None.
+        The `config` of streamed files has the `num_workers` of `num_lanes_of_rank`. `first_batch`
+        is the global batch of the first rows, counted from the first epoch's first. `position` is
+        the state of the loader where the run was resumed.
         """
         self._reader_of_rank = functools.cache(open_batches)
         self._num_batches = self._reader_of_rank(0).num_samples // config.global_batch_size

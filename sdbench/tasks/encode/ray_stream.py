@@ -106,17 +106,10 @@ class Pool:
 
 
 def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahead: int) -> Dataset:
-    """Describe a stream of rows through stages; nothing runs before it is read.
+    """Describe a stream of rows ``{id, content}``; nothing runs before it is read.
 
-    Args:
-        pools: Of each stage, in order.
-        num_rows: Number of rows.
-        row_bytes: Approximate size of a row where it is largest.
-        num_ahead: Approximate number of rows to keep ready for the reader.
-
-    Returns:
-        Rows ``{id, content}`` in order, one in a block. Ray Data bounds the memory of waiting
-        blocks: a stage pauses while those after it are full.
+    The rows stay in order, one in a block. Ray Data bounds the memory of waiting blocks to
+    about `num_ahead` rows of `row_bytes`: a stage pauses while those after it are full.
 
     Raises:
         RunError: The cluster is too small for the actors.
