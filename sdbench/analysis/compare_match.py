@@ -101,15 +101,8 @@ def match(
 ) -> Match:
     """Match two sides.
 
-    Args:
-        baseline: One side.
-        candidate: The other.
-        between: Settings to compare, beside those that have one value on each side.
-        allow: Settings of `GUARDED` in which the sides may differ.
-
-    Raises:
-        ConfigError: If they differ in a guarded setting, if no configuration is on both sides, or
-            if rows with the same settings are not replicates.
+    `between` has settings to compare, beside those that have one value on each side, and `allow`
+    settings of `GUARDED` in which the sides may differ.
     """
     sides = (baseline, candidate)
     known = [_known_settings(side.rows) for side in sides]

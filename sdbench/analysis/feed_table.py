@@ -50,13 +50,9 @@ RATE, PHASES_OF_IMAGE = "images/s (95 % interval)", f"ms per image: {', '.join(P
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """Format the printed result of data.py.
+    """Format the result of data.py that ended well as lines of name and value.
 
-    Args:
-        record: A record of kind feed with the status ok.
-
-    Returns:
-        Lines of name and value; the last answers --target_images_per_second, if given.
+    The last line answers --target_images_per_second, if given.
     """
     config, summary = record["config"], record["summary"]
     stages = summary.get("ray")
@@ -212,11 +208,7 @@ def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict
 
 
 def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
-    """The device, data and settings that replicates share.
-
-    Args:
-        record: A record of kind feed or precompute.
-    """
+    """The device, data and settings that replicates of kind feed or precompute share."""
     row = make_row(record)
     return {
         "device": row["device"],

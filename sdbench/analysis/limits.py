@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import collections
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,27 +88,23 @@ def _floors(profile: Mapping[str, Any]) -> dict[str, Any]:
 def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
     """The time of the profiled step above its needed floor, in ms, and its parts."""
     step = profile["step"]
-    parts: dict[str, list[Mapping[str, Any]]] = {"update": [], "products": [], "casts": []}
-    others: list[Mapping[str, Any]] = []
+    times_ms: dict[str, float] = collections.defaultdict(float)
     for row in profile["operators"]:
-        if row["phase"] == "optimizer" or row["operator"] == ONE_PASS:
-            parts["update"].append(row)
-        elif row["gflop"]:
-            parts["products"].append(row)
-        elif row["operator"] in CASTS:
-            parts["casts"].append(row)
-        else:
-            others.append(row)
+        times_ms[_part_of(row)] += row["time_ms"] or 0.0
+    one_pass_ms = step["needed_floor_ms"] - step["ideal_floor_ms"]
     return {
         "above the floor": step["profiled_step_ms"] - step["needed_floor_ms"],
-        "products and convolutions": _sum_ms(parts["products"]) - step["ideal_floor_ms"],
-        "casts and copies": _sum_ms(parts["casts"]),
-        "the optimizer": _sum_ms(parts["update"])
-        - (step["needed_floor_ms"] - step["ideal_floor_ms"]),
-        "other operators": _sum_ms(others),
+        "products and convolutions": times_ms["products"] - step["ideal_floor_ms"],
+        "casts and copies": times_ms["casts"],
+        "the optimizer": times_ms["update"] - one_pass_ms,
+        "other operators": times_ms["others"],
         "no operator: Python, autograd": step["outside_operators_ms"],
     }
 
 
-def _sum_ms(rows: Sequence[Mapping[str, Any]]) -> float:
-    return math.fsum(row["time_ms"] or 0.0 for row in rows)
+def _part_of(row: Mapping[str, Any]) -> str:
+    if row["phase"] == "optimizer" or row["operator"] == ONE_PASS:
+        return "update"
+    if row["gflop"]:
+        return "products"
+    return "casts" if row["operator"] in CASTS else "others"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.analysis.ladder import THREADS, added_to_seed, describe_recipe, pure_preset
+from sdbench.analysis.ladder import THREADS, added_to_seed, describe_recipe
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
@@ -41,21 +41,6 @@ class LossRun(NamedTuple):
     losses: Sequence[float]
 
 
-class Band(NamedTuple):
-    """The band of one device and size, and the runs that were compared with it.
-
-    Attributes:
-        caption: The work and the width of the band.
-        spread: Root mean square over the steps of the standard deviation of the losses of five
-            runs with other weights; None with fewer runs.
-        rows: The reference, the runs with other weights, then the recipes, as rows of the table.
-    """
-
-    caption: str
-    spread: float | None
-    rows: Sequence[dict[str, Any]]
-
-
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
     """Read the first 50 losses of a run; a run with fewer is refused."""
     path = folder / STEPS_NAME
@@ -70,25 +55,21 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
     return LossRun(record, losses[:NUM_STEPS])
 
 
-def find_bands(runs: Sequence[LossRun]) -> list[Band]:
-    """The band of each device and size that has a reference."""
-    bands = []
+def make_tables(runs: Sequence[LossRun]) -> list[Table]:
+    """A table for each device and size that has a reference.
+
+    Its rows are the reference, the runs with other weights, then the recipes.
+    """
+    tables: list[Table] = []
     for alike in group(runs, key_of=lambda run: as_key(_same_for_all(run.record))).values():
         references = [run for run in alike if _is_eager_fp32(run) and not _has_other_weights(run)]
         if references:
-            bands.append(_make_band(references[0], alike))
-    return bands
+            name = f"loss-band-{len(tables) + 1}"
+            tables.append(_make_table(references[0], alike, name=name))
+    return tables
 
 
-def make_tables(bands: Sequence[Band]) -> list[Table]:
-    """A table for each band."""
-    return [
-        tabulate(FIELDS, band.rows, name=f"loss-band-{number}", caption=band.caption)
-        for number, band in enumerate(bands, 1)
-    ]
-
-
-def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
+def _make_table(reference: LossRun, runs: Sequence[LossRun], *, name: str) -> Table:
     others = [run for run in runs if _has_other_weights(run) and _is_eager_fp32(run)]
     recipes = [run for run in runs if not _has_other_weights(run) and run is not reference]
     record, config = reference.record, reference.record["config"]
@@ -97,7 +78,7 @@ def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
         f"{config['image_size']} px, batch {config['batch_size']}"
     )
     if len(others) < NUM_OTHER_WEIGHTS:
-        spread, half_width = None, None
+        half_width = None
         band = f"no band yet, {len(others)} of {NUM_OTHER_WEIGHTS} runs that make it"
     else:
         by_step = zip(*(run.losses for run in others), strict=True)
@@ -119,13 +100,12 @@ def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
         else:
             verdict = INSIDE if row["deviation"] <= half_width else OUTSIDE  # a NaN is outside
         rows.append(row | {"verdict": verdict})
-    return Band(f"{work}: {band}", spread, rows)
+    return tabulate(FIELDS, rows, name=name, caption=f"{work}: {band}")
 
 
 def _describe(run: LossRun) -> dict[str, Any]:
     return {
         "recipe": describe_recipe(run.record),
-        "preset": pure_preset(run.record),
         "engine": run.record["config"]["engine"],
         "losses": f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}",
         "run_id": run.record["run_id"],

@@ -80,19 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
     """Copy a run's record, log and table of steps, if it has one, into a folder of results.
 
-    Paths of this machine are replaced by the names of their flags.
-
-    Args:
-        run: Folder of the run.
-        results: The results folder.
-        kind: The folder in it: `RUNS` for measurements of speed, `NUMERICS` for runs of losses.
-
-    Returns:
-        The new folder.
-
-    Raises:
-        ConfigError: If the run did not end well, is published already, or has a text that looks
-            like a secret; for `NUMERICS`, if it has too few losses.
+    Paths of this machine are replaced by the names of their flags. `kind` is the folder in
+    `results`: `RUNS` for measurements of speed, `NUMERICS` for runs of losses.
     """
     record = read_record(run, flag="RUN")
     if record["status"] != "ok":

@@ -143,15 +143,11 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
     A record or a table that cannot be read is named on stderr and left out.
 
-    Args:
-        results: The folder. It has README.md and may have runs/, quoted/, modelled/, numerics/,
-            profiles/, pages/, ladder.md and limits.md.
+    The folder has README.md and may have runs/, quoted/, modelled/, numerics/, profiles/, pages/,
+    ladder.md and limits.md. If a text with places for tables cannot be used, nothing is written.
 
     Returns:
         What was made, and which plots have no data, in words; and the files that are left out.
-
-    Raises:
-        ConfigError: If a text with places for tables cannot be used. Nothing is written then.
     """
     files = sorted(results.glob(f"{RUNS}/*/record.json"))
     records, left_out = use_each(files, _load_record)
@@ -257,7 +253,7 @@ def _make_ladder(
         "ladder": make_ladder_tables(configurations),
         NOT_MEASURED: make_pending_tables(configurations),
         **{name: [table] if table.rows else [] for name, table in pairs.items()},
-        "loss-band": loss_band.make_tables(loss_band.find_bands(losses)),
+        "loss-band": loss_band.make_tables(losses),
     }
 
 

@@ -133,11 +133,7 @@ def describe_origin(row: Mapping[str, Any]) -> str:
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all rows of a run but the first the status `COPY`, so that the run counts once.
 
-    Args:
-        rows: Rows of tables or records.
-
-    Raises:
-        ConfigError: If two rows of one run differ in a column that both have.
+    Raises ConfigError if two rows of one run differ in a column that both have.
     """
     first: dict[str, dict[str, Any]] = {}
     marked = []
@@ -175,13 +171,7 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
 def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
     """Keep the rows that meet every condition of --where.
 
-    Args:
-        rows: Rows of a table.
-        conditions: ``COLUMN=VALUE``, with a value of the column or the beginning of exactly one.
-
-    Raises:
-        ConfigError: If a condition has another form, no row has the column, or no row that is left
-            has the value.
+    A condition is ``COLUMN=VALUE``, with a value of the column or the beginning of exactly one.
     """
     for column, value in parse_conditions(conditions, flag="--where").items():
         columns = sorted({name for row in rows for name in row})
@@ -201,14 +191,7 @@ def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> li
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
     """Find the name that equals this text, or the only one that begins with it.
 
-    Args:
-        name: The text to look for.
-        names: The names that exist.
-        what: The message if no name begins with it.
-        flag: The flag for errors.
-
-    Raises:
-        ConfigError: If no name or several begin with it; the message offers the nearest.
+    Otherwise raises ConfigError, which says `what` if no name begins with it.
     """
     if name in names:
         return name
@@ -238,11 +221,7 @@ def as_text(value: Any) -> str:
 
 
 def write_out(path: Path, text: str) -> None:
-    """Write the output of a command to the file given with --out.
-
-    Raises:
-        ConfigError: If it cannot be written.
-    """
+    """Write the output of a command to the file given with --out."""
     try:
         replace_file(path, text)
     except OSError as error:

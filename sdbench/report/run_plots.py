@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_plot
-from sdbench.record.configuration import count_devices, group, place_of_encoders
+from sdbench.record.configuration import group, place_of_encoders
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_devices, group_runs, read_steps, tell_apart, use_each
@@ -125,21 +125,6 @@ def draw_step_times(
     axes[-1].set_xlabel("step")
     plot = render(figure, name=STEP_TIMES, title="Step times, with warm-up shaded")
     return plot, left_out
-
-
-def describe_run(record: dict[str, Any]) -> str:
-    """A run in a few words, e.g. ``1 x CPU, sd2-base, 256 px, online, seed, micro-batch 2``."""
-    config = record["config"]
-    parts = [
-        count_devices(record["machine"], record["ranks"]),
-        record["workload"]["architecture"],
-        f"{config['image_size']} px",
-        place_of_encoders(config),
-        config["preset"],
-        f"micro-batch {config['device_train_microbatch_size']}",
-        "EMA" if config["use_ema"] else "no EMA",
-    ]
-    return ", ".join(str(part) for part in parts)
 
 
 def _latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

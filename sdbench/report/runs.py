@@ -22,7 +22,7 @@ from sdbench.record.configuration import (
     settings_of,
 )
 from sdbench.record.store import load_record
-from sdbench.report.tables import Cell, median_cell, optional_cell
+from sdbench.report.tables import Cell, make_cell, median_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_rates
 
 T = TypeVar("T")
@@ -164,6 +164,11 @@ def tell_apart(
     return common, [label or "no other setting" for label in labels]
 
 
+def describe_run(record: dict[str, Any]) -> str:
+    """The device, the work and the settings of a run in words."""
+    return ", ".join(_facts_of(record).values())
+
+
 def describe_configuration(record: dict[str, Any]) -> str:
     """The settings of a run in words, without its device, its model and its kind of work."""
     told_elsewhere = {"device", "model", "image_size", "latents"}
@@ -228,4 +233,4 @@ def notes_cell(runs: Sequence[dict[str, Any]]) -> Cell:
     notes = [f"{flag}: {FLAG_MEANINGS.get(flag, flag)}" for flag in flags]
     if any(run["git"]["dirty"] for run in runs):
         notes.append("the code had uncommitted changes")
-    return optional_cell("; ".join(notes) or None)
+    return make_cell("; ".join(notes) or None, unknown="")

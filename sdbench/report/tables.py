@@ -209,11 +209,6 @@ def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> C
     return Cell(str(value), value if isinstance(value, int) else str(value))
 
 
-def optional_cell(value: Any) -> Cell:
-    """The cell of a value, empty for None."""
-    return make_cell(value, unknown="")
-
-
 def median_cell(
     values: Iterable[float | None], *, num_digits: int = 4, unknown: str = NOT_KNOWN
 ) -> Cell:

@@ -17,7 +17,7 @@ from sdbench.record.history import cost_of_stops
 from sdbench.record.store import OK, UNFINISHED_REASON, utc_now
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import plain_style
-from sdbench.report.run_plots import describe_run
+from sdbench.report.runs import describe_run
 from sdbench.report.tables import Field, Table, make_table, tabulate
 from sdbench.report.terminal import format_number
 from sdbench.report.training_run import TrainingRun, draw_run, encode_grids, read_run

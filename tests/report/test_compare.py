@@ -227,17 +227,6 @@ def test_rows_without_a_figure_are_counted_and_flags_are_shown(compare, reposito
     assert "no setting differs, only the runs" in text
 
 
-def test_published_runs_of_two_presets(compare, repository, tmp_path):
-    # Three runs of each, as published on 2026-11-21.
-    for run in (repository / "results" / "runs").glob("20261121T0[56]*_sd2-base-256px-*"):
-        shutil.copytree(run, tmp_path / run.name)
-    sides = (tmp_path, "--between", "preset", "--baseline", "seed", "--candidate", "fast")
-    assert "--allow precision" in refusal_of("compare", *sides).flag
-    text = compare(*sides, "--allow", "precision")
-    assert "compared: precision: fp32 -> amp_bf16" in text
-    assert "3 0.12314 0.47046 3.82x" in text and "faster" in text
-
-
 def test_what_differs_beside_the_settings_is_named(compare, compare_as_json, write_runs, a_record):
     a = write_runs("a", *RATES)
     write_runs("a", 98.0, minutes=[15], facts={"versions": {**a_record["versions"], "ray": "3"}})
@@ -460,14 +449,6 @@ def run_row(name, rate, started_utc="2026-11-21T05:48:24+00:00"):
         **{"source": name, "kind": "measured"},
         **{"started_utc": started_utc, "images_per_second": rate},
     }
-
-
-def test_a_run_twice_in_a_table_counts_once(gate, write_table):
-    a = write_table("a.csv", run_row("a1", 10), run_row("a2", 11))
-    b = write_table("b.csv", *[run_row("b1", 10)] * 5)
-    assert "n=2 and n=1" in gate(a, b)[1]
-    write_table("b.csv", run_row("b1", 10), run_row("b1", 11))
-    assert refusal_of("compare", a, b).value == "b1: 10 and 11"
 
 
 # Outputs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 
@@ -10,91 +11,34 @@ import pytest
 from sdbench.analysis.feed_table import format_csv, format_feed, make_data_table
 from sdbench.analysis.publish import main
 from sdbench.measure.hardware import as_dict
+from sdbench.record.store import load_record
 from sdbench.report.tables import to_markdown
 from tests.machines import make_cpu_machine, make_machine
-from tests.report.results_folder import make_readme
+from tests.report.results_folder import RESULTS, make_readme
 from tests.schemas import validate
 
+PUBLISHED = load_record(min(RESULTS.glob("runs/*_feed-mds-512px")))
 INTERVAL = {"low": 198.0, "high": 202.5, "level": 0.95, "kind": "within-run", "num_samples": 20}
+MS_PER_IMAGE = {"read": 0.5, "decode": 6.25, "transform": 2.0, "tokenize": 0.25, "collate": 0.5}
 
 
-def make_config(**changes):
-    config = {
-        "data_format": "mds",
-        "use_synth_data": False,
-        "remote": "data/pairs",
-        "local": None,
-        "streams": None,
-        "latents": "online",
-        "shuffle": True,
-        "crop": "center",
-        "horizontal_flip_probability": 0.0,
-        "caption_drop_probability": 0.0,
-        "filters": None,
-        "class_prompts": None,
-        "on_bad_sample": "error",
-        "max_bad_fraction": 0.01,
-        "data_timeout_s": 300.0,
-        "validate_hash": "auto",
-        "image_size": 512,
-        "batch_size": 32,
-        "num_workers": 2,
-        "prefetch_factor": 2,
-        "seed": 17,
-        "num_batches": 100,
-        "num_warmup_batches": 5,
-        "max_seconds": None,
-        "emulate_step_seconds": None,
-        "target_images_per_second": None,
-        "results_dir": "runs",
-    }
-    assert changes.keys() <= config.keys()
-    return {**config, **changes}
-
-
-def make_summary(**changes):
-    summary = {
+def make_record(*, config=None, summary=None, machine=None):
+    """The published record of a run that loads MDS, with round figures."""
+    record = copy.deepcopy(PUBLISHED)
+    record["config"] |= {"remote": "data/pairs", "local": None, "num_workers": 2, **(config or {})}
+    record["machine"] = as_dict(machine or make_cpu_machine())
+    record["summary"] |= {
         "images_per_second": 200.0,
         "images_per_second_interval": INTERVAL,
         "images_per_second_per_process": 100.0,
         "images_per_second_per_core": 100.0,
-        "num_processes": 2,
-        "num_workers_for_target": None,
-        "num_measured_steps": 100,
-        "window_s": 16.0,
-        "data_wait_percent": None,
         "megabytes_per_second": 20.0,
-        "ms_per_image": {
-            "read": 0.5,
-            "decode": 6.25,
-            "transform": 2.0,
-            "tokenize": 0.25,
-            "collate": 0.5,
-        },
+        "ms_per_image": MS_PER_IMAGE,
+        "num_measured_steps": 100,
         "num_images": 3200,
         "num_bad_samples": 1,
         "num_dropped_samples": 12,
-    }
-    assert changes.keys() <= summary.keys()
-    return {**summary, **changes}
-
-
-def make_record(*, config=None, summary=None, machine=None):
-    record = {
-        "schema_version": 1,
-        "kind": "feed",
-        "run_id": "20261121T080000Z_2-core-cpu_feed-mds-512px",
-        "status": "ok",
-        "reason": None,
-        "started_utc": "2026-11-21T08:00:00+00:00",
-        "duration_s": 20.0,
-        "command": ["data.py"],
-        "config": make_config(**(config or {})),
-        "machine": as_dict(machine or make_cpu_machine()),
-        "versions": {},
-        "git": {"commit": "0" * 40, "dirty": False},
-        "environment": {},
-        "summary": make_summary(**(summary or {})),
+        **(summary or {}),
     }
     validate(json.loads(json.dumps(record)))
     return record
@@ -161,7 +105,7 @@ def test_a_person_reads_whether_it_is_enough(target, num_needed, verdict, worker
 def test_a_run_is_a_row():
     (row,) = csv.DictReader(format_csv([make_record()]).splitlines())
     expected = {
-        "source": "20261121T080000Z_2-core-cpu_feed-mds-512px",
+        "source": PUBLISHED["run_id"],
         "kind": "measured",
         "job": "feed",
         "device": "CPU",

@@ -7,13 +7,13 @@ import math
 
 import pytest
 
+from sdbench.analysis.ladder import pure_preset
 from sdbench.analysis.loss_band import (
     INSIDE,
     NO_BAND,
     NUM_STEPS,
     OUTSIDE,
     LossRun,
-    find_bands,
     make_tables,
     read_run,
 )
@@ -25,7 +25,6 @@ from tests.report.results_folder import RESULTS, make_readme, make_recipe, rows_
 # Five others whose losses lie 0.01, 0.02, 0.03, 0.04 and 0.05 above the reference at every step:
 # their standard deviation is sqrt(0.0010 / 4) = 0.0158114, and the band 0.0474342.
 OTHERS = (0.01, 0.02, 0.03, 0.04, 0.05)
-SPREAD = 0.0158113883
 CURVE = [1.0 / (1 + step) for step in range(NUM_STEPS)]
 
 
@@ -49,9 +48,9 @@ def make_band_runs():
 
 
 def judge(*recipes):
-    (band,) = find_bands([*make_band_runs(), *recipes])
-    assert band.spread == pytest.approx(SPREAD, rel=1e-6)
-    return {row["recipe"]: row for row in band.rows if "verdict" in row}
+    (table,) = make_tables([*make_band_runs(), *recipes])
+    assert "the band is 3 x 0.01581 = 0.04743 to either side of the reference" in table.caption
+    return {row["recipe"]: row for row in rows_of(table) if row["verdict"]}
 
 
 def test_a_recipe_is_inside_unless_one_step_leaves_the_band():
@@ -68,10 +67,10 @@ def test_a_recipe_is_inside_unless_one_step_leaves_the_band():
         "--preset seed --precision bf16": OUTSIDE,
     }
     outside = found["--preset seed --attention eager"]
-    assert (outside["deviation"], outside["step"]) == (pytest.approx(0.048), 31)
     # A single bad step is not averaged away.
-    assert outside["mean_deviation"] == pytest.approx(-0.048 / 50)
-    assert found["--preset seed --precision bf16"]["step"] == 7
+    names = ("largest deviation", "at step", "mean deviation")
+    assert [outside[name] for name in names] == ["0.048", "31", "-0.00096"]
+    assert found["--preset seed --precision bf16"]["at step"] == "7"
 
 
 def test_the_spread_is_the_root_mean_square_over_the_steps():
@@ -80,14 +79,14 @@ def test_the_spread_is_the_root_mean_square_over_the_steps():
     for number, by in enumerate(OTHERS):
         losses = [loss + (by if step % 2 else 0.0) for step, loss in enumerate(CURVE)]
         runs.append(make_run(losses, weights_seed=18 + number))
-    (band,) = find_bands(runs)
-    assert band.spread == pytest.approx(SPREAD / math.sqrt(2), rel=1e-6)
+    (table,) = make_tables(runs)
+    assert "the band is 3 x 0.01118 = 0.03354 to either side" in table.caption
 
 
 def test_four_runs_make_no_band():
-    (band,) = find_bands([*make_band_runs()[:-1], make_run(CURVE, preset="fast")])
-    assert (band.spread, band.rows[-1]["verdict"]) == (None, NO_BAND)
-    assert band.caption.endswith("no band yet, 4 of 5 runs that make it")
+    (table,) = make_tables([*make_band_runs()[:-1], make_run(CURVE, preset="fast")])
+    assert rows_of(table)[-1]["verdict"] == NO_BAND
+    assert table.caption.endswith("no band yet, 4 of 5 runs that make it")
 
 
 def test_runs_on_other_data_or_another_device_are_not_compared():
@@ -101,18 +100,6 @@ def test_runs_on_other_data_or_another_device_are_not_compared():
     # The engine, the EMA and the preset's name are no other data.
     lean = make_run(CURVE, preset="fast", engine="torch", use_ema=True)
     assert list(judge(lean)) == ["--preset fast"]
-
-
-def test_the_table_marks_what_is_outside():
-    runs = [*make_band_runs(), make_run(with_one_bad_step(0.5), preset="fast")]
-    (table,) = make_tables(find_bands(runs))
-    assert "the band is 3 x 0.01581 = 0.04743 to either side of the reference" in table.caption
-    rows = [(row["recipe"], row["largest deviation"], row["verdict"]) for row in rows_of(table)]
-    assert rows[:2] == [
-        ("the reference", "", ""),
-        ("the reference with weights of seed 18", "0.01", ""),
-    ]
-    assert rows[-1] == ("--preset fast", "0.5", "OUTSIDE")
 
 
 def write_run(folder, record, num_steps):
@@ -157,7 +144,8 @@ def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path, result
 
 
 def test_no_preset_is_outside_the_committed_band():
-    bands = find_bands(load_losses(RESULTS)[0])
-    rows = [row for band in bands for row in band.rows if "verdict" in row and row["preset"]]
-    assert rows
-    assert [row["run_id"] for row in rows if row["verdict"] != INSIDE] == []
+    runs = load_losses(RESULTS)[0]
+    presets = {run.record["run_id"] for run in runs if pure_preset(run.record)}
+    rows = [row for table in make_tables(runs) for row in rows_of(table) if row["run"] in presets]
+    verdicts = {row["verdict"] for row in rows} - {""}
+    assert verdicts == {INSIDE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sdbench.analysis.result_page import fill
 from tests.refusals import refused
-from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
+from tests.report.results_folder import make_record
 
 PAGE = """# A result
 
@@ -48,11 +48,6 @@ def test_the_page_says_who_when_what_on_which_hardware_how_and_with_which_versio
     assert page.endswith("<!-- end generated: versions -->\n\nA footnote.\n")
 
 
-def test_filling_twice_changes_nothing(tmp_path):
-    page = make_page(tmp_path, make_record())
-    assert fill(page, [make_record()], path=tmp_path / "page.md") == page
-
-
 def test_only_the_runs_that_the_marker_names_are_on_the_page(tmp_path):
     records = [make_record(run_id="a-1"), make_record(run_id="b-1")]
     page = make_page(tmp_path, *records, patterns="a-*")
@@ -82,11 +77,3 @@ def test_where_the_time_goes_is_the_median_of_the_runs(tmp_path):
     # Of steps of 4, 5 and 10 s: 1 s is 25, 20 and 10 %, and the backward pass 62.5, 70 and 85 %.
     assert "| vae encode | 1 | 20 |" in page
     assert "| backward | 3.5 | 70 |" in page
-
-
-def test_a_hostile_name_stays_in_its_cell(tmp_path):
-    page = make_page(tmp_path, make_gpu_record(machine__device_name=HOSTILE))
-    (line,) = [line for line in page.splitlines() if line.startswith("| device |")]
-    assert line.startswith("| device | 8 x =cmd()\\|&lt;b&gt;")
-    assert line.count(" | ") == 1
-    assert "<b>" not in page

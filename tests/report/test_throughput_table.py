@@ -217,26 +217,6 @@ def test_a_figure_without_a_rate_is_shown_as_its_file_has_it():
     assert cells(fold.tables[1])["reason"] == "out of memory"
 
 
-def test_every_quoted_figure_stands_in_the_fold_of_its_source():
-    folds = fold_by_source(load_figures(RESULTS / "quoted", kind="quoted")[0].items())
-    numbers = {fold.summary.partition(":")[0]: [len(t.rows) for t in fold.tables] for fold in folds}
-    assert numbers == {
-        "seed 003 README section 1.5": [14],
-        "seed 003 README section 2.2.7": [12],
-        "milabench config/scaling diffusion-single": [6],
-        "MLPerf Training v3.1 logs (median of steady blocks)": [4],
-        "MLPerf Training v4.0 logs (median of steady blocks)": [5],
-        "MLPerf Training v4.1 logs (median of steady blocks)": [6],
-        "MLPerf Training v5.0 logs (median of steady blocks)": [8],
-        "mosaicml/diffusion README @49282fd": [5, 5, 5],  # 256 px, 512 px, days and costs
-        "mosaicml/diffusion-benchmark README @c7f3cff": [6, 6],
-        "seed 004 README": [2],
-        "Anyscale pretraining template README": [3],
-        "Anyscale pretraining template 01_preprocess.ipynb": [2],
-        "ray_diffusion ingest benchmark (Anyscale)": [1],
-    }
-
-
 def test_what_is_the_same_in_all_rows_stands_in_the_caption():
     columns = [Column("px", True), Column("kind"), Column("images/s", True), Column("note")]
     rows = [
@@ -254,21 +234,6 @@ def test_what_is_the_same_in_all_rows_stands_in_the_caption():
     ]
     one = to_captioned_markdown([Table("one", "Rates", columns, rows[:1])])
     assert one.splitlines()[2] == "| px | kind | images/s | note |"
-
-
-def test_the_seeds_table_is_reproduced():
-    table = make_seed_table(load_figures(RESULTS / "quoted", kind="quoted")[0])
-    names = ("micro-batch", "EMA", "ratio", "8 x A100, images/s", "8 x H100, images/s")
-    names += ("ratio printed there", "num_workers", "tested")
-    assert [[row[name] for name in names] for row in rows_of(table)] == [
-        ["4", "yes", "1.33x", "142.69", "189.28", "1.32x", "8", "no (n=1)"],
-        ["8", "yes", "1.66x", "173.89", "289.19", "1.66x", "8", "no (n=1)"],
-        ["12", "yes", "1.78x", "185.18", "329.55", "1.78x", "8", "no (n=1)"],
-        ["16", "yes", "1.83x", "192.85", "353.81", "1.83x", "8", "no (n=1)"],
-        ["20", "yes", "1.82x", "197.47", "358.68", "1.82x", "8", "no (n=1)"],
-        ["20", "no", "1.82x", "197.9", "361.15", "1.83x", "8", "no (n=1)"],
-        ["32", "yes", "1.89x", "204.22", "385.31", "1.89x", "8", "no (n=1)"],
-    ]
 
 
 def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
