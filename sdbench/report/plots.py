@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.escape import for_plot
+from sdbench.base.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,12 +150,11 @@ def render(
 def save(plots: Iterable[Plot], folder: Path, *, names: Iterable[str]) -> None:
     """Write the plots, and delete those of `names`, all possible ones, that were not drawn."""
     folder.mkdir(exist_ok=True)
-    contents = {}
+    left = set(names)
     for plot in plots:
-        contents |= {f"{plot.name}.svg": plot.svg.encode(), f"{plot.name}.png": plot.png}
-    for name, content in contents.items():
-        temporary = folder / f".{name}"
-        temporary.write_bytes(content)
-        temporary.replace(folder / name)
-    for name in {f"{name}.{ending}" for name in names for ending in ("svg", "png")} - set(contents):
-        (folder / name).unlink(missing_ok=True)
+        replace_file(folder / f"{plot.name}.svg", plot.svg)
+        replace_file(folder / f"{plot.name}.png", plot.png)
+        left.discard(plot.name)
+    for name in left:
+        (folder / f"{name}.svg").unlink(missing_ok=True)
+        (folder / f"{name}.png").unlink(missing_ok=True)
