@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from sdbench.analysis.ladder import find_ladders, is_one_rung, read_configuratio
 from sdbench.analysis.ladder_pairs import make_pair_tables
 from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pending_tables
+from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE
 from sdbench.settings.setting import of_device
@@ -349,3 +351,20 @@ def test_the_sweep_climbs_to_fast_one_rung_at_a_time(device):
         (name,) = set(after.added) - set(before.added)
         rung = find_rung({name: after.added[name]})
         assert rung is not None and rung in alone, name
+
+
+def test_fast_is_nowhere_slower_than_seed():
+    """The committed records, wherever both presets were measured at the same work."""
+    records = [load_record(path.parent) for path in sorted(RESULTS.glob("runs/*/record.json"))]
+    trained = [one for one in records if kind_of(one) == BENCHMARK and one["status"] == OK]
+    compared = 0
+    for ladder in find_ladders(read_configurations(trained)):
+        if ladder.fast is not None:
+            compared += 1
+            base, fast = (
+                statistics.median(run["summary"]["images_per_second"] for run in one.runs)
+                for one in (ladder.base, ladder.fast)
+            )
+            assert fast >= base
+    if not compared:
+        pytest.skip("no committed records of both presets that tell all switches")
