@@ -24,7 +24,7 @@ from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refused
-from tests.report.test_feed_table import make_config, make_summary
+from tests.report import test_feed_table
 from tests.schemas import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -73,7 +73,8 @@ def test_a_record_that_this_version_does_not_know_is_refused(tmp_path, content, 
 
 def begin_feed_record(tmp_path):
     path = RunFolder.create(str(tmp_path), machine="2-core-cpu", name="feed-mds-512px")
-    described = {"config": make_config(), "machine": as_dict(make_cpu_machine())}
+    config = test_feed_table.PUBLISHED["config"]
+    described = {"config": config, "machine": as_dict(make_cpu_machine())}
     task = SimpleNamespace(
         kind=FEED,
         program="data.py",
@@ -92,7 +93,7 @@ def test_a_record_of_another_kind_says_so_from_start_to_end(tmp_path):
     assert content["command"] == ["data.py", "--seed", "1"]
     assert "still running, or it was killed" in content["reason"]
 
-    ended = record.end_well({"summary": make_summary()})
+    ended = record.end_well({"summary": test_feed_table.PUBLISHED["summary"]})
     content = load_record(path)
     assert content == json.loads(json.dumps(ended))
     validate(content)
