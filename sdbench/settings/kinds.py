@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import pkgutil
 import re
 from collections.abc import Callable
@@ -244,7 +243,6 @@ NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
 WORD = Kind("a word", _parse_word, "WORD")
 PATH = Kind("a path", _parse_path, "PATH")
-DATE = Kind("a date", datetime.date.fromisoformat, "YYYY-MM-DD")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))

@@ -451,6 +451,14 @@ def run_row(name, rate, started_utc="2026-11-21T05:48:24+00:00"):
     }
 
 
+def test_a_run_twice_in_a_table_counts_once(gate, write_table):
+    a = write_table("a.csv", run_row("a1", 10), run_row("a2", 11))
+    b = write_table("b.csv", *[run_row("b1", 10)] * 5)
+    assert "n=2 and n=1" in gate(a, b)[1]
+    write_table("b.csv", run_row("b1", 10), run_row("b1", 11))
+    assert refusal_of("compare", a, b).value == "b1: 10 and 11"
+
+
 # Outputs.
 
 
