@@ -32,26 +32,20 @@ PROVENANCE_NAME = ".made_by.json"
 def describe_data(settings: Any) -> dict[str, Any] | None:
     """Describe stored data for a record, including the pictures of a subject's class.
 
-    The hash is over names, relative to the folder that all files share, and sizes; for MDS over
-    each index.json, which has the names, sizes and, if there are any, hashes of the shards. So a
-    copy of a data set in another place has the same hash, and a change that keeps names and sizes
-    is not noticed. The size of a file at a URL is unknown, as is that of a missing picture.
-
     Args:
         settings: With a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown), ``made_by``, the
-        provenance of each data set, and where this process has used older copies of files that may
-        have changed, ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
+        `identify_data` without ``names`` and ``times``; ``made_by``, the provenance of each data
+        set; and, where this process has used older copies of files that may have changed,
+        ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
     """
     if settings.data_format == "synthetic":
         return None
     sources = sources_of(settings)
     files = _describe_files(sources)
     description = {
-        "sha256": _hash([file.fact for file in files]),
-        **_count(files),
+        **_identify(files),
         "made_by": [
             read_provenance(Path(place)) for source in sources for place in _places(source)
         ],
@@ -70,41 +64,51 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
 
 
 def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
-    """Return hashes by which a later run recognises the data that it started with.
-
-    Besides the names and sizes of `describe_data` they cover the modification times of local
-    files, of MDS only those of shards without a hash. `cp -p`, `rsync -a` and tar keep them.
+    """Return facts by which a later run recognises the data that it started with.
 
     Returns:
-        ``names``, ``names_and_sizes`` and ``times``, hashes (``names`` of MDS covers the whole
-        index); ``num_files``, ``num_bytes`` (None if a size is unknown). None for synthetic data.
+        ``names``, a hash of the names of the files relative to the folder that all files share;
+        ``sha256``, of names and sizes. Of MDS both are of each index.json, which has the names,
+        sizes and, if there are any, hashes of the shards. So a copy of a data set in another place
+        has the same hashes. ``num_files`` and ``num_bytes`` (None if a size is unknown, as that of
+        a file at a URL or of a missing picture). ``times``, a hash of the modification times of
+        local files, of MDS only those of shards without a hash; `cp -p`, `rsync -a` and tar keep
+        them. None for synthetic data.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
     files = _describe_files(sources)
-    facts = [file.fact for file in files]
     return {
-        "names": _hash([fact.get("name", fact.get("index")) for fact in facts]),
-        "names_and_sizes": _hash(facts),
+        "names": _hash([file.fact.get("name", file.fact.get("index")) for file in files]),
         "times": _hash([time for file in files for time in file.times_ns]),
-        **_count(files),
+        **_identify(files),
     }
+
+
+def _identify(files: Sequence[_File]) -> dict[str, Any]:
+    facts = [file.fact for file in files]
+    sizes = [fact["num_bytes"] for fact in facts]
+    return {
+        "sha256": _hash(facts),
+        "num_files": sum(fact.get("num_files", 1) for fact in facts),
+        "num_bytes": None if None in sizes else sum(sizes),
+    }
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return how two results of `identify_data` differ, or None."""
     if before == now:
         return None
-    if before["names_and_sizes"] == now["names_and_sizes"]:
+    if before["sha256"] == now["sha256"]:
         return "files of the data set have been written again, under the same names and sizes"
     then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
     if then == here:
         return f"names or sizes of files of the data set are others ({here})"
     return f"the data set has {here}, and had {then}"
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:
@@ -178,14 +182,6 @@ def _describe_listed(source: SourceConfig) -> Iterator[_File]:
             [] if stat is None else [stat.st_mtime_ns],
             file if is_url(file) else None,
         )
-
-
-def _count(files: Sequence[_File]) -> dict[str, Any]:
-    sizes = [file.fact["num_bytes"] for file in files]
-    return {
-        "num_files": sum(file.fact.get("num_files", 1) for file in files),
-        "num_bytes": None if None in sizes else sum(sizes),
-    }
 
 
 def _lasting_name(file: str) -> str:

@@ -19,9 +19,8 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
-from sdbench.data.formats.mds_index import check_files, keep_index, locate
+from sdbench.data.formats.mds_index import LEAVE_OUT, check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
-from sdbench.data.formats.missing_latents import LEAVE_OUT
 from sdbench.data.image_files import open_image
 from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.batches import make_batches

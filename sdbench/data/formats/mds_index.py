@@ -1,4 +1,8 @@
-"""Where MDS data sets lie, what index.json says of them, and whether they fit a run; no torch."""
+"""Where MDS data sets lie, what index.json says of them, and whether they fit a run; no torch.
+
+MosaicML diffusion's precompute_latents.py stores latents as the bytes of float16 numbers, and no
+bytes where the picture was smaller than the size that is asked for: such a latent is missing.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,38 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError
+import numpy as np
+
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.data.formats.checks import bad_place, wrong_type
-from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, encodings_of, parse_index
-from sdbench.data.formats.missing_latents import check_lengths, count_samples
-from sdbench.data.latent_columns import find_columns
+from sdbench.data.formats.mds_entries import (
+    INDEX_NAME,
+    check_shard,
+    encodings_of,
+    parse_index,
+    read_bounds,
+)
+from sdbench.data.latent_columns import find_columns, find_image_columns
 from sdbench.data.remote import cache_folder, is_url
 from sdbench.data.remote_files import fetch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
+# The encoding of a column that may be empty.
+BYTES = "bytes"
 # Encodings of pictures and captions: the bytes of a file, a picture of PIL, text.
-PICTURE_ENCODINGS = {"image": ("bytes", "jpeg", "png", "pil"), "caption": ("str",)}
+PICTURE_ENCODINGS = {"image": (BYTES, "jpeg", "png", "pil"), "caption": ("str",)}
 COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
 # Of several hashes in an index the one that is cheapest to compute is checked.
 HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
+# The value of --missing_latents with which samples are left out.
+LEAVE_OUT = "leave_out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +96,8 @@ def check(config: SourceConfig) -> int:
         _check_hashes(place, wanted=config.validate_hash)
         check_files(place)
         if config.wants_latents:
-            check_lengths(place, columns, SampleType(tuple(columns)).array_shapes(config))
             column, _ = columns.values()
-            num_samples += count_samples(place, column, config=config)
+            num_samples += _count_with_latents(place, column, config=config)
         else:
             num_samples += place.num_samples
     return num_samples
@@ -277,3 +291,66 @@ def choose_hashes(hashes: Mapping[str, str], *, wanted: str) -> dict[str, str]:
 def copied_file(shard: dict) -> dict:
     """Return the entry of the file that Streaming copies: the compressed form, if there is one."""
     return shard["zip_data"] or shard["raw_data"]
+
+
+def _count_with_latents(place: MdsPlace, column: str, *, config: SourceConfig) -> int:
+    """Count the samples of an epoch; in a local folder, those with a value in this column."""
+    num_samples = place.num_samples
+    leaves_out = config.missing_latents == LEAVE_OUT
+    if leaves_out and (place.remote is not None or config.streams is not None):
+        raise ConfigError(
+            "Which samples have no latents is told by the shards, of a single folder on disk",
+            value=config.streams or place.source,
+            allowed="one folder of shards that are not compressed, without another for copies",
+            flag="--missing_latents, --remote, --local or --streams",
+        )
+    if place.remote is not None:
+        return num_samples
+    num_present = sum(map(len, find_present(place, column)))
+    if leaves_out and num_present:
+        return num_present
+    if num_present < num_samples and (leaves_out or config.on_bad_sample == "error"):
+        raise ConfigError(
+            f"{num_samples - num_present} of the {num_samples} samples of {place.source} have no "
+            f"{column}, as their pictures were smaller",
+            value=config.missing_latents,
+            allowed=f"{LEAVE_OUT}, which goes on without them" if num_present else "another size",
+            flag="--missing_latents" if num_present else "--image_size",
+        )
+    return num_samples
+
+
+def describe_missing(place: MdsPlace) -> Iterator[str]:
+    """Yield a sentence for each column of latents that is empty in some samples."""
+    for column in sorted(find_image_columns(place.columns)):
+        num_missing = place.num_samples - sum(map(len, find_present(place, column)))
+        if num_missing:
+            yield (
+                f"{num_missing} of the {place.num_samples} samples have no {column}: "
+                f"--missing_latents {LEAVE_OUT} trains without them"
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
+    """Return for each shard the positions, ascending, of the samples with a value in a column.
+
+    The shards lie in the local folder of `place`, not compressed.
+    """
+    return tuple(_find_present(Path(place.local), shard, column) for shard in place.shards)
+
+
+def _find_present(folder: Path, shard: dict, column: str) -> np.ndarray:
+    if encodings_of(shard)[column] != BYTES:
+        return np.arange(shard["samples"], dtype=np.uint32)
+    position = shard["column_names"].index(column)
+    # A sample begins with the sizes, as uint32, of the columns without a fixed one.
+    offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
+    path = folder / shard["raw_data"]["basename"]
+    try:
+        begins = read_bounds(path, shard)[:-1]
+        data = np.memmap(path, np.uint8, mode="r")
+        sizes = data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
+    except (OSError, ValueError, IndexError) as error:
+        raise RunError(f"Shard {path} is damaged or missing ({error}).") from error
+    return np.flatnonzero(sizes).astype(np.uint32)

@@ -27,12 +27,14 @@ from sdbench.data.formats.checks import tell_unpacking
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import check_file, read_bounds
 from sdbench.data.formats.mds_index import (
+    BYTES,
+    LEAVE_OUT,
     choose_hashes,
+    find_present,
     is_packed,
     keep_index,
     locate_mds,
 )
-from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present
 from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.transforms import to_rgb
 from sdbench.data.remote import errors_named

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import posixpath
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,37 +33,25 @@ MAX_END_BYTES = 2**20
 # First byte and number of bytes of a member in its tar.
 Span = tuple[int, int]
 Value = TypeVar("Value")
-# More links than this, each to the next one, go round in a circle.
-MAX_LINKS = 40
-WITHOUT_LINKS = "store files instead of links (tar --dereference --hard-dereference)"
 
 
 def list_samples(
-    file: BinaryIO,
-    tar: object,
-    *,
-    kinds: Sequence[str],
-    take: Callable[[str, Span], Value],
-    is_stream: bool,
+    file: BinaryIO, tar: object, *, kinds: Sequence[str], take: Callable[[str, Span], Value]
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    A hard or symbolic link stands for the file in the tar that it leads to; a stream cannot go back
-    to it. WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no
-    places.
+    WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
 
     Args:
-        file: The open tar.
+        file: The open tar, read forward only.
         tar: Its name in messages.
         kinds: Extensions; members without one of them are no sample.
-        take: Maps extension and place of a member to what is yielded; called at that place, unless
-            the member is a link.
-        is_stream: Whether links are refused.
+        take: Maps extension and place of a member to what is yielded; called at that place.
 
     Raises:
         RunError: The tar is damaged or no tar, or holds what cannot be read.
     """
-    listed = _list_members(file, tar, kinds=kinds, is_stream=is_stream)
+    listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
     for key, group in itertools.groupby(members, key=lambda member: member[0]):
         values: dict[str, Value] = {}
@@ -82,11 +69,10 @@ def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
 
 
 def _list_members(
-    file: BinaryIO, tar: object, *, kinds: Sequence[str], is_stream: bool
+    file: BinaryIO, tar: object, *, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, Span]]:
-    """Yield key, extension and place of each file that WebDataset reads, and of each link."""
+    """Yield key, extension and place of each file that WebDataset reads."""
     end = 0
-    places: dict[str, Span | str] = {}
     try:
         # Without decompression: compressed members have no place that can be read by number.
         with tarfile.open(fileobj=file, mode="r:") as members:
@@ -101,18 +87,11 @@ def _list_members(
                 key, extension = parts[1], parts[2].lower()
                 if member.isfile() and not member.issparse():
                     yield key, extension, (member.offset_data, member.size)
-                elif _is_of_kind(extension, kinds) and (member.islnk() or member.issym()):
-                    if is_stream:
-                        raise RunError(
-                            f"{tar} holds {member.name}, a link to {member.linkname}, and cannot "
-                            f"be streamed: --remote_files copy reads it, or {WITHOUT_LINKS}."
-                        )
-                    places = places or _find_places(file)
-                    yield key, extension, _follow(member.name, places, tar)
-                elif _is_of_kind(extension, kinds) and member.isfile():
+                elif _is_of_kind(extension, kinds) and not member.isdir():
                     raise RunError(
-                        f"{tar} holds {member.name} as a sparse file, and only whole files are "
-                        "read: make the tar without --sparse."
+                        f"{tar} holds {member.name} as a link or a sparse file, and only whole "
+                        "files are read: make the tar with --dereference --hard-dereference and "
+                        "without --sparse."
                     )
         file.seek(end)
         rest = file.read(MAX_END_BYTES + 1)
@@ -125,37 +104,6 @@ def _list_members(
     # the last member, and nothing else.
     if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
-
-
-def _find_places(file: BinaryIO) -> dict[str, Span | str]:
-    """Return the place of each file in a tar by its name, and the name that each link leads to."""
-    places: dict[str, Span | str] = {}
-    file.seek(0)
-    with tarfile.open(fileobj=file, mode="r:") as members:
-        for member in members:
-            name = posixpath.normpath(member.name)
-            if member.islnk():
-                places[name] = posixpath.normpath(member.linkname)
-            elif member.issym():
-                folder = posixpath.dirname(member.name)
-                places[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
-            elif member.isfile() and not member.issparse():
-                places[name] = (member.offset_data, member.size)
-    return places
-
-
-def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
-    """Return the place of the file that a link leads to, directly or through other links."""
-    place: Span | str | None = posixpath.normpath(name)
-    for _ in range(MAX_LINKS):
-        if not isinstance(place, str):
-            break
-        place = places.get(place)
-    if place is None or isinstance(place, str):
-        raise RunError(
-            f"{tar} holds {name}, a link that leads to no file in the tar: {WITHOUT_LINKS}."
-        )
-    return place
 
 
 def read_span(file: BinaryIO, span: Span) -> bytes:

@@ -145,9 +145,7 @@ def _load_index(
 def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> dict[str, Any]:
     entries, num_dropped = [], 0
     with open(tar, "rb") as file:
-        for key, spans in list_samples(
-            file, tar, kinds=reader.kinds, take=lambda _, span: span, is_stream=False
-        ):
+        for key, spans in list_samples(file, tar, kinds=reader.kinds, take=lambda _, span: span):
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue

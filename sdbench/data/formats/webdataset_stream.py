@@ -97,7 +97,7 @@ class _TarReader:
         def take(extension: str, span: Span) -> bytes | None:  # not of self, which would be a cycle
             return read_span(file, span) if extension in kinds else None
 
-        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take, is_stream=True)
+        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
         self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
