@@ -26,17 +26,11 @@ OTHER_KINDS = {
     rb"GIF8": "a GIF file",
     rb"BM": "a BMP file",
     rb"II\*\0|MM\0\*": "a TIFF file",
-    rb"8BPS": "a Photoshop file",
-    rb"%PDF|%!PS": "a PDF or PostScript file",
-    rb"\0\0\x01\0": "an icon (ICO)",
-    rb"....jP  ": "a JPEG 2000 file",
-    rb"\xff\x0a": "a JPEG XL file",
     rb"P[1-7]": "a PPM, PGM or PBM file",
     rb"....ftypavi": "an AVIF file",
     rb"....ftyphei": "a HEIC file",
     rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
     rb"<": "HTML, XML or SVG text",
-    rb"\{": "JSON text",
 }
 NUM_BYTES_SHOWN = 16
 

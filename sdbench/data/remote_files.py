@@ -58,11 +58,14 @@ _unchecked: dict[str, float] = {}
 class RemoteFile(io.RawIOBase):
     """A file at a URL, read from any place; a request is for `PART_BYTES` at most."""
 
-    def __init__(self, found: RemoteObject) -> None:
+    def __init__(self, found: RemoteObject, *, reads_ahead: bool = False) -> None:
+        """Set up; with `reads_ahead` the next part is fetched while one is used."""
         if found.num_bytes is None:
             raise RunError(f"{found} cannot be streamed: the server gives no parts of files.")
         self._found = found
         self._position = 0
+        self._reads_ahead = reads_ahead
+        self._coming: Future[bytes] | None = None
 
     def readable(self) -> bool:
         """Return True."""
@@ -93,22 +96,11 @@ class RemoteFile(io.RawIOBase):
         return self._position - begin
 
     def _read(self, begin: int, end: int) -> bytes:
-        return read_part(self._found, begin, end)
-
-
-class _FileReadAhead(RemoteFile):
-    """A file that is read from its beginning on: the next part is fetched while one is used."""
-
-    def __init__(self, found: RemoteObject) -> None:
-        super().__init__(found)
-        self._coming: Future[bytes] | None = None
-
-    def _read(self, begin: int, end: int) -> bytes:
-        # Its reader asks for one part after the other.
+        # Whoever reads ahead asks for one part after the other.
         coming, self._coming = self._coming, None
-        content = super()._read(begin, end) if coming is None else coming.result()
+        content = read_part(self._found, begin, end) if coming is None else coming.result()
         following = min(end + PART_BYTES, self._found.num_bytes)
-        if end < following:
+        if self._reads_ahead and end < following:
             self._coming = Future()
             # The exit of the process does not wait for a daemon, unlike for the threads of a pool.
             arguments = self._coming, end, following
@@ -122,7 +114,7 @@ class _FileReadAhead(RemoteFile):
             future.set_exception(error)
 
 
-class _Onward:
+class _Onward(io.RawIOBase):
     """A stream that can only be read forward, for a reader that knows its position and skips."""
 
     def __init__(self, stream: BinaryIO, *, below: BinaryIO | None = None) -> None:
@@ -156,16 +148,11 @@ class _Onward:
         self._tail = (self._tail + content[-TAIL_BYTES:])[-TAIL_BYTES:]
         return content
 
-    def __enter__(self) -> _Onward:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._stream.close()
         if self._below is not None:
             self._below.close()
+        super().close()
 
 
 def open_stream(place: str) -> BinaryIO:
@@ -179,7 +166,7 @@ def open_stream(place: str) -> BinaryIO:
     elif is_url(place):
         found = find_object(place)
         has_parts = found.num_bytes is not None
-        raw = _FileReadAhead(found) if has_parts else get_web_file(place)
+        raw = RemoteFile(found, reads_ahead=True) if has_parts else get_web_file(place)
         stream = io.BufferedReader(raw, PART_BYTES)
     else:
         stream = open(place, "rb")  # noqa: SIM115

@@ -46,12 +46,14 @@ class FolderSamples(Samples):
     """The images of a folder and its sub-folders, in the order of their paths.
 
     Folders behind links are read too, each once; what is hidden is not.
+
+    Attributes:
+        images: The path of each sample's image.
     """
 
-    def __init__(
-        self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
-    ) -> None:
-        """List the folder, or read its table of captions if it has one."""
+    def __init__(self, config: SourceConfig) -> None:
+        """List the folder, or read its table; a `ConfigError` if it lacks images or captions."""
+        folder = Path(config.remote or config.local)
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
         self._folder = folder
@@ -63,30 +65,25 @@ class FolderSamples(Samples):
         self._table = tables[0] if tables else None
         self._captions: list[str | None] | None = None
         if self._table is None:
-            self._images = _list_images(folder, read_avif=read_avif)
-            has_caption = any(map(os.path.isfile, map(_caption_file, self._images)))
+            self.images = _list_images(folder, read_avif=config.read_avif)
+            has_caption = any(map(os.path.isfile, map(_caption_file, self.images)))
         else:
-            self._images, self._captions = read_table(self._table, folder=self._table.parent)
-            if not self._images:
+            self.images, self._captions = read_table(self._table, folder=self._table.parent)
+            if not self.images:
                 _raise_missing(f"The data folder has a {self._table.name} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
-        if needs_captions and not has_caption:
-            _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
-        if not any(map(os.path.isfile, self._images)):
-            _raise_missing(f"None of the {len(self._images)} images exists", folder)
-        super().__init__([len(self._images)])
-
-    @property
-    def images(self) -> Sequence[Path]:
-        """The path of each sample's image."""
-        return self._images
+        if config.caption is None and not has_caption:
+            _raise_missing(f"None of the {len(self.images)} images has a caption", folder)
+        if not any(map(os.path.isfile, self.images)):
+            _raise_missing(f"None of the {len(self.images)} images exists", folder)
+        super().__init__([len(self.images)])
 
     @property
     def caption_files(self) -> set[Path]:
         """The table of captions, or the files beside the images that are there."""
         if self._table is not None:
             return {self._table}
-        return {path for path in map(_caption_file, self._images) if os.path.isfile(path)}
+        return {path for path in map(_caption_file, self.images) if os.path.isfile(path)}
 
     def tell_left_out(self) -> None:
         """Print what is not read: other files, folders under a second name, other splits."""
@@ -94,16 +91,16 @@ class FolderSamples(Samples):
         for path in listing.repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
         read = keep_training_split(_folders_of(listing.files, self._folder), is_told=True)
-        left = {*read} - {*map(str, self._images)} - {*map(str, self.caption_files)}
-        tell_left_out(str(self._folder), sorted(left), taken=f"{len(self._images)} images")
+        left = {*read} - {*map(str, self.images)} - {*map(str, self.caption_files)}
+        tell_left_out(str(self._folder), sorted(left), taken=f"{len(self.images)} images")
 
     def name(self, index: int) -> str:
         """Path of an image."""
-        return str(self._images[index])
+        return str(self.images[index])
 
     def read(self, index: int) -> ImageSample:
         """Read one image and its caption; either may be missing."""
-        path = self._images[index]
+        path = self.images[index]
         if self._captions is None:
             stored = _read_if_there(_caption_file(path))
             try:
@@ -263,9 +260,5 @@ def list_files_and_captions(config: SourceConfig) -> list[str]:
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:
-    """Open the folder that `config` names; a `ConfigError` if it lacks images or captions."""
-    return FolderSamples(
-        Path(config.remote or config.local),
-        needs_captions=config.caption is None,
-        read_avif=config.read_avif,
-    )
+    """Open the folder that `config` names."""
+    return FolderSamples(config)
