@@ -14,8 +14,7 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.formats import webdataset_stream
-from sdbench.data.pipeline.loader import make_order
-from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.order import EpochOrder, Key
 from sdbench.data.source import SourceConfig
 from sdbench.tasks.encode.ray_stages import DecodeStage, num_lanes_of_rank, open_same
 from tests.data import datasets
@@ -47,7 +46,7 @@ def keys_of_ranks(batches, config: SourceConfig, position: dict | None = None) -
     """The samples of each rank in two epochs, as its loader reads them."""
     found = []
     for rank in range(config.world_size):
-        order = make_order(batches, config=dataclasses.replace(config, rank=rank))
+        order = EpochOrder(batches.samples, config=dataclasses.replace(config, rank=rank))
         if position is not None:
             order.resume(position)
         found.append(list(order))
@@ -80,7 +79,9 @@ def test_streams_are_read_as_loader_workers_read_them(
     if lanes is not None:
         # Of a run with other numbers of ranks and lanes, which stopped within the first epoch.
         first_batch = 12 // GLOBAL_BATCH
-        position = make_order(batches, config=config).state(num_images=12, is_next_epoch=False)
+        position = EpochOrder(batches.samples, config=config).state(
+            num_images=12, is_next_epoch=False
+        )
         position["lanes"] = lanes
     decoders = [
         DecodeStage(lambda _: pickle.loads(pickle.dumps(batches)), config, first_batch, position)

@@ -178,4 +178,4 @@ def build(config: SourceConfig) -> CheckedLoader:
         return build_from_samples(batches, config=config)
     stream = KeyStream(config=config)
     batches = make_batches(stream.samples, config=config)
-    return CheckedLoader(stream, batches=batches, order=stream, config=config)
+    return CheckedLoader(batches, order=stream, config=config)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
+from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
@@ -122,7 +122,7 @@ class SyntheticBatchReader(BatchReader):
         """Return its number among the samples that this rank draws."""
         return f"synthetic, sample {index % NUM_DISTINCT} of rank {self.config.rank}"
 
-    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+    def read_good(self, keys: Sequence[Key]) -> Batch:
         """Gather the samples, which are never bad."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
@@ -135,7 +135,7 @@ class SyntheticBatchReader(BatchReader):
             drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
             for name, values in self._samples.items():
                 torch.index_select(values, 0, drawn, out=tensors[name])
-        return GoodBatch(tensors, list(keys), report)
+        return Batch(tensors, list(keys), report)
 
 
 def build(config: SourceConfig) -> CheckedLoader:

@@ -64,34 +64,28 @@ class BatchReport:
 
 
 class Batch(NamedTuple):
-    """Tensors by name, all of the same length, with the report of their making."""
-
-    tensors: dict[str, torch.Tensor]
-    report: BatchReport
-
-
-class GoodBatch(NamedTuple):
-    """The samples of a batch that can be used, in the order of `keys`."""
+    """Tensors by name, all in the order of `keys`, with the report of their making."""
 
     tensors: dict[str, torch.Tensor]
     keys: list[Key]
     report: BatchReport
 
+    def take(self, positions: Sequence[int]) -> Batch:
+        """Return the samples at some positions, which may be repeated."""
+        tensors = {name: tensor[list(positions)] for name, tensor in self.tensors.items()}
+        return Batch(tensors, [self.keys[position] for position in positions], self.report)
 
-def fill_up(good: GoodBatch, *, num_samples: int) -> Batch:
-    """Return a whole batch of `num_samples`, with good samples in place of the bad ones.
+    def fill_up(self, num_samples: int) -> Batch:
+        """Return a whole batch of `num_samples`, with good samples in place of the bad ones.
 
-    It is a `RunError` if all are bad.
-    """
-    num_good = len(good.keys)
-    if num_good == num_samples:
-        return Batch(good.tensors, good.report)
-    if not num_good:
-        raise RunError(f"All {num_samples} samples of a batch are bad: {good.report.bad[0]}")
-    # 0 1 2 0 for a batch of 4 with a bad one.
-    positions = torch.arange(num_samples) % num_good
-    tensors = {name: tensor[positions] for name, tensor in good.tensors.items()}
-    return Batch(tensors, good.report)
+        It is a `RunError` if all are bad.
+        """
+        if len(self.keys) == num_samples:
+            return self
+        if not self.keys:
+            raise RunError(f"All {num_samples} samples of a batch are bad: {self.report.bad[0]}")
+        # 0 1 2 0 for a batch of 4 with a bad one.
+        return self.take([number % len(self.keys) for number in range(num_samples)])
 
 
 class BatchReader:
@@ -102,7 +96,7 @@ class BatchReader:
 
     Attributes:
         num_samples: Of the data set.
-        num_lanes: As `StreamedOrder` has it.
+        num_lanes: As `EpochOrder` has it.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
@@ -124,11 +118,11 @@ class BatchReader:
         An error is returned, not raised, as torch hides what a worker raises in a traceback.
         """
         try:
-            return fill_up(self.read_good(keys), num_samples=len(keys))
+            return self.read_good(keys).fill_up(len(keys))
         except RunError as error:
             return error
 
-    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+    def read_good(self, keys: Sequence[Key]) -> Batch:
         """Make a batch of the samples that can be used; a `RunError` if one may not be skipped."""
         raise NotImplementedError
 
@@ -136,7 +130,7 @@ class BatchReader:
 class SampleBatchReader(BatchReader):
     """Reads a batch of stored samples one after the other into one place."""
 
-    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+    def read_good(self, keys: Sequence[Key]) -> Batch:
         """Read as `BatchReader.read_good` says."""
         report = BatchReport(num_images=len(keys))
         target, report.slot = self._slots.take(self._layout(len(keys)))
@@ -156,7 +150,7 @@ class SampleBatchReader(BatchReader):
             else:
                 good.append(key)
         tensors = {name: tensor[: len(good)] for name, tensor in target.items()}
-        return GoodBatch(self._finish(tensors, captions, report), good, report)
+        return Batch(self._finish(tensors, captions, report), good, report)
 
     def _layout(self, num_samples: int) -> Layout:
         """Return name, shape and type of the tensors that samples are read into."""

@@ -7,10 +7,8 @@ fails. A benchmark that trained on fewer images than it counts would be wrong.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +17,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
 from sdbench.data.formats.checks import PLACE_FLAGS, check_enough_samples
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.order import EpochOrder, Keys, StreamedOrder
+from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
@@ -76,23 +74,6 @@ class LoaderStats:
     def reset(self) -> None:
         """Count from 0 again."""
         self.__init__(num_dropped_samples=self.num_dropped_samples)
-
-
-def _check_folder_of_sockets() -> None:
-    """Refuse a folder for temporary files in which workers cannot open sockets.
-
-    Workers hand tensors over through a socket in a folder that multiprocessing makes there. Its
-    path has at most 108 bytes, of which the last is a zero (unix(7)).
-    """
-    longest = 107 - len("/pymp-12345678/listener-12345678")
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > longest:
-        raise ConfigError(
-            "the path of the folder for temporary files is too long for sockets of loader workers",
-            value=folder,
-            allowed=f"at most {longest} bytes, or --num_workers 0",
-            flag="TMPDIR",
-        )
 
 
 def _start_worker(number: int) -> None:
@@ -188,23 +169,13 @@ class CheckedLoader(DataLoader):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        batches: BatchReader,
-        order: EpochOrder | KeyStream,
-        config: SourceConfig,
+        self, batches: BatchReader, *, order: EpochOrder | KeyStream, config: SourceConfig
     ) -> None:
-        """Set the loader up as `config` says; `batches` makes a batch of keys.
-
-        An iterable `dataset` gives the keys of this rank in order, a map-style one those that
-        `order`, its sampler, asks for.
-        """
-        if config.num_workers:
-            _check_folder_of_sockets()
+        """Set the loader up as `config` says; `batches` makes a batch of the keys of `order`."""
+        is_stream = isinstance(order, IterableDataset)
         super().__init__(
-            dataset,
-            sampler=None if isinstance(dataset, IterableDataset) else order,
+            order if is_stream else Keys(batches.num_samples),
+            sampler=None if is_stream else order,
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
             worker_init_fn=_start_worker,
@@ -260,15 +231,34 @@ class CheckedLoader(DataLoader):
                 flag=PLACE_FLAGS,
             )
         self._order.resume(state)
-        if isinstance(self._order, StreamedOrder):
+        if isinstance(self._order, EpochOrder):
             self._reader.num_lanes = self._order.num_lanes
         self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the batches of one epoch; if it ends early or has too many bad samples, raise."""
         self._num_in_epoch, self._num_resumed = self._num_resumed, 0
+        expected = len(self) * self.batch_size
+        num_bad = 0
         try:
-            yield from self._deliver()
+            for batch in watch(
+                self._begin,
+                config=self._config,
+                position=lambda: f"after {self._num_in_epoch} images of this epoch",
+            ):
+                self._num_in_epoch += batch.report.num_images
+                self.stats.add(batch.report)
+                num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
+                # Page-locked tensors are copies already.
+                slot = None if self.pin_memory else batch.report.slot
+                yield self._received.copy(batch.tensors, slot=slot)
+            if self._num_in_epoch != expected:
+                raise RunError(
+                    f"The data ended early: an epoch of this rank has {expected} images, and "
+                    f"{self._num_in_epoch} were delivered. A shard is missing or damaged, or a "
+                    "download failed; the log above may name it.",
+                    status=INVALID,
+                )
         except RunError:
             self.close()
             raise
@@ -281,28 +271,6 @@ class CheckedLoader(DataLoader):
     def _begin(self) -> Iterator[Batch | RunError]:
         """Return the batches of an epoch, from the one after `_num_in_epoch` images on."""
         return super().__iter__()
-
-    def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
-        expected = len(self) * self.batch_size
-        num_bad = 0
-        for batch in watch(
-            self._begin,
-            config=self._config,
-            position=lambda: f"after {self._num_in_epoch} images of this epoch",
-        ):
-            self._num_in_epoch += batch.report.num_images
-            self.stats.add(batch.report)
-            num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
-            # Page-locked tensors are copies already.
-            slot = None if self.pin_memory else batch.report.slot
-            yield self._received.copy(batch.tensors, slot=slot)
-        if self._num_in_epoch != expected:
-            raise RunError(
-                f"The data ended early: an epoch of this rank has {expected} images, and "
-                f"{self._num_in_epoch} were delivered. A shard is missing or damaged, or a "
-                "download failed; the log above may name it.",
-                status=INVALID,
-            )
 
     def describe_stream(self) -> str | None:
         """Return a report of the loading processes, or None if they give none."""
@@ -332,19 +300,4 @@ def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> Checked
     """Build the loader of samples that can be read by number, in any order or file by file."""
     # The number of samples at a URL is not always known before.
     check_enough_samples(config, num_samples=batches.num_samples)
-    return CheckedLoader(
-        Keys(batches.num_samples),
-        batches=batches,
-        order=make_order(batches, config=config),
-        config=config,
-    )
-
-
-def make_order(batches: BatchReader, *, config: SourceConfig) -> EpochOrder:
-    """Make the order of samples that can be read by number, in any order or file by file."""
-    samples = batches.samples
-    if samples.num_blocks_of_files is None or not config.shuffle:
-        return EpochOrder(samples.blocks, config=config)
-    return StreamedOrder(
-        samples.blocks, num_blocks_of_files=samples.num_blocks_of_files, config=config
-    )
+    return CheckedLoader(batches, order=EpochOrder(batches.samples, config=config), config=config)

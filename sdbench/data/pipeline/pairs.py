@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
+from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.data.pipeline.order import EpochOrder, Key, Keys
+from sdbench.data.pipeline.order import EpochOrder, Key
 from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.data.subject import NumPictures, check, open_pictures
@@ -26,17 +26,23 @@ class PairOrder(EpochOrder):
     until all of the other kind were used, and no batch is cut.
     """
 
-    def __init__(self, num_pictures: NumPictures, *, config: SourceConfig) -> None:
+    def __init__(
+        self, samples: Samples, num_pictures: NumPictures, *, config: SourceConfig
+    ) -> None:
         """Set the order up."""
-        super().__init__([sum(num_pictures)], config=config)
+        super().__init__(samples, config=config)
         self._num_pictures = num_pictures
-        self._num_batches = num_pictures.num_batches(config.global_batch_size)
-        self.num_samples = self._num_batches * config.device_batch_size
+        self.num_samples = (
+            num_pictures.num_batches(config.global_batch_size) * config.device_batch_size
+        )
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        return self._line(epoch)[begin:end]
+
+    def _make_line(self, epoch: int) -> np.ndarray:
         generator = np.random.default_rng([self._config.seed, epoch])
         counts = [count for count in self._num_pictures if count]
-        num_each = self._num_batches * self._config.global_batch_size // len(counts)
+        num_each = self.num_samples * self._config.world_size // len(counts)
         first = 0
         kinds = []
         for count in counts:
@@ -75,14 +81,14 @@ class PairReader(BatchReader):
         is_class = index >= self._num_instances
         return self._readers[is_class].name(index - is_class * self._num_instances)
 
-    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+    def read_good(self, keys: Sequence[Key]) -> Batch:
         """Say which pictures the keys are."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
             index = torch.tensor([key.index for key in keys])
             of_subject, of_class = self._weights
             loss_weight = torch.where(index < self._num_instances, of_subject, of_class)
-        return GoodBatch({"index": index, "loss_weight": loss_weight}, list(keys), report)
+        return Batch({"index": index, "loss_weight": loss_weight}, list(keys), report)
 
 
 def build(
@@ -97,5 +103,5 @@ def build(
     num_pictures = check(source, class_source)
     sources = [one for one in (source, class_source) if one is not None]
     reader = PairReader(sources, num_pictures=num_pictures, prior_loss_weight=prior_loss_weight)
-    order = PairOrder(num_pictures, config=source)
-    return CheckedLoader(Keys(sum(num_pictures)), batches=reader, order=order, config=source)
+    order = PairOrder(reader.samples, num_pictures, config=source)
+    return CheckedLoader(reader, order=order, config=source)

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.batches import GoodBatch, make_batches
+from sdbench.data.pipeline.batches import Batch, make_batches
 from sdbench.data.pipeline.order import Key
 from sdbench.data.samples import Samples
 from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
@@ -35,7 +34,7 @@ class LoadedBatch(NamedTuple):
     indices: list[int]
     names: list[str]
     captions: list[str]
-    parts: list[GoodBatch]
+    parts: list[Batch]
     bad: list[str]
     num_read: int
 
@@ -76,7 +75,8 @@ class ImageReader:
             if not keys:
                 break
         if len(parts[0].keys) != len(keys):
-            parts = [_keep(part, keys) for part in parts]
+            # Without the samples that are bad at another resolution.
+            parts = [part.take([part.keys.index(key) for key in keys]) for part in parts]
         good = [key.index for key in keys]
         names = [self._batches[0].name(index) for index in good]
         captions = self._captions(good, parts[0].tensors["input_ids"])
@@ -92,11 +92,3 @@ class ImageReader:
             "" if empty else self._samples.read(index).caption
             for index, empty in zip(indices, is_empty, strict=True)
         ]
-
-
-def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
-    """Drop the samples that are bad at another resolution."""
-    wanted = set(keys)
-    positions = torch.tensor([i for i, key in enumerate(part.keys) if key in wanted], dtype=int)
-    tensors = {name: tensor[positions] for name, tensor in part.tensors.items()}
-    return GoodBatch(tensors, list(keys), part.report)

@@ -19,9 +19,9 @@ import torch
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.formats.checks import check_enough_samples
-from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport, GoodBatch, fill_up
-from sdbench.data.pipeline.loader import CheckedLoader, make_order
-from sdbench.data.pipeline.order import Keys
+from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
+from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.pipeline.order import EpochOrder
 from sdbench.data.samples import SampleType
 from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
 from sdbench.models.architecture import Architecture
@@ -80,14 +80,9 @@ class EncodeStage(Stage):
         names = [f"sample {key.index}" for key in good.keys]
         kept, bad = find_finite(tensors, names, is_error=self._is_error)
         good.report.bad += bad
-        encoded = GoodBatch(
-            {name: tensor[kept] for name, tensor in tensors.items()},
-            [good.keys[position] for position in kept],
-            good.report,
-        )
-        return fill_up(encoded, num_samples=content.num_samples)
+        return good._replace(tensors=tensors).take(kept).fill_up(content.num_samples)
 
-    def _encode(self, good: GoodBatch, part: slice) -> dict[str, torch.Tensor]:
+    def _encode(self, good: Batch, part: slice) -> dict[str, torch.Tensor]:
         images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
         moments = self._encoder.encode_images(
             images, indices=[key.index for key in good.keys[part]]
@@ -139,9 +134,8 @@ class OnlineLoader(CheckedLoader):
             )
             self._ordered = dataclasses.replace(source, num_workers=num_lanes)
         super().__init__(
-            Keys(batches.num_samples),
-            batches=batches,
-            order=make_order(batches, config=self._ordered),
+            batches,
+            order=EpochOrder(batches.samples, config=self._ordered),
             config=source,
         )
         self.sample_type = SampleType.MOMENTS
@@ -219,7 +213,7 @@ class OnlineLoader(CheckedLoader):
         if self._last is None:
             raise RunError(f"{sentence} It is the first one: no batch before can stand in for it.")
         print(f"{sentence} The one before is trained on again.", file=sys.stderr)
-        return Batch(self._last.tensors, BatchReport(num_images=self.batch_size))
+        return self._last._replace(report=BatchReport(num_images=self.batch_size))
 
     def _open(self, first_batch: int) -> StreamEnd:
         """Begin a stream with a global batch, on all ranks together."""

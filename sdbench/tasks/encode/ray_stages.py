@@ -15,9 +15,8 @@ import numpy as np
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.batches import BatchReader, GoodBatch
-from sdbench.data.pipeline.loader import make_order
-from sdbench.data.pipeline.order import EpochOrder, Key, StreamedOrder
+from sdbench.data.pipeline.batches import Batch, BatchReader
+from sdbench.data.pipeline.order import EpochOrder, Key
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.tasks.encode.images import ImageReader, LoadedBatch
@@ -27,7 +26,7 @@ from sdbench.tasks.encode.ray_stream import Stage
 class Prepared(NamedTuple):
     """A rank's batch of images: the good ones, and the number of all."""
 
-    good: GoodBatch
+    good: Batch
     num_samples: int
 
 
@@ -74,8 +73,12 @@ class DecodeStage(Stage):
         self._config = config
         self._first_batch = first_batch
         self._position = position
-        self._streamed: dict[int, StreamedOrder] = {}
-        self._batches = functools.lru_cache(maxsize=1)(self._order_batches)
+        self._streamed: dict[int, EpochOrder] = {}
+        # With the parts of the ranks side by side.
+        whole = {"rank": 0, "world_size": 1, "device_batch_size": config.global_batch_size}
+        self._order = EpochOrder(
+            self._reader_of_rank(0).samples, config=dataclasses.replace(config, **whole)
+        )
 
     def work(self, content: int) -> Prepared:
         """Read a batch."""
@@ -88,22 +91,17 @@ class DecodeStage(Stage):
             indices = self._find_streamed(reader, rank=rank, epoch=epoch, number=number)
         else:
             size = self._config.device_batch_size
-            indices = self._batches(epoch)[number, rank * size : (rank + 1) * size].tolist()
+            indices = self._order.batch({"epoch": epoch}, num_epochs=0, number=number)
+            indices = indices[rank * size : (rank + 1) * size]
         keys = [Key(epoch, index) for index in indices]
         return Prepared(reader.read_good(keys), len(keys))
-
-    def _order_batches(self, epoch: int) -> np.ndarray:
-        """The samples of all batches of an epoch, with the parts of the ranks side by side."""
-        whole = {"rank": 0, "world_size": 1, "device_batch_size": self._config.global_batch_size}
-        config = dataclasses.replace(self._config, **whole)
-        return EpochOrder(self._reader_of_rank(0).samples.blocks, config=config).batches(epoch)
 
     def _find_streamed(
         self, reader: BatchReader, *, rank: int, epoch: int, number: int
     ) -> list[int]:
         """The samples of a batch; the reader learns how many lanes this actor reads in turn."""
         if rank not in self._streamed:
-            order = make_order(reader, config=dataclasses.replace(self._config, rank=rank))
+            order = EpochOrder(reader.samples, config=dataclasses.replace(self._config, rank=rank))
             if self._position is not None:
                 order.resume(self._position)
             self._streamed[rank] = order
