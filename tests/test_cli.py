@@ -86,7 +86,6 @@ def test_every_program_tells_its_version(capsys):
         (["scaling", "costs"], "cost"),
         (["repeat", "2", "--timeout", "3", "--", "python"], "--timeout_s"),
         (["scaling", "plan", "--max_day", "3", "--recipe", "mosaicml"], "--max_days"),
-        (["precompute", "--latents", "sampled"], "--stored_latents"),
         (["compare", "a", "b", "--format", "jsn"], "json"),
         (["sweep", "s.yaml", "--retry", "oom,tiemout"], "timeout"),
         (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),

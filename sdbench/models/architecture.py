@@ -25,8 +25,8 @@ MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
 # Version of the numbers that a seed gives for random weights on a CPU. A change of them increases
-# it, because no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model.
-# 2: one for each block of 2^18 values.
+# it, and SCHEMA_VERSION of checkpoints, which hold no frozen random weights. 1: one generator draws
+# all of a sub-model. 2: one for each block of 2^18 values.
 DRAWING = 2
 
 # How long the hub may take to say whether it has a model.

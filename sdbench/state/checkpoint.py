@@ -36,7 +36,9 @@ from sdbench.base.files import crc32_of, write_json
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import Ranks, gather
 
-SCHEMA_VERSION = 1
+# Raised with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights, so
+# only a version that draws the same ones may go on from them.
+SCHEMA_VERSION = 2
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
 # Prefixes of weights, before `<module>.<parameter>`: trained, the fp32 copies that an optimizer
@@ -76,8 +78,6 @@ class Checkpoint:
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
         files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
-        is_finite: Whether all values were finite when they were written. Versions of this suite
-            that did not check wrote nothing about it.
         ranks: The ranks that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
@@ -87,7 +87,6 @@ class Checkpoint:
     step: int
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
-    is_finite: bool = False
     ranks: Ranks = ALONE
     is_checked: bool = False
     passed_over: tuple[str, ...] = ()
@@ -97,7 +96,8 @@ class Checkpoint:
         """Open a checkpoint.
 
         Raises:
-            ConfigError: A file is missing or has another size, or the description is damaged.
+            ConfigError: A file is missing or has another size, or the description is damaged or of
+                another version.
         """
         path = folder / DESCRIPTION_NAME
         try:
@@ -136,28 +136,22 @@ class Checkpoint:
         The ranks of each node check all files: a disk or a cache may fail on one node alone, and
         what has been read here is loaded from memory.
         """
-        for name in self._share_of(self.files):
+        for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
             self._check_file(name)
 
-    def check_share_of_values(self) -> None:
-        """Check that this rank's share of the values is finite, unless its save has done that."""
-        if self.is_finite:
-            return
-        metadata = self._read_metadata()
-        for name in self._share_of(metadata.state_dict_metadata):
-            like = metadata.state_dict_metadata[name]
-            tensor = torch.empty(like.size, dtype=like.properties.dtype)
-            self._read({name: tensor}, metadata)
-            if find_not_finite([(name, tensor)]) is not None:
-                raise ConfigError(
-                    "The state in the checkpoint is not finite",
-                    value=f"{name} in {self.folder}",
-                    allowed="a checkpoint with finite values, such as an earlier one",
-                    flag="--resume",
-                )
+    def read(self, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Read the tensors whose names begin with one of the prefixes, to the CPU.
 
-    def _share_of(self, names: Iterable[str]) -> list[str]:
-        return sorted(names)[self.ranks.local_rank :: self.ranks.local_world_size]
+        Raises:
+            ConfigError: A file is damaged.
+        """
+        tensors = {
+            name: torch.empty_like(like, device="cpu")
+            for name, like in self.tensors().items()
+            if name.startswith(prefixes)
+        }
+        self.load_into(tensors)
+        return tensors
 
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
@@ -177,12 +171,9 @@ class Checkpoint:
         for found in gather(fault, self.ranks):
             if found is not None:
                 raise found
-        self._read(tensors, self._read_metadata())
-
-    def _read(self, tensors: Mapping[str, torch.Tensor], metadata: dcp.Metadata) -> None:
         dcp.load(
             {name: tensor.detach() for name, tensor in tensors.items()},
-            storage_reader=_Reader(self.folder, metadata),
+            storage_reader=_Reader(self.folder, self._read_metadata()),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             no_dist=True,
         )
@@ -218,23 +209,20 @@ class Checkpoint:
         return metadata
 
 
-def weights_of(tensors: Mapping[str, torch.Tensor], *, use_ema: bool) -> dict[str, torch.Tensor]:
-    """The trained weights in a checkpoint and the frozen ones that it keeps, by their own names.
+def weight_prefixes(*, use_ema: bool) -> tuple[str, ...]:
+    """Prefixes of the trained weights, or of their averages, and of the frozen ones.
 
-    fp32 copies take the place of bf16 weights, and with `use_ema` the moving averages. If there are
-    none, that is a ConfigError.
+    Later ones win: fp32 copies take the place of bf16 weights.
     """
-    if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
-        raise ConfigError(
-            "the run kept no moving average of its weights",
-            value=True,
-            allowed="the weights themselves: --no_ema",
-            flag="--ema",
-        )
     trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
+    return (*trained, FROZEN_PREFIX)
+
+
+def weights_of(tensors: Mapping[str, torch.Tensor], *, use_ema: bool) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint's tensors, see `weight_prefixes`, by their own names."""
     return {
         name.removeprefix(prefix): tensor
-        for prefix in (*trained, FROZEN_PREFIX)
+        for prefix in weight_prefixes(use_ema=use_ema)
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
@@ -263,15 +251,10 @@ class _Unpickler(pickle.Unpickler):
 def write_description(
     folder: Path, *, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Write `checkpoint.json` without secrets, for finite values, and sync the folder to disk."""
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        "facts": facts,
-        "files": files,
-        "is_finite": True,
-    }
-    content = redact_values(content)
+    """Write `checkpoint.json` without secrets, and sync the folder to disk."""
+    content = redact_values(
+        {"schema_version": SCHEMA_VERSION, "step": step, "facts": facts, "files": files}
+    )
     write_json(folder / DESCRIPTION_NAME, {**content, "crc32": _crc32_of(content)})
     synchronize(folder)
 

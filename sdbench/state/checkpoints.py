@@ -107,9 +107,8 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole to its last byte, the same on all ranks, which call.
 
-        All checksums are checked, and the values if the save has not; a file that one rank cannot
-        read counts for all. What is passed over is printed. If all are damaged, that is a
-        ConfigError.
+        All checksums are checked; a file that one rank cannot read counts for all. What is passed
+        over is printed. If all are damaged, that is a ConfigError.
         """
         steps = broadcast(_list_steps(self.folder), self._ranks)
         found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
@@ -324,7 +323,6 @@ def _newest_of(
             found = Checkpoint.open(_path_of(folder, step), ranks=ranks)
             if reads_all:
                 found.check_share()
-                found.check_share_of_values()
         except ConfigError as error:
             fault = f"{error.what} ({error.value})"
         faults = [found_by_rank for found_by_rank in gather(fault, ranks) if found_by_rank]

@@ -22,9 +22,7 @@ from sdbench.record.store import BENCHMARK, INVALID, STEPS_NAME, RunFolder
 from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
-from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.trackers import WandbLog
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ class Benchmark(TrainingTask):
     program = "benchmark.py"
     _nccl_log: NcclLog
     _measurements: Measurements
-    _wandb_log: WandbLog
     _watch: StepWatch | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -49,21 +46,13 @@ class Benchmark(TrainingTask):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Build the job, train it, and merge what all ranks measured."""
-        from sdbench.engines import load_engine
         from sdbench.measure.summary import merge_measurements, summarize
-        from sdbench.tasks import dreambooth, pretrain, tuning
+        from sdbench.tasks import dreambooth, pretrain
 
         plan, clock = self.plan, run.clock
         config, ranks, machine = plan.config, plan.ranks, plan.machine
-        wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
-        self._wandb_log = wandb_log
         settings = dataclasses.asdict(config)
-        wandb_log.start(config=redact_values(settings), folder=run.folder)
-        tuning.set_up_process(config)
-        clock.ends(startup.PLAN)
-        with garbage_collection_paused():
-            fit = load_engine(config.engine)
-        clock.ends(startup.IMPORTS)
+        wandb_log, fit = self._begin(run, redact_values(settings))
         matmul_tflops = _measure_peak(plan) if config.measure_peak else None
         clock.ends(startup.PEAK)
         progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)

@@ -64,21 +64,13 @@ class ProfileSettings(BenchmarkConfig):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileRequest(Request[BenchmarkConfig]):
-    """A request of benchmark.py, with the rows of the tables and the folder of the files."""
-
-    top: int
-    folder: str | None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile a training step as the command line says; return the exit code."""
     return run(TASKS["profile"], _parse, argv)
 
 
-def _parse(argv: Sequence[str]) -> ProfileRequest:
-    asked = parse(
+def _parse(argv: Sequence[str]) -> Request[ProfileSettings]:
+    request = parse(
         ProfileSettings,
         argv,
         prog="python -m sdbench profile",
@@ -86,26 +78,19 @@ def _parse(argv: Sequence[str]) -> ProfileRequest:
         epilog=EPILOG,
         takes_file=True,
     )
+    config = request.config
     for name in NOT_HERE:
-        if asked.is_users(name):
+        if request.is_users(name):
             raise ConfigError(
                 "a profile has no use for this setting of benchmark.py",
-                value=getattr(asked.config, name),
+                value=getattr(config, name),
                 allowed="those that say what a step does, and --warmup_batches, "
                 "--measure_batches, --profile_batches and --profile_trace",
                 flag=f"--{name}",
             )
-    of_run = asked.part(BenchmarkConfig)
-    config = of_run.config
     if config.measure_batches is None:
         config = dataclasses.replace(config, measure_batches=MEASURE_BATCHES)
     microbatch = config.device_train_microbatch_size
     if config.batch_size is None and microbatch != "auto":
         config = dataclasses.replace(config, batch_size=microbatch)
-    return ProfileRequest(
-        config=config,
-        origin=of_run.origin,
-        print_config=of_run.print_config,
-        top=asked.config.top,
-        folder=asked.config.folder,
-    )
+    return dataclasses.replace(request, config=config)

@@ -33,7 +33,7 @@ TRACE_NAME = "trace.json.gz"
 
 
 class ProfileStep(TrainingTask):
-    """Profiles a training step; its request is a `ProfileRequest`."""
+    """Profiles a training step; its request is one of `ProfileSettings`."""
 
     kind = PROFILE
     program = "python -m sdbench profile"
@@ -49,11 +49,11 @@ class ProfileStep(TrainingTask):
 
     def make_folder(self) -> Path:
         """The one of --folder, or a new one in --results_dir."""
-        if self.request.folder is None:
+        if self.request.config.folder is None:
             return self._new_folder(f"profile-{self.plan.name}")
         from sdbench.models.export import check_folder
 
-        folder = Path(self.request.folder)
+        folder = Path(self.request.config.folder)
         try:
             check_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class ProfileStep(TrainingTask):
         sentences = [*printout.describe_coverage(self._profile, on_gpu=on_gpu), *self._warnings]
         return "\n\n".join(
             (
-                printout.format_profile(self._profile, top=self.request.top),
+                printout.format_profile(self._profile, top=self.request.config.top),
                 "\n".join(sentences),
                 printout.describe_floors(self._profile),
             )
@@ -158,12 +158,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
         num_measured_steps=config.measure_batches,
         device=CudaDevice() if device_type == "cuda" else None,
     )
-    watch = StepWatch(
-        timer,
-        phases=phases,
-        observers=[progress, steps],
-        num_steps=steps.num_steps,
-    )
+    watch = StepWatch(timer, phases=phases, observers=[progress, steps], num_steps=steps.num_steps)
     job = dreambooth.encode_once(pretrain.build(plan, phase=phases.phase), plan)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
     with contextlib.closing(progress), steps:
@@ -177,11 +172,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     assert steps.events is not None
     ceilings = _measure_ceilings(steps, device_type=device_type)
     return Profile(
-        rows=join(
-            steps.counter.work,
-            steps.events.operators,
-            ceilings=ceilings,
-        ),
+        rows=join(steps.counter.work, steps.events.operators, ceilings=ceilings),
         kernels=steps.events.kernels,
         ceilings=ceilings,
         step_s=measurements.timings.window_s / config.measure_batches,

@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.data.identity import describe_data_or_warn
+from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import RunFolder
-from sdbench.run.task import Task
+from sdbench.run.runner import garbage_collection_paused
+from sdbench.run.task import Run, Task
+from sdbench.run.trackers import WandbLog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.engines.job import TrainJob
 
@@ -26,6 +31,7 @@ class TrainingTask(Task):
     """A task that trains; its request is for a `BenchmarkConfig` or a `TrainConfig`."""
 
     plan: Plan
+    _wandb_log: WandbLog | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -47,6 +53,26 @@ class TrainingTask(Task):
     def printed_config(self) -> str | None:
         """The plan as a config file."""
         return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
+
+    def _begin(
+        self, run: Run, settings: dict[str, Any], *, has_parts: bool = False
+    ) -> tuple[WandbLog, Callable[..., Any]]:
+        """Open the log to W&B, set the process up, and import the engine, whose `fit` trains."""
+        from sdbench.engines import load_engine
+        from sdbench.tasks import tuning
+
+        config = self.plan.config
+        wandb_log = WandbLog(
+            name=config.wandb_name, project=config.wandb_project, rank=self.plan.ranks.rank
+        )
+        self._wandb_log = wandb_log
+        wandb_log.start(config=settings, folder=run.folder, has_parts=has_parts)
+        tuning.set_up_process(config)
+        run.clock.ends(startup.PLAN)
+        with garbage_collection_paused():
+            fit = load_engine(config.engine)
+        run.clock.ends(startup.IMPORTS)
+        return wandb_log, fit
 
     def _end_loading(self, loader: CheckedLoader, folder: Path) -> None:
         """Write what Ray Data reports of its stages, and end the loading processes."""

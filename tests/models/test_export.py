@@ -110,8 +110,6 @@ def test_weights_of_a_checkpoint_take_the_place_of_the_models(write) -> None:
         "optimizer.exp_avg": weight,
     }
     assert weights_of(tensors, use_ema=False)[CONV_IN] is tensors[f"model.{CONV_IN}"]
-    with refused("--ema", value=True):
-        weights_of({f"model.{CONV_IN}": weight}, use_ema=True)
     folder = write(model, trained=weights_of(tensors, use_ema=True), dtype="fp16")
     stored = load_file(folder / UNET_FILE)
     assert {value.dtype for value in stored.values()} == {torch.float16}

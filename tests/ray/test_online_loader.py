@@ -18,7 +18,6 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import ray_cluster
@@ -55,7 +54,7 @@ def encoder():
     """The encoders of the tests, in this process."""
     from sdbench.tasks.encode.encoder import Encoder
 
-    return Encoder(TINY, sample_type=SampleType.MOMENTS, encoder_dtype="fp32", seed=3, device="cpu")
+    return Encoder(TINY, encoder_dtype="fp32", seed=3, device="cpu")
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
         images, input_ids = (
             batch[name].split(ENCODER_BATCH_SIZE) for name in ("image", "input_ids")
         )
-        moments = [encoder.encode_images(part, indices=range(len(part))) for part in images]
+        moments = [encoder.encode_images(part) for part in images]
         mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
         texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
         encoded.append(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.state import checkpoint
 from sdbench.state.checkpoint import Checkpoint
 from tests.refusals import refused
 from tests.state.states import flip_byte, holds, make_checkpoints, make_state, names, save
@@ -134,6 +135,16 @@ def test_a_checkpoint_with_a_flipped_byte_is_passed_over(two_checkpoints, name, 
         with refused("--resume", value=str(path)):
             Checkpoint.open(path.parent).load_into(state)
         assert all(torch.equal(state[key], tensor) for key, tensor in make_state(-1).items())
+
+
+def test_a_checkpoint_of_another_version_is_passed_over(tmp_path, monkeypatch):
+    """Of one with other files, or which draws other random weights from the same seed."""
+    checkpoints = make_checkpoints(tmp_path)
+    save(checkpoints, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION - 1)
+        save(checkpoints, 20)
+    assert checkpoints.newest().step == 10
 
 
 def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):

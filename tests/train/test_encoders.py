@@ -13,7 +13,6 @@ import torch
 import train
 from sdbench.cli import main as sdbench
 from sdbench.record.store import load_record
-from sdbench.state.checkpoint import Checkpoint, write_description
 from tests.refusals import printed_refusal, refusal_of
 from tests.train.written import weights_of
 
@@ -84,36 +83,6 @@ def test_latents_of_encoders_that_are_not_known_are_exported_with_those_that_mad
     named = run(tmp_path, "named", "--model_name", online / "model", *UNET, *LATENTS)
     assert random_parts_in_notes(named) == set()
     assert has_same("vae", export(named), online / "model")
-
-
-def forget_drawing(run: Path) -> None:
-    """Make the checkpoint of a run one of a version that had one drawing and did not name it."""
-    (path,) = (run / "checkpoints").iterdir()
-    saved = Checkpoint.open(path)
-    facts = {name: value for name, value in saved.facts.items() if name != "drawing"}
-    write_description(path, step=saved.step, facts=facts, files=saved.files)
-
-
-def test_random_encoders_that_are_drawn_otherwise_today_are_refused(online, tmp_path, capsys):
-    named = ("--model_name", "tiny", "--weights_seed", "5")
-    shutil.copytree(online, tmp_path / "one")
-    go_on = ("--resume", "auto", "--max_duration", "2ba")
-    run(tmp_path, "one", *named, *go_on)  # as long as both are of this version
-    shutil.rmtree(tmp_path / "one")
-    shutil.copytree(online, tmp_path / "one")
-    forget_drawing(tmp_path / "one")
-    line = [*SHORT, *named, *go_on, "--results_dir", str(tmp_path), "--run_name", "one"]
-    capsys.readouterr()
-    assert train.main(line) == 2
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--run_name", "drawing 1")
-    assert "vae and text_encoder" in refusal.what
-    refusal = refusal_of("export", tmp_path / "one", "--folder", tmp_path / "model")
-    assert (refusal.flag, refusal.value) == ("RUN", "drawing 1")
-    # A run that draws nothing again goes on.
-    latents = run(tmp_path, "latents", "--model_name", "tiny", *LATENTS)
-    forget_drawing(latents)
-    run(tmp_path, "latents", "--model_name", "tiny", *LATENTS, *go_on)
 
 
 def test_a_run_with_encoders_takes_no_others(online):

@@ -21,9 +21,8 @@ from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
     build_encoders,
     encode_images,
-    sample_latents,
 )
-from sdbench.tasks.encode.images import EPOCH, LoadedBatch
+from sdbench.tasks.encode.images import LoadedBatch
 
 CAPTION_COLUMN = "caption"
 # As in the preset `fast`.
@@ -40,14 +39,12 @@ class EncodeJob(Shards):
     Attributes:
         configs: The source, once for each resolution, smallest first.
         architecture: With the VAE and the text encoder.
-        sample_type: What is stored: `MOMENTS`, or `LATENTS` drawn from them.
         encoder_dtype: Type of the encoders' weights and arithmetic.
         batch_size: Images that are encoded together.
     """
 
     configs: tuple[SourceConfig, ...]
     architecture: Architecture
-    sample_type: SampleType
     encoder_dtype: str
     batch_size: int
 
@@ -55,7 +52,6 @@ class EncodeJob(Shards):
         """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
         return Encoder(
             self.architecture,
-            sample_type=self.sample_type,
             encoder_dtype=self.encoder_dtype,
             seed=self.configs[0].seed,
             device=device,
@@ -73,7 +69,7 @@ class EncodeJob(Shards):
         """Columns to write, to their MDS encodings."""
         columns = {}
         for config in self.configs:
-            columns |= array_columns(self.sample_type, config)
+            columns |= array_columns(SampleType.MOMENTS, config)
         return columns | {CAPTION_COLUMN: "str"}
 
 
@@ -109,15 +105,12 @@ class Encoder:
         self,
         architecture: Architecture,
         *,
-        sample_type: SampleType,
         encoder_dtype: str,
         seed: int,
         device: str,
     ) -> None:
-        """Build both encoders; the seed is that of random weights and of sampled latents."""
-        self._sample_type = sample_type
+        """Build both encoders; the seed is that of random weights."""
         self._device = device
-        self._seed = seed
         if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.
             torch.backends.cudnn.allow_tf32 = False
@@ -131,31 +124,12 @@ class Encoder:
         )
 
     @torch.inference_mode()
-    def encode_images(self, images: Tensor, *, indices: Sequence[int]) -> np.ndarray:
-        """Encode images (B, 3, S, S), whose indices in the source seed the noise.
-
-        The result is float16: (B, 8, S/8, S/8) moments of the VAE, or (B, 4, S/8, S/8) samples of
-        them times the scaling factor.
-        """
+    def encode_images(self, images: Tensor) -> np.ndarray:
+        """Encode images (B, 3, S, S) to mean and log-variance, float16 (B, 8, S/8, S/8)."""
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
         )
-        if self._sample_type is SampleType.MOMENTS:
-            latents = torch.cat([mean, logvar], dim=1)
-        else:
-            drawn = [
-                np.random.default_rng([self._seed, EPOCH, index, images.shape[-1]]).standard_normal(
-                    mean.shape[1:], dtype=np.float32
-                )
-                for index in indices
-            ]
-            latents = sample_latents(
-                mean,
-                logvar,
-                noise=torch.from_numpy(np.stack(drawn)).to(self._device),
-                scaling_factor=self._vae.config.scaling_factor,
-            )
-        return _as_float16(latents)
+        return _as_float16(torch.cat([mean, logvar], dim=1))
 
     @torch.inference_mode()
     def encode_captions(self, input_ids: Tensor) -> np.ndarray:
@@ -174,13 +148,11 @@ def encode_batch(
     """Encode a batch at all resolutions; the times of loading and encoding go to `step`."""
     columns = {}
     if batch.indices:
-        image_part, text_part = job.sample_type.value
+        image_part, text_part = SampleType.MOMENTS.value
         with step.phase("vae"):
             for config, part in zip(job.configs, batch.parts, strict=True):
                 column = name_column(image_part, image_size=config.image_size)
-                columns[column] = encoder.encode_images(
-                    part.tensors["image"], indices=batch.indices
-                )
+                columns[column] = encoder.encode_images(part.tensors["image"])
         with step.phase("text"):
             input_ids = batch.parts[0].tensors["input_ids"]
             columns[name_column(text_part)] = encoder.encode_captions(input_ids)

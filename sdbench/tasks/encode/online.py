@@ -84,9 +84,7 @@ class EncodeStage(Stage):
 
     def _encode(self, good: Batch, part: slice) -> dict[str, torch.Tensor]:
         images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
-        moments = self._encoder.encode_images(
-            images, indices=[key.index for key in good.keys[part]]
-        )
+        moments = self._encoder.encode_images(images)
         mean, logvar = np.split(moments, [NUM_LATENT_CHANNELS], axis=1)
         arrays = {
             "latent_mean": mean,
@@ -143,7 +141,6 @@ class OnlineLoader(CheckedLoader):
         self._make_encoder = functools.partial(
             Encoder,
             architecture,
-            sample_type=SampleType.MOMENTS,
             encoder_dtype=settings.encoder_dtype,
             seed=weights_seed,
         )

@@ -22,7 +22,6 @@ from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, Totals, open_output
 from sdbench.data.remote import identify
-from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -71,8 +70,6 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopp
 """
 
 
-# What is stored of the VAE, by the value of --stored_latents.
-SAMPLE_TYPES = {"moments": SampleType.MOMENTS, "sampled": SampleType.LATENTS}
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
@@ -96,7 +93,6 @@ WINDOW_FIGURES = (
 # Settings that decide the content of a shard.
 FACTS_OF_JOB = (
     "data_format",
-    "latents",
     "encoder_dtype",
     "seed",
     "crop",
@@ -116,13 +112,6 @@ class PrecomputeSettings:
 
     out: str = setting(TEXT, REQUIRED, "folder of the new data set", spelling="folder")
     out_format: str = setting(one_of("mds", "parquet"), "mds", "how latents are stored")
-    latents: str = setting(
-        one_of("moments", "sampled"),
-        "moments",
-        "what is stored of the VAE: mean and log-variance, so that training draws another sample "
-        "each epoch, or one sample times the scaling factor",
-        spelling="stored_latents",
-    )
     image_size: tuple[int, ...] | None = setting(
         list_of(POSITIVE),
         None,
@@ -255,7 +244,6 @@ class Precompute(Task):
         self._job = EncodeJob(
             configs=configs,
             architecture=architecture,
-            sample_type=SAMPLE_TYPES[config.latents],
             encoder_dtype=config.encoder_dtype,
             batch_size=config.batch_size,
             num_samples=num_samples,
@@ -322,7 +310,7 @@ class Precompute(Task):
         lines = [
             f"Encoding {job.num_samples} {config.data_format} images"
             f"{f' of {place!r}' if place else ''} at {self._image_size} px by "
-            f"{job.architecture.name} to {config.out} ({config.out_format}, {config.latents}): "
+            f"{job.architecture.name} to {config.out} ({config.out_format}): "
             f"{values}, ranks {self._ranks.world_size}"
         ]
         if job.architecture.weights_folder is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,9 +16,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
 from sdbench.data.identity import find_overlap
-from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.remote import identify
-from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
@@ -78,86 +75,74 @@ def _held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
-def check_evaluations(plan: Plan) -> tuple[SourceConfig | None, list[str]]:
-    """Check data, networks and prompts before any weights are built.
+class Evaluations:
+    """The evaluations that the config of a run asks for.
 
-    Returns:
-        The held-out samples, and sentences about those that are trained on as well.
-
-    Raises:
-        ConfigError: Something cannot be used, or scores have fewer than two pictures.
+    Attributes:
+        notes: Sentences about held-out samples that are trained on as well.
     """
-    config: Any = plan.config
-    held_out, notes = None, []
-    if config.validate_every_batches or config.score_every_batches:
-        held_out = _held_out_source(plan)
-    if config.score_every_batches:
-        from sdbench.evaluate.networks import open_networks
 
-        open_networks(config, image_size=config.image_size, device="cpu")
-        num_samples = data.check(held_out)
-        if num_samples is not None and num_samples < 2:
-            raise ConfigError(
-                "scores need two held-out pictures",
-                value=num_samples,
-                allowed="2 or more",
-                flag="--validation_remote",
-            )
-    if config.validate_every_batches:
-        sources = [source for source in (plan.source, plan.class_source) if source is not None]
-        found = [file for source in sources for file in find_overlap(source, held_out)]
-        notes = [
-            f"Validation sees training data: {len(found)} files of --validation_remote are trained "
-            f"on too, or have the name and size of one that is, such as {file!r}."
-            for file in found[:1]
-        ]
-    if config.sample_every_batches:
-        _read_prompts(config)
-    return held_out, notes
+    def __init__(self, plan: Plan) -> None:
+        """Check data, networks and prompts before any weights are built.
 
-
-def _read_prompts(config: Any) -> list[tuple[str, str]]:
-    """The first prompts of --sample_prompts with their names."""
-    rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
-    return rows[: config.num_sample_images]
-
-
-def make_evaluations(
-    plan: Plan, job: TrainJob, *, held_out: SourceConfig | None, folder: Path
-) -> dict[str, tuple[int, Evaluation]]:
-    """The evaluations that the config asks for: event to the steps between two, and the evaluation.
-
-    The held-out samples are opened once; the folder of the run gets the grids.
-    """
-    config: Any = plan.config
-    evaluator = _Evaluator(plan, job)
-    evaluations: dict[str, tuple[int, Evaluation]] = {}
-    if config.validate_every_batches is not None:
-        validate = functools.partial(evaluator.validate, open_held_out(held_out))
-        evaluations["validation"] = (config.validate_every_batches, validate)
-    if config.sample_every_batches is not None:
-        sample = functools.partial(evaluator.sample, _read_prompts(config), folder)
-        evaluations["samples"] = (config.sample_every_batches, sample)
-    if config.score_every_batches is not None:
-        score = functools.partial(evaluator.score, data.open_samples(held_out))
-        evaluations["scores"] = (config.score_every_batches, score)
-    return evaluations
-
-
-class _Evaluator:
-    """Evaluates the model of a run; every method returns the facts of an event on every rank."""
-
-    def __init__(self, plan: Plan, job: TrainJob) -> None:
+        Raises:
+            ConfigError: Something cannot be used, or scores have fewer than two pictures.
+        """
+        config = self._config = plan.config
         self._plan = plan
-        self._config: Any = plan.config
-        self._job = job
+        self.notes: list[str] = []
+        self._held_out: Any = None
+        if config.validate_every_batches or config.score_every_batches:
+            self._held_out = _held_out_source(plan)
+        if config.score_every_batches:
+            from sdbench.evaluate.networks import open_networks
 
-    def validate(self, reader: BatchReader, state: TrainState, check: Check) -> dict[str, Any]:
+            open_networks(config, image_size=config.image_size, device="cpu")
+            num_samples = data.check(self._held_out)
+            if num_samples is not None and num_samples < 2:
+                raise ConfigError(
+                    "scores need two held-out pictures",
+                    value=num_samples,
+                    allowed="2 or more",
+                    flag="--validation_remote",
+                )
+        if config.validate_every_batches:
+            sources = [source for source in (plan.source, plan.class_source) if source is not None]
+            found = [file for one in sources for file in find_overlap(one, self._held_out)]
+            if found:
+                self.notes.append(
+                    f"Validation sees training data: {len(found)} files of --validation_remote are "
+                    "trained on too, or have the name and size of one that is, such as "
+                    f"{found[0]!r}."
+                )
+        if config.sample_every_batches:
+            rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
+            self._prompts = rows[: config.num_sample_images]
+
+    def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
+        """Open the held-out samples; return by event the steps between two, and the evaluation.
+
+        The folder of the run gets the grids.
+        """
+        config = self._config
+        self._job, self._folder = job, folder
+        if config.validate_every_batches:
+            self._reader = open_held_out(self._held_out)
+        if config.score_every_batches:
+            self._samples = data.open_samples(self._held_out)
+        evaluations = {
+            "validation": (config.validate_every_batches, self._validate),
+            "samples": (config.sample_every_batches, self._sample),
+            "scores": (config.score_every_batches, self._score),
+        }
+        return {event: one for event, one in evaluations.items() if one[0] is not None}
+
+    def _validate(self, state: TrainState, check: Check) -> dict[str, Any]:
         """The loss of the weights and of their average, if one is kept."""
 
         def measure() -> dict[str, Any]:
             batches = held_out_batches(
-                reader,
+                self._reader,
                 num_samples=self._config.num_validation_images,
                 batch_size=self._config.device_train_microbatch_size,
                 ranks=self._plan.ranks,
@@ -172,11 +157,9 @@ class _Evaluator:
                 facts["ema_loss"] = measure()["loss"]
         return facts
 
-    def sample(
-        self, rows: list[tuple[str, str]], folder: Path, state: TrainState, check: Check
-    ) -> dict[str, Any]:
+    def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
-        prompts = [prompt for _, prompt in rows]
+        prompts = [prompt for _, prompt in self._prompts]
         with self._best_weights(state):
             pictures = draw_samples(
                 self._job.model, prompts, check=check, **self._drawing_options()
@@ -184,14 +167,14 @@ class _Evaluator:
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
         if self._plan.ranks.rank == 0:
             try:
-                _keep_pictures(pictures, rows, grid=folder / file)
+                _keep_pictures(pictures, self._prompts, grid=self._folder / file)
             except OSError as error:  # a full disk is no reason to stop training
                 what = f"pictures of step {state.num_steps} are lost"
                 print(f"warning: {what}: {error}", file=sys.stderr)
                 file = None
         return {"file": file, "num_pictures": len(pictures)}
 
-    def score(self, samples: Samples, state: TrainState, check: Check) -> dict[str, Any]:
+    def _score(self, state: TrainState, check: Check) -> dict[str, Any]:
         """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
         from sdbench.evaluate.networks import open_networks
         from sdbench.evaluate.scores import score_model
@@ -202,7 +185,7 @@ class _Evaluator:
         with self._best_weights(state):
             return score_model(
                 self._job.model,
-                samples,
+                self._samples,
                 networks=networks,
                 num_images=self._config.num_score_images,
                 read_avif=self._plan.source.read_avif,

@@ -112,13 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
 
     checkpoint = open_checkpoint(Path(flags.run), flag="RUN")
-    # An --ema of the user's is refused where the run kept no averages.
-    use_ema = flags.ema and (request.is_users("ema") or has_averages(checkpoint))
+    use_ema = flags.ema and has_averages(checkpoint)
     trained = _Trained(
         folder=checkpoint.folder.parent.parent,
         step=checkpoint.step,
         config=TrainConfig(**checkpoint.facts["config"]),
-        facts=checkpoint.facts,
         use_ema=use_ema,
         weights=read_weights(checkpoint, use_ema=use_ema),
     )
@@ -135,7 +133,6 @@ class _Trained(NamedTuple):
     folder: Path
     step: int
     config: TrainConfig
-    facts: dict[str, Any]
     use_ema: bool
     weights: dict[str, Any]
 
@@ -152,7 +149,6 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
-    from sdbench.tasks.train.resuming import check_drawing
     from sdbench.tasks.train.weights import put_weights
 
     config, weights = trained.config, trained.weights
@@ -176,7 +172,6 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         append_row(model.text_encoder, learned[config.learned_token])
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
     random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
-    check_drawing(trained.facts, random_parts, folder=trained.folder, flag="RUN")
     if random_parts:
         print(f"With random weights: {', '.join(random_parts)}.")
     if lora is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.identity import describe_change
-from sdbench.models.architecture import DRAWING
 from sdbench.plan.resolve import Plan
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import declarations
@@ -19,19 +18,16 @@ def compare_settings(
 ) -> list[str]:
     """Describe the settings that differ; a `ConfigError` refuses one that identifies the run."""
     declared = declarations(TrainConfig)
-    changes = []
-    for name, value in now.items():
-        if name not in before or before[name] == value:
-            continue
-        changes.append(f"--{name}: {before[name]} before, {value} now")
+    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    for name in changed:
         if declared[name].identifies:
             raise ConfigError(
                 f"the checkpoint {folder} belongs to a run with another --{name}",
-                value=value,
+                value=now[name],
                 allowed=f"{before[name]}, or another --run_name for another run",
                 flag=f"--{name}",
             )
-    return changes
+    return [f"--{name}: {before[name]} before, {now[name]} now" for name in changed]
 
 
 def compare_inputs(
@@ -39,18 +35,17 @@ def compare_inputs(
 ) -> list[str]:
     """Describe how data and frozen weights differ; a `ConfigError` refuses it unless accepted.
 
-    The facts are ``data`` of `identify_data` and ``weights`` of `Architecture.identify_weights`.
-    Older checkpoints have neither.
+    The facts are ``data`` of `identify_data`, None where it is not known, and ``weights`` of
+    `Architecture.identify_weights`.
     """
-    change = None
-    if before.get("data") and now["data"]:
+    changes = []
+    if before["data"] and now["data"]:
         change = describe_change(before["data"], now["data"])
-    known = before.get("weights", {})
-    changes = [] if change is None else [change]
+        changes += [] if change is None else [change]
     changes += [
         f"the weights of the {part} have changed"
         for part, weights in now["weights"].items()
-        if known.get(part, weights) != weights
+        if before["weights"].get(part, weights) != weights
     ]
     if changes and not accepts:
         raise ConfigError(
@@ -62,49 +57,19 @@ def compare_inputs(
     return [f"{change} (--changed_inputs accept)" for change in changes]
 
 
-def check_drawing(
-    facts: Mapping[str, Any], random_parts: Collection[str], *, folder: Path, flag: str
-) -> None:
-    """Check that the seed still gives the random sub-models that a checkpoint does not hold.
-
-    Raises:
-        ConfigError: This version draws other weights from the same seed.
-    """
-    drawing = facts.get("drawing", 1)
-    if random_parts and drawing != DRAWING:
-        raise ConfigError(
-            f"an older version drew the random weights of {' and '.join(random_parts)} for the "
-            f"checkpoint {folder} in another way, and the checkpoint does not hold them",
-            value=f"drawing {drawing}",
-            allowed=f"drawing {DRAWING}, or the version of this suite that record.json names",
-            flag=flag,
-        )
-
-
-def find_random_parts(plan: Plan, *, given: Collection[str]) -> tuple[list[str], list[str]]:
-    """Find the sub-models that keep random weights; `given` ones come from a checkpoint.
-
-    Returns:
-        Sub-models that the run uses, and encoders that stand for the unknown ones of its latents.
-    """
+def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
+    """Sentences about the sub-models that keep random weights; `given` ones have a checkpoint's."""
     config: Any = plan.config
     if config.train == "vae":  # there is no other part
-        return [], []
+        return []
     # The weights beside LoRA or a learned token stay as they are.
     is_beside = config.lora_rank is not None or config.learned_token is not None
     trained = () if is_beside else config.trained_parts
     # A run on latents has no encoders that another run could give it.
     is_given = [part for part in given if config.step_has_encoders or part == "unet"]
-    random_parts = [
-        part for part in plan.architecture.random_parts if part not in (*trained, *is_given)
-    ]
-    made_latents = [part for part in random_parts if config.wants_latents and part != "unet"]
-    return [part for part in random_parts if part not in made_latents], made_latents
-
-
-def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
-    """A sentence about each kind of `find_random_parts` that there is."""
-    frozen, made_latents = find_random_parts(plan, given=given)
+    frozen = [part for part in plan.architecture.random_parts if part not in (*trained, *is_given)]
+    made_latents = [part for part in frozen if config.wants_latents and part != "unet"]
+    frozen = [part for part in frozen if part not in made_latents]
     notes = []
     if made_latents:
         notes.append(

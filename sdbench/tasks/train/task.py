@@ -14,7 +14,6 @@ from sdbench.base.secrets import redact_values
 from sdbench.data.identity import identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
-from sdbench.models.architecture import DRAWING
 from sdbench.plan.draft import Draft
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.plan.window import steps_in_duration
@@ -22,24 +21,21 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
-from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
-from sdbench.run.trackers import TensorboardLog, WandbLog
+from sdbench.run.trackers import TensorboardLog
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import (
-    check_drawing,
     compare_inputs,
     compare_settings,
     describe_random_parts,
-    find_random_parts,
 )
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
-    from sdbench.engines.job import TrainJob
     from sdbench.measure.watch import Observer, StepWatch
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
+    from sdbench.tasks.train.evaluations import Evaluations
     from sdbench.tasks.train.hooks import TrainHooks
 
 
@@ -59,7 +55,7 @@ class Train(TrainingTask):
 
     kind = TRAIN
     program = "train.py"
-    _wandb_log: WandbLog | None = None
+    _evaluations: Evaluations | None = None
     _hooks: TrainHooks | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -82,7 +78,16 @@ class Train(TrainingTask):
         self._refuse_another_run()
         self._initial = self._find_initial()
         given = _parts_in(self._found or self._initial)
-        notes += [*describe_random_parts(self.plan, given=given), *self._check_evaluations()]
+        notes += describe_random_parts(self.plan, given=given)
+        if (
+            config.validate_every_batches
+            or config.sample_every_batches
+            or (config.score_every_batches)
+        ):
+            from sdbench.tasks.train.evaluations import Evaluations
+
+            self._evaluations = Evaluations(self.plan)
+            notes += self._evaluations.notes
         self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, *notes))
 
     def make_folder(self) -> Path:
@@ -109,11 +114,9 @@ class Train(TrainingTask):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Build the job, go on from its checkpoint, and train it."""
-        from sdbench.engines import load_engine
         from sdbench.state.checkpoints import Checkpoints
-        from sdbench.tasks import dreambooth, tuning
+        from sdbench.tasks import dreambooth
         from sdbench.tasks.train import job as train_job
-        from sdbench.tasks.train.evaluations import make_evaluations
         from sdbench.tasks.train.hooks import TrainHooks
         from sdbench.tasks.train.weights import take_kept, take_weights
 
@@ -134,17 +137,10 @@ class Train(TrainingTask):
         if first_step >= plan.num_steps:
             summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
             return {"summary": summary}
-        wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
-        wandb_log.start(config=self._settings(), folder=run.folder, has_parts=True)
-        self._wandb_log = wandb_log
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
         tensorboard_log.start(folder=run.folder, num_steps=first_step)
         self.resources.callback(tensorboard_log.close)
-        tuning.set_up_process(config)
-        clock.ends(startup.PLAN)
-        with garbage_collection_paused():
-            fit = load_engine(config.engine)
-        clock.ends(startup.IMPORTS)
+        wandb_log, fit = self._begin(run, self._settings(), has_parts=True)
         progress = StepProgress(
             images_per_step=config.batch_size,
             enabled=is_first,
@@ -162,7 +158,9 @@ class Train(TrainingTask):
             job = dataclasses.replace(job, kept=kept)
             if is_first:
                 print(message)
-        evaluations = make_evaluations(plan, job, held_out=self._held_out, folder=run.folder)
+        evaluations = {}
+        if self._evaluations is not None:
+            evaluations = self._evaluations.begin(job, run.folder)
         job = dreambooth.encode_once(job, plan, keeps_encoders=bool(evaluations))
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
@@ -179,8 +177,7 @@ class Train(TrainingTask):
             log=log,
             progress=progress,
             evaluations=evaluations,
-            facts={"config": self._settings(), "drawing": DRAWING}
-            | (self._inputs if is_first else {}),
+            facts={"config": self._settings()} | (self._inputs if is_first else {}),
         )
         self._hooks = hooks
         try:
@@ -193,9 +190,21 @@ class Train(TrainingTask):
             raise
         hooks.close()
         self._end_loading(job.loader, run.folder)
-        fields = self._summary(job, measurements, hooks, first_step=first_step)
-        fields["summary"] |= self._totals(run.folder)
-        return fields
+        train_s = max(distributed.gather(measurements.timings.window_s, ranks))
+        images = (plan.num_steps - first_step) * job.images_per_step
+        summary = {
+            "images_per_second": images / train_s if train_s else None,
+            "train_s": train_s,
+            "other_s": hooks.seconds,
+            "first_step": first_step,
+            "num_saved": hooks.num_saved,
+            "loss_last": hooks.last_loss,
+            "peak_memory_gib": measurements.peak_memory_gib,
+        }
+        return {
+            "summary": summary | self._totals(run.folder),
+            **self._describe_work(job, num_images=plan.num_steps * job.images_per_step),
+        }
 
     def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
         """Open where Ray keeps copies of checkpoints, if anywhere, and fetch the newest."""
@@ -248,24 +257,10 @@ class Train(TrainingTask):
         """Describe what differs from a checkpoint; raises a `ConfigError` if that is not legal."""
         facts, folder = checkpoint.facts, checkpoint.folder
         changes = compare_settings(facts["config"], self._settings(), folder=folder)
-        random_parts, _ = find_random_parts(self.plan, given=_parts_in(checkpoint))
-        check_drawing(facts, random_parts, folder=folder, flag="--run_name")
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
             changes += compare_inputs(facts, self._inputs, accepts=accepts, folder=folder)
         return changes
-
-    def _check_evaluations(self) -> list[str]:
-        """Find mistakes about held-out samples and prompts before any weights are built."""
-        config: Any = self.plan.config
-        self._held_out = None
-        validates, scores = config.validate_every_batches, config.score_every_batches
-        if not (validates or scores or config.sample_every_batches):
-            return []
-        from sdbench.tasks.train.evaluations import check_evaluations
-
-        self._held_out, notes = check_evaluations(self.plan)
-        return notes
 
     def _find_initial(self) -> Checkpoint | None:
         """The checkpoint whose weights a new run begins with; it suits the model."""
@@ -290,25 +285,6 @@ class Train(TrainingTask):
         parts = config.trained_parts if is_alone else PARTS
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
-
-    def _summary(
-        self, job: TrainJob, measurements: Any, hooks: Any, *, first_step: int
-    ) -> dict[str, Any]:
-        timings = measurements.timings
-        images = (self.plan.num_steps - first_step) * job.images_per_step
-        train_s = max(distributed.gather(timings.window_s, self.plan.ranks))
-        return {
-            "summary": {
-                "images_per_second": images / train_s if train_s else None,
-                "train_s": train_s,
-                "other_s": hooks.seconds,
-                "first_step": first_step,
-                "num_saved": hooks.num_saved,
-                "loss_last": hooks.last_loss,
-                "peak_memory_gib": measurements.peak_memory_gib,
-            },
-            **self._describe_work(job, num_images=self.plan.num_steps * job.images_per_step),
-        }
 
     def _totals(self, folder: Path) -> dict[str, Any]:
         """Figures of the run over all its processes; on the first rank, which has its files."""

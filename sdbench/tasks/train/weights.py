@@ -16,11 +16,10 @@ from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
 from sdbench.state.checkpoint import (
     AVERAGED_PREFIX,
-    COPIES_PREFIX,
     DESCRIPTION_NAME,
     FROZEN_PREFIX,
-    TRAINED_PREFIX,
     Checkpoint,
+    weight_prefixes,
     weights_of,
 )
 from sdbench.state.checkpoints import find_newest, tell_of_passed_over
@@ -54,32 +53,23 @@ def has_averages(checkpoint: Checkpoint) -> bool:
 def parts_in(checkpoint: Checkpoint) -> set[str]:
     """The sub-models whose whole weights a checkpoint has, not LoRA or a token alone."""
     weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    whole = [name for name in weights if not (is_lora(name) or is_learned_row(name))]
-    return {name.partition(".")[0] for name in whole}
+    return {name.partition(".")[0] for name in weights if not _is_beside(name)}
+
+
+def _is_beside(name: str) -> bool:
+    return is_lora(name) or is_learned_row(name)
 
 
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
-    """Read the trained weights or their moving averages, and the frozen ones that the run kept.
+    """Read the trained weights or their averages, and the frozen ones that the run kept.
 
     Returns:
         Tensors on the CPU by the name ``<module>.<parameter>``.
 
     Raises:
-        ConfigError: There are no averages, or a file is damaged.
+        ConfigError: A file is damaged.
     """
-    trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
-    return weights_of(_read(checkpoint, (*trained, FROZEN_PREFIX)), use_ema=use_ema)
-
-
-def _read(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors whose names begin with one of the prefixes, on the CPU."""
-    tensors = {
-        name: torch.empty_like(like, device="cpu")
-        for name, like in checkpoint.tensors().items()
-        if name.startswith(prefixes)
-    }
-    checkpoint.load_into(tensors)
-    return tensors
+    return weights_of(checkpoint.read(weight_prefixes(use_ema=use_ema)), use_ema=use_ema)
 
 
 def check_weights(
@@ -90,17 +80,7 @@ def check_weights(
     Raises:
         ConfigError: No name is shared, a shape differs, or the checkpoint has LoRA or a token.
     """
-
-    def refusal(what: str, allowed: str) -> ConfigError:
-        folder = str(checkpoint.folder)
-        return ConfigError(what, value=folder, allowed=allowed, flag="--init_from")
-
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    if any(is_lora(name) or is_learned_row(name) for name in there):
-        raise refusal(
-            "the checkpoint has LoRA or a token without the weights that they belong to",
-            "its export, which has both, as --model_name",
-        )
     shapes = {
         f"{part}.{name}": weight.shape
         for part in parts
@@ -108,11 +88,17 @@ def check_weights(
     }
     shared = [name for name in shapes if name in there]
     unlike = [name for name in shared if there[name].shape != shapes[name]]
-    if unlike or not shared:
+    allowed = "a run with a model of the same architecture"
+    if any(map(_is_beside, there)):
+        what = "the checkpoint has LoRA or a token without the weights that they belong to"
+        allowed = "its export, which has both, as --model_name"
+    elif unlike:
+        what = f"the checkpoint is of another model: {unlike[0]} has another shape"
+    elif not shared:
         what = "the checkpoint has none of this run's weights"
-        if unlike:
-            what = f"the checkpoint is of another model: {unlike[0]} has another shape"
-        raise refusal(what, "a run with a model of the same architecture")
+    else:
+        return
+    raise ConfigError(what, value=str(checkpoint.folder), allowed=allowed, flag="--init_from")
 
 
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
@@ -140,10 +126,8 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Te
 
 def take_kept(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Load the frozen weights in a checkpoint of this run; returns them as they were saved."""
-    kept = {
-        name.removeprefix(FROZEN_PREFIX): weight
-        for name, weight in _read(checkpoint, (FROZEN_PREFIX,)).items()
-    }
+    saved = checkpoint.read((FROZEN_PREFIX,))
+    kept = {name.removeprefix(FROZEN_PREFIX): weight for name, weight in saved.items()}
     put_weights(model, kept)
     return kept
 
