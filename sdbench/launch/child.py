@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.state.lock import lock
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
@@ -133,26 +132,25 @@ def find_program(command: Sequence[str]) -> list[str]:
     return [program, *arguments]
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder of the user's choice, or refuse it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"this folder cannot be made ({error.strerror})",
-            value=str(folder),
-            allowed="a folder that this user may write",
-            flag="--folder",
-        ) from None
-
-
 @contextlib.contextmanager
 def only_one_in(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep a second program out of it during the block."""
-    make_folder(folder)
-    with contextlib.ExitStack() as stack:
-        with blamed_on("--folder"):
-            stack.enter_context(lock(folder))
+    """Make the folder, and keep other programs out of it during the block.
+
+    What the block starts by `run_guarded` holds the lock, too: after a kill of this process the
+    folder is free when all that is left has ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "another command is at work in this folder, or what it started is still ending",
+                value=str(folder),
+                allowed="one command at a time",
+                flag="--folder",
+            ) from None
+        os.set_inheritable(file.fileno(), True)
         yield
 
 
@@ -167,39 +165,36 @@ class End(NamedTuple):
 def run_guarded(
     command: Sequence[str],
     *,
-    lock_file: Path,
-    cause_file: Path,
+    folder: Path,
     output: IO[bytes] | None = None,
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
 ) -> End:
     """Run a command in a process of its own to its end.
 
-    The command and all that it has started end with this process, however this one ends. Another
-    command with the same lock begins only when no process of the one before is left.
+    The command and all that it has started end with this process, however this one ends.
 
     Args:
         command: Program and arguments.
-        lock_file: Made if it does not exist.
-        cause_file: Where the command tells what ended it badly, for `read_cause`.
+        folder: Made if it does not exist; there the command tells what ended it badly.
         output: Gets what it prints; None: this process's own.
         timeout_s: The command is ended after so many seconds; None waits.
         grace_s: How long it may take to end when it is asked to.
     """
-    guard = [sys.executable, str(GUARD), str(grace_s)]
-    with lock_file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the command before may still be ending its ranks
-        started_s = time.perf_counter()
-        process = subprocess.Popen(
-            [*guard, *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-            env={**os.environ, VARIABLE: str(cause_file.absolute())},
-            pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
-            # Ctrl-C reaches this process only, which ends the command itself.
-            start_new_session=True,
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    cause_file = (folder / CAUSE_NAME).absolute()
+    cause_file.unlink(missing_ok=True)
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, str(GUARD), str(grace_s), *command],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        env={**os.environ, VARIABLE: str(cause_file)},
+        close_fds=False,  # the guard's copy keeps the lock of `only_one_in` until it ends
+        # Ctrl-C reaches this process only, which ends the command itself.
+        start_new_session=True,
+    )
     assert process.stdin is not None
     has_timed_out = False
     try:
@@ -214,29 +209,18 @@ def run_guarded(
         raise
     finally:
         process.stdin.close()
-        if process.returncode is not None and process.returncode < 0:
-            _end_session(process.pid)  # the guard itself was killed
     return End(exit_code, time.perf_counter() - started_s, has_timed_out)
 
 
 def run_in_terminal(
     command: Sequence[str], *, folder: Path, variables: Sequence[str] = (), grace_s: float = GRACE_S
 ) -> int:
-    """Run a command as `run_guarded`, one at a time in a folder, with this process's output.
+    """Run a command as `run_guarded`, with this process's output; returns its exit code.
 
-    Returns its exit code; `variables` are assignments ``NAME=value``.
+    `variables` are assignments ``NAME=value``.
     """
-    found = find_program(command)
-    make_folder(folder)
-    cause_file = folder / CAUSE_NAME
-    cause_file.unlink(missing_ok=True)
-    end = run_guarded(
-        ["env", *variables, *found],
-        lock_file=folder / LOCK_NAME,
-        cause_file=cause_file,
-        grace_s=grace_s,
-    )
-    if end.exit_code != 0 and read_cause(cause_file) is None:  # which it has printed itself
+    end = run_guarded(["env", *variables, *find_program(command)], folder=folder, grace_s=grace_s)
+    if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # which it has told itself
         print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
     return end.exit_code
 
@@ -253,31 +237,18 @@ def check_suite_is_here(*names: str) -> None:
             )
 
 
-def run_child(
-    command: Sequence[str],
-    *,
-    folder: Path,
-    timeout_s: float | None = None,
-    alone_in: Path | None = None,
-) -> Outcome:
-    """Run a measuring command as `run_guarded`, one at a time in the same parent folder.
+def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
+    """Run a measuring command as `run_guarded`.
 
-    Args:
-        command: Program and arguments; ``--results_dir FOLDER`` is added.
-        folder: Made for it; gets the run's folder and output.log.
-        timeout_s: The command is ended after so many seconds; None waits.
-        alone_in: A folder in which one runs at a time; None: the parent folder.
+    ``--results_dir FOLDER`` is added; the folder is new, and gets the run's folder and output.log.
     """
     folder.mkdir(parents=True)
     log = folder / OUTPUT_NAME
     try:
         with log.open("wb") as output:
+            results = ("--results_dir", str(folder))
             end = run_guarded(
-                [*command, "--results_dir", str(folder)],
-                lock_file=(alone_in or folder.parent) / LOCK_NAME,
-                cause_file=folder / CAUSE_NAME,
-                output=output,
-                timeout_s=timeout_s,
+                [*command, *results], folder=folder, output=output, timeout_s=timeout_s
             )
     finally:  # a run that is stopped keeps its output, too
         replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
@@ -358,18 +329,3 @@ def _signal_of(exit_code: int) -> signal.Signals | None:
     if 192 < exit_code < 255:
         return numbers.get(256 - exit_code)
     return numbers.get(exit_code - 128)
-
-
-def _end_session(session: int) -> None:
-    """Kill the processes that are left of a session whose first process has died."""
-    import psutil
-
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session:
-                process.kill()
-                left.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    psutil.wait_procs(left, timeout=GRACE_S)

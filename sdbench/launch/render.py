@@ -34,7 +34,6 @@ COUNT_KEYS = (
     *("replicas", "minReplicas", "maxReplicas", "maxRestarts"),
     *("numNodes", "numProcPerNode"),
 )
-IMAGE = re.compile(r"[^:\s]+(:[0-9]+/[^:\s]+)?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 # The keys that lead to a part of a document.
 Place = tuple[str, ...]
 
@@ -51,53 +50,37 @@ examples:
 
 
 class Manifest(NamedTuple):
-    """A manifest: its template in multi-node/, its help, and the commands that use it."""
+    """A manifest: its template in multi-node/, its help, and what `kubectl logs -f` follows."""
 
     template: str
     meaning: str
-    commands: tuple[str, ...]
-
-
-def _job_commands(pod: str) -> tuple[str, ...]:
-    return (
-        "kubectl apply -f {file}",
-        "kubectl get pods --watch",
-        f"kubectl logs -f {pod}",
-        "multi-node/collect-results.sh {claim}",
-        "kubectl delete -f {file}",
-    )
+    logs: str
 
 
 MANIFESTS: dict[str, Manifest] = {
     "eks": Manifest(
         "3.stable-diffusion-eks.yaml-template",
         "PyTorchJob of Kubeflow's training operator v1, by composer",
-        _job_commands("{job}-master-0"),
+        f"{JOB_NAME}-master-0",
     ),
     "eks-elastic": Manifest(
         "5.stable-diffusion-eks-elastic.yaml-template",
         "the same by torchrun, which starts the ranks again after a loss",
-        _job_commands("{job}-worker-0"),
+        f"{JOB_NAME}-worker-0",
     ),
     "trainjob": Manifest(
         "6.stable-diffusion-trainjob.yaml-template",
         "TrainJob of Kubeflow Trainer v2 with its runtime, by composer",
-        _job_commands(
-            "--tail=-1 -l jobset.sigs.k8s.io/jobset-name={job},"
-            "batch.kubernetes.io/job-completion-index=0"
-        ),
+        f"--tail=-1 -l jobset.sigs.k8s.io/jobset-name={JOB_NAME},"
+        "batch.kubernetes.io/job-completion-index=0",
     ),
     "rayjob": Manifest(
         "7.stable-diffusion-rayjob.yaml-template",
         "RayJob of KubeRay: a Ray cluster of pods that train and pods that encode",
-        _job_commands("job/{job}"),
-    ),
-    "etcd": Manifest(
-        "4.etcd.yaml",
-        "the etcd where the pods of an elastic job can meet",
-        ("kubectl apply -f {file}", "kubectl rollout status deployment/etcd"),
+        f"job/{JOB_NAME}",
     ),
 }
+ETCD = "4.etcd.yaml"
 
 
 def _matching(allowed: str, pattern: str) -> Kind:
@@ -115,6 +98,7 @@ WORD = _matching("a text without spaces, quotes and variables", r"[A-Za-z0-9_./:
 NAME = _matching(
     "a name of lower-case letters, digits, dots and dashes", r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 )
+TAG = _matching("a tag of an image", r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 # Ports below need root on most systems.
 PORT = whole_number(1024, 65535)
 NODES = whole_number(1, 10_000)
@@ -124,7 +108,6 @@ NODES = whole_number(1, 10_000)
 class RenderFlags:
     """Flags of render: its own, then one for each variable of the templates."""
 
-    template: Path | None = setting(PATH, None, "your copy instead of the suite's")
     out: Path | None = setting(PATH, None, "where it goes (default: standard output)")
     dry_run: bool = setting(SWITCH, False, "say what it would run, and write nothing")
 
@@ -136,7 +119,7 @@ class RenderFlags:
         "where the image is, with a slash at the end: registry.example.com/team/",
     )
     docker_image_name: str = setting(WORD, "mosaicml-stable-diffusion", "name of the image")
-    tag: str | None = setting(WORD, None, "tag of the image, e.g. 0.32.1")
+    tag: str | None = setting(TAG, None, "tag of the image, e.g. 0.32.1")
     num_nodes: int | None = setting(NODES, None, "nodes, and so pods, that train")
     num_gpus_per_node: int = setting(whole_number(1, 1024), 8, "GPUs, and so ranks, of a node")
     num_efa_per_node: int | None = setting(
@@ -163,27 +146,24 @@ class RenderFlags:
         "c10d",
         "how the nodes of an elastic job meet: at its first pod, or at the etcd of 4.etcd.yaml",
     )
-    rdzv_host: str | None = setting(NAME, None, "service where they meet")
-    rdzv_port: int | None = setting(PORT, None, "port there")
-    run_id: str | None = setting(NAME, None, "name of the run at the etcd, a new one for each job")
     results_claim: str = setting(
         NAME, f"{JOB_NAME}-results", "persistent volume claim that the records go to"
     )
 
 
 SETTINGS = declarations(RenderFlags)
-VARIABLES = tuple(name.upper() for name in SETTINGS if name not in ("template", "out", "dry_run"))
-# Variables without a flag, which follow from the sizes of the job.
-COMPUTED = ("NUM_WORKERS", "WORLD_SIZE")
+VARIABLES = tuple(name.upper() for name in SETTINGS if name not in ("out", "dry_run"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill in a template and write it, or say what it would run; returns the exit code."""
+    import yaml
+
     name, rest = choose_command(
         {name: manifest.meaning for name, manifest in MANIFESTS.items()},
         argv,
         prog="python -m sdbench render",
-        description="Fill in a manifest of multi-node/ and check what comes out.",
+        description="Fill in a manifest of multi-node/.",
         epilog=EPILOG,
     )
     manifest = MANIFESTS[name]
@@ -196,21 +176,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="ARGUMENTS of the program",
     )
     flags, arguments = request.config, request.rest
-    path = flags.template or FOLDER / manifest.template
-    template = _read(path)
-    names = find_names(template, path=path)
+    template = (FOLDER / manifest.template).read_text(encoding="utf-8")
+    names = find_names(template)
     for unused in VARIABLES:
         if unused not in names and request.is_users(unused.lower()):
             raise ConfigError(
                 f"the template has no variable {unused}",
                 value=getattr(flags, unused.lower()),
-                allowed=", ".join(sorted(names)) or "no variable",
+                allowed=", ".join(sorted(names)),
                 flag=f"--{unused.lower()}",
             )
     text = string.Template(template).substitute(_find_values(flags, names))
     if arguments:
-        text = _replace_arguments(text, arguments, path)
-    documents = _read_documents(text, path)
+        text = _replace_arguments(text, arguments)
+    documents = list(yaml.safe_load_all(text))
     _check_arguments(documents, arguments)
     if flags.out is None and not flags.dry_run:
         print(text, end="")
@@ -220,59 +199,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = itertools.chain.from_iterable(map(_describe, documents))
         print("\n".join(dict.fromkeys(lines)))  # the workers of a job repeat what its master runs
     else:
-        _write(file, text)
+        file.write_text(text, encoding="utf-8")
         print(f"written: {file}")
     print("next:")
     if "RDZV_BACKEND" in names and flags.rdzv_backend != "c10d":
-        print(f"  kubectl apply -f {FOLDER.name}/{MANIFESTS['etcd'].template}")
-    job = documents[-1].get("metadata", {}).get("name", JOB_NAME)
-    for command in manifest.commands:
-        filled = command.format(file=shlex.quote(str(file)), job=job, claim=flags.results_claim)
-        print(f"  {filled}")
+        print(f"  kubectl apply -f {FOLDER.name}/{ETCD}\n  kubectl rollout status deployment/etcd")
+    print(f"  kubectl apply -f {shlex.quote(str(file))}")
+    print(f"  kubectl get pods --watch\n  kubectl logs -f {manifest.logs}")
+    print(f"  multi-node/collect-results.sh {flags.results_claim}")
+    print(f"  kubectl delete -f {shlex.quote(str(file))}")
     return 0
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the template cannot be read ({error})",
-            value=str(path),
-            allowed="a readable text file",
-            flag="--template",
-        ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be written ({error.strerror})",
-            value=str(path),
-            allowed="a file in an existing folder",
-            flag="--out",
-        ) from None
-
-
-def find_names(template: str, *, path: Path) -> set[str]:
-    """The variables of a template, ``${NAME}`` each, and those that they follow from.
-
-    Any other dollar sign is refused.
-    """
-    names = set()
-    for found in string.Template.pattern.finditer(template):
-        if found["braced"] not in (*VARIABLES, *COMPUTED):
-            raise ConfigError(
-                f"line {template.count(chr(10), 0, found.start()) + 1} of the template has a "
-                "variable that render does not know",
-                value=found[0],
-                allowed=", ".join(f"${{{name}}}" for name in (*VARIABLES, *COMPUTED)),
-                flag=f"the template {path}",
-            )
-        names.add(found["braced"])
-    return names | {"NUM_NODES", "NUM_GPUS_PER_NODE"} if names & {*COMPUTED} else names
+def find_names(template: str) -> set[str]:
+    """The variables of a template, ``${NAME}`` each, and those that they follow from."""
+    names = {found["braced"] for found in string.Template.pattern.finditer(template)}
+    return names | {"NUM_NODES", "NUM_GPUS_PER_NODE"}
 
 
 def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
@@ -280,7 +222,7 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     is_at_pod = flags.rdzv_backend == "c10d"
     now = datetime.datetime.now(datetime.timezone.utc)
     num_nodes = flags.num_nodes or 0
-    defaults = {
+    values = {
         "RDZV_HOST": f"{JOB_NAME}-worker-0" if is_at_pod else "etcd",
         "RDZV_PORT": flags.master_port if is_at_pod else 2379,
         "RUN_ID": now.strftime("run-%Y%m%dt%H%M%Sz"),
@@ -290,7 +232,7 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
         "WORLD_SIZE": num_nodes * flags.num_gpus_per_node,
     }
     given = {name: getattr(flags, name.lower()) for name in VARIABLES}
-    values = defaults | {name: value for name, value in given.items() if value is not None}
+    values |= {name: value for name, value in given.items() if value is not None}
     unset = [
         SETTINGS[name.lower()] for name in VARIABLES if name in names and values.get(name) is None
     ]
@@ -304,24 +246,15 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     return values
 
 
-def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
+def _replace_arguments(text: str, arguments: Sequence[str]) -> str:
     why = "the results of a pod go to its volume"
     refuse_flag("--results_dir", arguments, why=why, flag="ARGUMENTS")
-    if len(ARGUMENTS.findall(text)) + len(ENTRYPOINT_ARGUMENTS.findall(text)) != 1:
-        raise ConfigError(
-            "the template does not have exactly one place for arguments of a program",
-            value=" ".join(arguments),
-            allowed="no arguments, or a template with one list `args:` or one entrypoint with "
-            f"--results_dir={RESULTS_DIR}",
-            flag=f"ARGUMENTS or the template {path}",
-        )
-
     for argument in arguments:
-        if len(argument.splitlines()) > 1:  # YAML would make a space of it
+        if len(argument.splitlines()) > 1 or "$(" in argument:
             raise ConfigError(
-                "an argument has a line break",
+                "YAML would change the line breaks of an argument, and the pod its $(NAME)",
                 value=argument,
-                allowed="arguments of one line each",
+                allowed="arguments of one line without $(",
                 flag="ARGUMENTS",
             )
 
@@ -345,45 +278,6 @@ def _check_arguments(documents: Sequence[Mapping[str, Any]], arguments: Sequence
             _, program, *words = shlex.split(document["spec"]["entrypoint"])
     if Path(program).name in PARSERS:
         PARSERS[Path(program).name](words, description="", epilog="")
-
-
-def _read_documents(text: str, path: Path) -> list[dict[str, Any]]:
-    """The documents of a manifest; refuses a manifest with a fault."""
-    import yaml
-
-    flag = f"the template {path}"
-    try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"the manifest is not YAML ({' '.join(str(error).split())})",
-            value=str(path),
-            allowed="a template that gives YAML",
-            flag=flag,
-        ) from None
-    if not documents or not all(isinstance(one, dict) and "kind" in one for one in documents):
-        raise ConfigError(
-            "this is not a manifest", value=text[:40], allowed="documents with a kind", flag=flag
-        )
-    for document in documents:
-        for place, value in _walk(document, (str(document["kind"]),)):
-            _check_part(place, value, flag=flag)
-    return documents
-
-
-def _check_part(place: Place, value: Any, *, flag: str) -> None:
-    """Refuse what a template without its values gives, which no server refuses as such."""
-    # Braces may be meant in arguments, as in the name of many tars; the kubelet fills in $(NAME).
-    unfilled = r"\$[{(]" if {"args", "command", "entrypoint"} & set(place[-2:]) else r"[{}$]"
-    if value is None or value == "":
-        problem, allowed = "the value is empty, as after a variable that was not set", "a value"
-    elif isinstance(value, str) and re.search(unfilled, value):
-        problem, allowed = "a variable was left unfilled", "text without braces and dollar signs"
-    elif place[-1] == "image" and not IMAGE.fullmatch(str(value)):
-        problem, allowed = "this image has no tag", "NAME:TAG"
-    else:
-        return
-    raise ConfigError(f"{'.'.join(place)}: {problem}", value=value, allowed=allowed, flag=flag)
 
 
 def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from sdbench.analysis import compare
 from sdbench.base.errors import ConfigError
 from sdbench.launch.child import Outcome, measuring_command, split_words
-from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
+from sdbench.launch.runs import Run, in_rounds, measure, new_folder
 from sdbench.record.store import OK
 from sdbench.report.terminal import format_number
-from sdbench.settings.kinds import REPEATS, TEXT
+from sdbench.settings.kinds import PATH, REPEATS, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
@@ -41,7 +41,7 @@ chance. The exit code is 1 if a run failed; the others are kept.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RepeatFlags(RunsFlags):
+class RepeatFlags:
     """Flags of repeat."""
 
     times: int = setting(
@@ -53,6 +53,7 @@ class RepeatFlags(RunsFlags):
         "a second command, in one pair of quotes: the baseline, with which COMMAND takes turns and "
         "is compared",
     )
+    folder: Path | None = setting(PATH, None, "for the runs (default: runs/repeat_<time>)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     outcomes: dict[Path, list[Outcome]] = {folder / name: [] for name in commands}
     try:
-        for run, outcome in measure(runs, alone_in=folder, timeout_s=flags.timeout_s):
+        for run, outcome in measure(runs):
             outcomes[run.folder.parent].append(outcome)
     finally:  # a stop signal costs what has ended nothing
         for place, of_command in outcomes.items():

@@ -14,20 +14,10 @@ from typing import TypeVar
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.progress import Progress
-from sdbench.launch.child import Outcome, make_folder, run_child, tail
+from sdbench.launch.child import Outcome, run_child, tail
 from sdbench.record.store import OK, OOM, TIMEOUT
-from sdbench.settings.kinds import PATH, SECONDS
-from sdbench.settings.setting import setting
 
 Item = TypeVar("Item")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunsFlags:
-    """Flags of every command that runs a measuring command several times."""
-
-    folder: Path | None = setting(PATH, None, "for the runs (default: runs/<command>_<time>)")
-    timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
 
 
 @dataclasses.dataclass
@@ -51,16 +41,14 @@ RunT = TypeVar("RunT", bound=Run)
 def measure(
     runs: Iterable[RunT],
     *,
-    alone_in: Path,
-    timeout_s: float | None,
+    timeout_s: float = math.inf,
     end_s: float = math.inf,
 ) -> Iterator[tuple[RunT, Outcome]]:
     """Make runs, and show how each has ended.
 
     Args:
         runs: Each is asked for when the one before has ended, and made if there is time.
-        alone_in: A folder in which one runs at a time.
-        timeout_s: Bound on each; None for no bound.
+        timeout_s: Bound on each.
         end_s: When the time is up, on the monotonic clock. The run that is under way then has not
             ended, unless its own time is up too.
     """
@@ -70,13 +58,9 @@ def measure(
             if left_s <= 0:
                 return
             shutil.rmtree(run.folder, ignore_errors=True)
-            bound_s = min(timeout_s or math.inf, left_s)
-            outcome = run_child(
-                run.command,
-                folder=run.folder,
-                timeout_s=bound_s if bound_s < math.inf else None,
-                alone_in=alone_in,
-            )
+            bound_s = min(timeout_s, left_s)
+            bound = bound_s if bound_s < math.inf else None
+            outcome = run_child(run.command, folder=run.folder, timeout_s=bound)
             if outcome.status == TIMEOUT and bound_s == left_s:
                 return
             progress.report(": ".join(filter(None, (for_terminal(run.name), outcome.described))))
@@ -105,7 +89,7 @@ def new_folder(given: Path | None, *, prefix: str) -> Path:
             time.sleep(0.1)  # another command began within the same second
         else:
             return folder
-    make_folder(given)
+    given.mkdir(parents=True, exist_ok=True)
     if any(given.iterdir()):
         raise ConfigError(
             "this folder holds something already",

@@ -12,13 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import replace_file
-from sdbench.base.progress import Progress
 from sdbench.launch.child import refuse_flag, values_of
 from sdbench.launch.runs import in_rounds, new_folder
 from sdbench.record.configuration import group
@@ -26,31 +24,23 @@ from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Table, make_table, to_terminal
 from sdbench.report.terminal import format_rates
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, TEXT, list_of, one_of
+from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
-# In the folder of each job: its number in Slurm.
-NUMBER_NAME = "job.txt"
 POLL_S = 5.0
-FORGOTTEN = "no longer known to Slurm"
-# States of a job that has ended; PENDING, RUNNING and others go on.
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
-ENDED += ("PREEMPTED", "TIMEOUT", FORGOTTEN)
-
 EPILOG = """\
 examples:
   python -m sdbench submit --nodes 1,2,4 --repeats 5 -- --device_train_microbatch_size 32
       the global batch stays 2048 on any number of nodes: strong scaling
   python -m sdbench submit --nodes 1,2,4 --scaling weak -- --batch_size 2048
       2048 images on 1 node, 4096 on 2, 8192 on 4: weak scaling
-  python -m sdbench submit --nodes 2,4 --sbatch_options='--partition=p5 --time=30' -- --preset seed
   python -m sdbench submit --folder runs/submit_20261121T050000Z
       go on waiting for the jobs of that folder, and show their table
 
-What follows -- goes to benchmark.py. After Ctrl-C the jobs go on in the cluster. The exit code is
-1 if a job left no good record.
+What follows -- goes to benchmark.py; sbatch itself reads SBATCH_PARTITION, SBATCH_TIMELIMIT and so
+on. After Ctrl-C the jobs go on in the cluster. The exit code is 1 if a job left no good record.
 """
 
 
@@ -65,7 +55,6 @@ class SubmitFlags:
         "strong",
         "weak: --batch_size is for the fewest nodes and grows with them",
     )
-    sbatch_options: str | None = setting(TEXT, None, "more options for sbatch")
     folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
 
 
@@ -80,13 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="ARGUMENTS of benchmark.py",
     )
     flags = request.config
-    folder, jobs = flags.folder, {}
-    if folder is not None:
-        jobs = {int(one.read_text()): one.parent for one in folder.glob(f"*/{NUMBER_NAME}")}
-    if not jobs:
-        folder, jobs = _submit(flags, request.rest)
-    _wait(jobs)
-    ended_well, failures = _collect(jobs)
+    folder = flags.folder
+    if folder is None or not any(folder.glob("nodes-*")):
+        folder = _submit(flags, request.rest)
+    _wait(folder)
+    ended_well, failures = _collect(folder)
     if ended_well:
         table = tabulate_nodes(ended_well)
         print(f"\n{table.caption}\n{to_terminal(table)}")
@@ -128,45 +115,37 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     shares = {record["config"]["batch_size"] / record["ranks"]["world_size"] for record in records}
     if len(batches) == 1:
         return f"Strong scaling: a global batch of {batches.pop()} shared by all ranks"
-    if len(shares) == 1:
-        return f"Weak scaling: {shares.pop():g} images per rank and step"
-    return "Neither strong nor weak scaling: global batch and images per rank both differ"
+    of_ranks = " or ".join(f"{share:g}" for share in sorted(shares))
+    return f"Weak scaling: {of_ranks} images per rank and step"
 
 
-def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, dict[int, Path]]:
+def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> Path:
     """Submit a job for each number of nodes and each repeat; `arguments` are for benchmark.py."""
     batch_size = _check(flags, arguments)
     folder = new_folder(flags.folder, prefix="submit").resolve()
-    jobs: dict[int, Path] = {}
-    for repeat, num_nodes in in_rounds(flags.nodes, times=flags.repeats):
+    runs = in_rounds(flags.nodes, times=flags.repeats)
+    for repeat, num_nodes in runs:
         run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
         run_folder.mkdir()
-        command = [
-            "sbatch",
-            "--parsable",
-            f"--nodes={num_nodes}",
-            f"--output={run_folder}/output.log",
-            *(flags.sbatch_options or "").split(),
-            str(SCRIPT),
-            *arguments,
-            *("--results_dir", str(run_folder)),
-        ]
+        command = ["sbatch", f"--nodes={num_nodes}", f"--output={run_folder}/output.log"]
+        command += [f"--job-name={folder}", str(SCRIPT), *arguments, "--results_dir"]
+        command += [str(run_folder)]
         if batch_size is not None:  # the last one counts
             command += ["--batch_size", str(batch_size * num_nodes // min(flags.nodes))]
-        done = subprocess.run(
-            command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
-        number = int(done.stdout.split(";")[0])
-        jobs[number] = run_folder
-        # If this program is ended, the next start finds the jobs.
-        replace_file(run_folder / NUMBER_NAME, str(number))
+        _run(command)
     print(
-        f"submitted {len(jobs)} jobs, {min(jobs)} to {max(jobs)}, which a Ctrl-C here does not "
-        f"stop: python -m sdbench submit --folder {folder} waits for them again"
+        f"submitted {len(runs)} jobs, which a Ctrl-C here does not stop: python -m sdbench submit "
+        f"--folder {folder} waits for them again"
     )
-    return folder, jobs
+    return folder
+
+
+def _run(command: Sequence[str]) -> str:
+    """The output of a program of Slurm."""
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"{' '.join(command[:2])} has failed: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
@@ -210,38 +189,24 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
     return batch_size
 
 
-def _wait(jobs: Mapping[int, Path]) -> None:
-    """Wait until Slurm has ended or forgotten every job."""
-    left = list(jobs)
-    with Progress(len(jobs), unit="job") as progress:
-        while left:
-            states = _read_states()
-            for number in list(left):
-                # Slurm forgets a job some minutes after its end.
-                state = states.get(number, FORGOTTEN)
-                if state in ENDED:
-                    left.remove(number)
-                    progress.report(f"{number}, {jobs[number].name}: {state}")
-            if left:
-                time.sleep(POLL_S)
+def _wait(folder: Path) -> None:
+    """Wait until Slurm has ended every job; they have the name of the folder."""
+    left = None
+    while left != 0:
+        before, names = left, _run(["squeue", "--me", "--noheader", "--format=%j"]).splitlines()
+        left = names.count(str(folder.resolve()))
+        if left != before:
+            print(f"{left} jobs have not ended", flush=True)
+        if left:
+            time.sleep(POLL_S)
 
 
-def _read_states() -> dict[int, str]:
-    """State of each job of this user that Slurm knows, by its number."""
-    command = ["squeue", "--me", "--noheader", "--states=all", "--format=%A %T"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"squeue does not answer: {done.stderr.strip()}")
-    pairs = (line.split() for line in done.stdout.splitlines())
-    return {int(number): state for number, state in pairs}
-
-
-def _collect(jobs: Mapping[int, Path]) -> tuple[list[dict[str, Any]], list[str]]:
+def _collect(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Records of good runs, and a sentence for each job without one."""
     ended_well, failures = [], []
-    for number, folder in jobs.items():
+    for job in sorted(folder.glob("nodes-*")):
         # A job that was started again has one for each start.
-        paths = sorted(folder.glob(f"*/{RECORD_NAME}"))
+        paths = sorted(job.glob(f"*/{RECORD_NAME}"))
         try:
             last = load_record(paths[-1]) if paths else {"status": FAILED, "reason": "no record"}
         except (OSError, ValueError) as error:
@@ -249,7 +214,5 @@ def _collect(jobs: Mapping[int, Path]) -> tuple[list[dict[str, Any]], list[str]]
         if last["status"] == OK:
             ended_well.append(last)
         else:
-            failures.append(
-                f"job {number}: {last['status']}, {last['reason']} (see {folder}/output.log)"
-            )
+            failures.append(f"{last['status']}, {last['reason']} (see {job}/output.log)")
     return ended_well, failures

@@ -6,12 +6,12 @@ its outcome is written to cell.json in one piece. A run without this file is mad
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from sdbench.launch.runs import Run, in_rounds, measure
 from sdbench.launch.sweep_file import Cell, SweepFile, read_sweep_file
 from sdbench.record.provenance import git_state, package_versions
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import FAILED, INVALID, OK, OOM, RECORD_NAME, TIMEOUT, load_record
+from sdbench.record.store import OK, OOM, RECORD_NAME, load_record
 from sdbench.report.tables import Table, make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_rate
-from sdbench.settings.kinds import PATH, SWITCH, list_of, one_of
+from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
@@ -47,9 +47,9 @@ a sweep file:
 examples:
   python -m sdbench sweep sweeps/tiny.yaml
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
-  python -m sdbench sweep sweeps/seeds.yaml --retry oom,timeout
 
-Started again, the same command goes on where it was. Running out of memory is a finding, and so is
+Started again, the same command goes on where it was; a run whose folder is gone is made again.
+Running out of memory is a finding, and so is
 what the budget leaves no time for; the exit code is 1 if a run failed otherwise, took too long or
 was invalid, and 130 if the sweep was stopped.
 """
@@ -64,16 +64,6 @@ class SweepFlags:
     folder: Path | None = setting(
         PATH, None, "where the runs go (default: runs/sweep_<name of FILE>)"
     )
-    retry: tuple[str, ...] = setting(
-        list_of(one_of(FAILED, OOM, TIMEOUT, INVALID)),
-        (),
-        "make runs that ended so again",
-    )
-    allow_mixed: bool = setting(
-        SWITCH,
-        False,
-        "go on with a sweep that was begun under another commit or other libraries",
-    )
 
 
 @dataclasses.dataclass
@@ -84,34 +74,34 @@ class SweepRun(Run):
         cell: The cell.
         repeat: Its number, from 1.
         outcome: The content of cell.json; None if the run has not ended, or if its record is gone.
+        record: None without one, or if it could not be read when the run ended.
     """
 
     cell: Cell
     repeat: int
     outcome: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
 
-    def read(self, retry: Collection[str]) -> None:
-        """Read how the run has ended, unless it has to be made again."""
+    def read(self) -> None:
+        """Read how the run has ended."""
         path = self.folder / STATE_NAME
-        if path.is_file():
-            outcome = _read(path, read_json_object)
-            run = outcome["run"]
-            is_here = run is None or (self.folder / run / RECORD_NAME).is_file()
-            self.outcome = outcome if is_here and outcome["status"] not in retry else None
-
-    def record(self) -> dict[str, Any] | None:
-        """The record; None without one, or if it could not be read when the run ended."""
-        if self.outcome is None or self.outcome["run"] is None:
-            return None
-        try:
-            return _read(self.folder / self.outcome["run"], load_record)
-        except ConfigError:
-            if self.outcome["status"] == OK:
-                raise
-            return None  # cell.json gives the reason
+        if not path.is_file():
+            return
+        outcome = _read(path, read_json_object)
+        if outcome["run"] is not None:
+            place = self.folder / outcome["run"]
+            if not (place / RECORD_NAME).is_file():
+                return
+            if outcome["status"] == OK:
+                self.record = _read(place, load_record)
+            else:
+                with contextlib.suppress(OSError, ValueError):  # cell.json gives the reason
+                    self.record = load_record(place)
+        self.outcome = outcome
 
     def end(self, outcome: Outcome) -> None:
         """Write the outcome."""
+        self.record = outcome.record
         self.outcome = {
             "settings": dict(self.cell.settings),
             "command": list(self.command),
@@ -137,16 +127,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         SweepRun(cell.described, cell.command, folder / f"{cell.key}-{repeat}", cell, repeat)
         for repeat, cell in in_rounds(sweep.cells, times=sweep.repeats)
     ]
-    if flags.dry_run:
-        print(_describe(sweep, runs, _find_pending(runs, flags.retry), folder=folder))
-        return 0
-    with only_one_in(folder):
-        _check_environment(folder, allow_other=flags.allow_mixed)
-        pending = _find_pending(runs, flags.retry)
-        print(_describe(sweep, runs, pending, folder=folder), flush=True)
-        made = measure(pending, alone_in=folder, timeout_s=sweep.timeout_s, end_s=end_s)
+    with contextlib.nullcontext() if flags.dry_run else only_one_in(folder):
+        if not flags.dry_run:
+            _check_environment(folder)
+        for run in runs:
+            run.read()
+        print(_describe(sweep, runs, folder=folder), flush=True)
+        if flags.dry_run:
+            return 0
+        pending = [run for run in runs if run.outcome is None]
         try:
-            for run, outcome in made:
+            for run, outcome in measure(pending, timeout_s=sweep.timeout_s, end_s=end_s):
                 run.end(outcome)
         finally:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
@@ -155,21 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
         print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
-    machines = {record["machine"]["slug"] for run in runs if (record := run.record()) is not None}
-    if len(machines) > 1:  # another GPU, too, which the environment does not tell
-        names = for_terminal(", ".join(sorted(machines)))
-        print(f"caution: measured on different machines: {names}", file=sys.stderr)
     statuses = {run.outcome["status"] for run in runs if run.outcome is not None}
     return 0 if statuses and statuses <= {OK, OOM} else 1
 
 
-def _find_pending(runs: Sequence[SweepRun], retry: Collection[str]) -> list[SweepRun]:
-    for run in runs:
-        run.read(retry)
-    return [run for run in runs if run.outcome is None]
-
-
-def _check_environment(folder: Path, *, allow_other: bool) -> None:
+def _check_environment(folder: Path) -> None:
     """Refuse to go on with a sweep that was begun under other code, libraries or hardware."""
     import psutil
 
@@ -189,12 +170,12 @@ def _check_environment(folder: Path, *, allow_other: bool) -> None:
         for name in sorted({*began, *here})
         if began.get(name) != here.get(name)
     ]
-    if changes and not allow_other:
+    if changes:
         raise ConfigError(
             "the sweep was begun under other code, libraries or hardware: rows would not compare",
             value="; ".join(changes),
-            allowed="the same ones, another folder, or --allow_mixed",
-            flag="--folder or --allow_mixed",
+            allowed="the same ones, or another folder",
+            flag="--folder",
         )
 
 
@@ -220,7 +201,7 @@ def _make_table(runs: Sequence[SweepRun]) -> Table:
     rows = []
     for run in runs:
         outcome = run.outcome or {"status": "not run", "reason": None}
-        summary = (run.record() or {}).get("summary") or {}
+        summary = (run.record or {}).get("summary") or {}
         varied = redact_values(run.cell.varied)
         rows.append(
             {
@@ -234,27 +215,25 @@ def _make_table(runs: Sequence[SweepRun]) -> Table:
     return make_table(rows, left=names)
 
 
-def _describe(
-    sweep: SweepFile, runs: Sequence[SweepRun], pending: Sequence[SweepRun], *, folder: Path
-) -> str:
+def _describe(sweep: SweepFile, runs: Sequence[SweepRun], *, folder: Path) -> str:
     """The plan: the state of every cell and the expected duration of the rest."""
-    lines = [
-        f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(runs) - len(pending)} of "
-        f"{len(runs)} runs are done"
-    ]
+    ended = [run for run in runs if run.outcome is not None]
+    num_left = len(runs) - len(ended)
     statuses: dict[str, list[str]] = {cell.key: [] for cell in sweep.cells}
-    durations_s = []
-    for run in runs:
-        if run.outcome is not None:
-            statuses[run.cell.key].append(run.outcome["status"])
-            durations_s += [run.outcome["duration_s"]] * (run.outcome["status"] == OK)
+    for run in ended:
+        statuses[run.cell.key].append(run.outcome["status"])
+    lines = [
+        f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(ended)} of {len(runs)} runs "
+        "are done"
+    ]
     for cell in sweep.cells:
         state = ", ".join(statuses[cell.key]) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
-    if pending:
+    if num_left:
+        durations_s = [run.outcome["duration_s"] for run in ended if run.outcome["status"] == OK]
         bound = "about" if durations_s else "at most"
         each_s = statistics.median(durations_s) if durations_s else sweep.timeout_s
-        left_s = min(len(pending) * each_s, sweep.budget_s or math.inf)
+        left_s = min(num_left * each_s, sweep.budget_s or math.inf)
         lines.append(f"{bound} {left_s / 60:.0f} min")
     return "\n".join(lines)
 
@@ -266,7 +245,7 @@ def _make_rows(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
         if run.outcome is None:
             continue
         row = {"source": run.folder.name, "kind": "measured", "other_settings": run.name}
-        if (record := run.record()) is not None:
-            row = make_row(record)
+        if run.record is not None:
+            row = make_row(run.record)
         rows.append(row | {"status": run.outcome["status"], "reason": run.outcome["reason"]})
     return rows

@@ -1,20 +1,20 @@
-"""Manifests as `python -m sdbench render` writes them, and what was wrong with published ones."""
+"""Manifests as `python -m sdbench render` writes them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from sdbench.cli import main
+from sdbench.launch.render import ETCD, VARIABLES, find_names
 from sdbench.launch.render import MANIFESTS as OF_RENDER
-from sdbench.launch.render import VARIABLES, find_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
-MANIFESTS = tuple(OF_RENDER)
+MANIFESTS = (*OF_RENDER, "etcd")
 
 # Three nodes with eight GPUs, and two encoders, as the variables of a template.
 VALUES = {
@@ -46,25 +46,27 @@ def template_of(kind: str) -> Path:
     return FOLDER / OF_RENDER[kind].template
 
 
-def flags_for(text: str, **changes: str) -> list[str]:
+def flags_for(kind: str, **changes: str) -> list[str]:
     """The flags that give a template's variables the values above, unless changed."""
     values = {**VALUES, **changes}
-    names = [name for name in VARIABLES if name in find_names(text, path=FOLDER)]
+    names = [name for name in VARIABLES if name in find_names(template_of(kind).read_text())]
     return [part for name in names for part in (f"--{name.lower()}", values[name])]
 
 
 def render(kind: str, *arguments: str, **changes: str) -> str:
     """A manifest with the values above, unless changed."""
     output = io.StringIO()
-    flags = flags_for(template_of(kind).read_text(), **changes)
+    flags = flags_for(kind, **changes)
     with contextlib.redirect_stdout(output):
         assert main(["render", kind, *flags, *arguments]) == 0
     return output.getvalue()
 
 
 def documents(kind: str, *arguments: str, **changes: str) -> list[dict[str, Any]]:
-    """The documents of a manifest."""
-    return list(yaml.safe_load_all(render(kind, *arguments, **changes)))
+    """The documents of a manifest; that of the etcd has no variables."""
+    is_etcd = kind == "etcd"
+    text = (FOLDER / ETCD).read_text() if is_etcd else render(kind, *arguments, **changes)
+    return list(yaml.safe_load_all(text))
 
 
 def pod_specs(value: Any) -> list[dict[str, Any]]:
@@ -81,60 +83,3 @@ def pod_specs(value: Any) -> list[dict[str, Any]]:
 def as_pod(spec: dict[str, Any]) -> dict[str, Any]:
     """A pod of its own from the description that a job holds."""
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
-
-
-class Fault(NamedTuple):
-    """A fault of a published manifest, planted into ours, and who finds it.
-
-    Attributes:
-        name: For people.
-        old: What stands in the template of the PyTorchJob.
-        new: What the published one has there.
-        place: Where render finds it; None where it cannot know.
-        value: What it finds there.
-        is_of_schema: Whether the schema of a PyTorchJob or of a Pod finds it.
-    """
-
-    name: str
-    old: str
-    new: str
-    place: str | None
-    value: object
-    is_of_schema: bool
-
-
-MASTER = "PyTorchJob.spec.pytorchReplicaSpecs.Master.template.spec.containers.0"
-WORKER = "PyTorchJob.spec.pytorchReplicaSpecs.Worker"
-FAULTS = (
-    Fault(
-        "a tag without its dollar sign",
-        ":${TAG}",
-        ":{TAG}",
-        f"{MASTER}.image",
-        "registry.example.com/team/mosaicml-stable-diffusion:{TAG}",
-        is_of_schema=False,
-    ),
-    Fault(
-        "no number of pods, as after a variable that was not set",
-        "replicas: ${NUM_WORKERS}",
-        "replicas:",
-        f"{WORKER}.replicas",
-        None,
-        is_of_schema=True,
-    ),
-    Fault(
-        "a misspelt field",
-        "cleanPodPolicy",
-        "cleanPodPolcy",
-        None,
-        None,
-        is_of_schema=True,
-    ),
-)
-
-
-def plant(fault: Fault) -> str:
-    """The template of the PyTorchJob with a fault in it."""
-    text = template_of("eks").read_text()
-    assert text.count(fault.old) == 1
-    return text.replace(fault.old, fault.new)

@@ -25,11 +25,11 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From now on steps are calls; the list gets what they were called with."""
     commands: list[str] = []
 
-    def run(command: Sequence[str], *, cause_file: Path, **others: object) -> child.End:
+    def run(command: Sequence[str], *, folder: Path, **others: object) -> child.End:
         _, python, program, *arguments = command
         assert python == sys.executable
         commands.append(shlex.join([program, *arguments]))
-        monkeypatch.setenv(VARIABLE, str(cause_file))
+        monkeypatch.setenv(VARIABLE, str(folder / child.CAUSE_NAME))
         if program == "-m":
             assert arguments.pop(0) == "sdbench"
         return child.End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)

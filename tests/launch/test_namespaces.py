@@ -239,10 +239,7 @@ def test_a_node_without_its_link_is_named_and_the_run_ends_on_both_sides(cluster
 
 @pytest.mark.parametrize("backend", ["c10d", pytest.param("etcd", marks=pytest.mark.system)])
 def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
-    settings = {"RDZV_BACKEND": backend}
-    if backend == "c10d":
-        settings |= {"RDZV_HOST": "stable-diffusion-worker-0", "RDZV_PORT": "29500"}
-    pods = pods_of("eks-elastic", cluster, "--measure_batches=40", **settings)
+    pods = pods_of("eks-elastic", cluster, "--measure_batches=40", RDZV_BACKEND=backend)
     if backend == "etcd":
         start_etcd(cluster)
     processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]

@@ -206,12 +206,12 @@ def read_losses(run: Path) -> list[tuple[str, str]]:
 def test_one_command_submits_and_collects_several_numbers_of_nodes(
     cluster, tmp_path, monkeypatch, capsys
 ):
-    for name, value in {**cluster.environment, **QUICK}.items():
+    for name, value in {**cluster.environment, **QUICK, "SBATCH_GPUS_PER_NODE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(submit, "POLL_S", 0.2)
     command = (
         *("submit", "--nodes", "1,2", "--repeats", "1", "--scaling", "weak"),
-        *("--folder", str(tmp_path / "jobs"), "--sbatch_options=--gpus-per-node=1", "--"),
+        *("--folder", str(tmp_path / "jobs"), "--"),
         *(*TINY, *SHORT, "--batch_size", "2"),
     )
     assert main(command) == 0

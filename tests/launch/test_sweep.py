@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +24,6 @@ from sdbench.launch import child
 from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
-# The command line with a short grace for what does not end.
-QUICK = (
-    "import sys; from sdbench import cli; from sdbench.launch import child; "
-    "child.run_guarded.__kwdefaults__['grace_s'] = 1.0; sys.exit(cli.main())"
-)
-
-
 pytestmark = pytest.mark.usefixtures("starts")
 
 
@@ -100,10 +92,8 @@ def test_out_of_memory_is_a_row_and_a_finding(tmp_path, starts):
     assert [row["status"] for row in rows] == ["ok", "oom"]
     assert "CUDA out of memory" in rows[1]["reason"] and rows[1]["micro_batch"] == "8"
     assert rows[1]["images_per_second"] == ""
-    # A second start repeats nothing, unless it is told to.
-    for argv, expected in (((), 2), (("--retry", "failed,timeout"), 2), (("--retry", "oom"), 3)):
-        assert sweep(tmp_path, *argv, grid=grid)[0] == 0
-        assert num_starts(starts) == expected
+    assert sweep(tmp_path, grid=grid)[0] == 0
+    assert num_starts(starts) == 2  # a second start repeats nothing
 
 
 def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
@@ -193,53 +183,16 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
     file.write_text(json.dumps({**content, "torch": "1.12.1"}))
     assert sweep(tmp_path, grid=grid)[0] == 2
     assert "got 'torch 1.12.1 -> " in capsys.readouterr().err
-    assert sweep(tmp_path, "--allow_mixed", grid=grid)[0] == 0
 
 
-def test_rows_of_another_machine_are_told(tmp_path, capsys):
-    """E.g. with another GPU beside as many cores and as much memory."""
-    sweep(tmp_path, list=[{"seed": 1}])
-    (file,) = (tmp_path / "sweep").glob("*/*/record.json")
-    record = json.loads(file.read_text())
-    slug, record["machine"]["slug"] = record["machine"]["slug"], "8-x100"
-    file.write_text(json.dumps(record))
-    assert "caution" not in capsys.readouterr().err
-    assert sweep(tmp_path, list=[{"seed": 1}, {"seed": 5}])[0] == 0
-    machines = ", ".join(sorted([slug, "8-x100"]))
-    assert f"caution: measured on different machines: {machines}\n" in capsys.readouterr().err
-
-
-def test_a_sweep_that_follows_a_killed_one_waits_until_its_ranks_are_gone(tmp_path):
+def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
+    """Nor does one begin while the guard of a killed one still ends its ranks."""
     (tmp_path / "sweep").mkdir()
-    lock = (tmp_path / "sweep" / ".measuring").open("a")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # as the guard of a run that is still ending
-    released_s = []
-
-    def release():
-        released_s.append(time.time())
-        lock.close()
-
-    threading.Timer(1.0, release).start()
-    code, _ = sweep(tmp_path, list=[{"seed": 1}])
-    (record,) = (tmp_path / "sweep").glob("*/*/record.json")
-    assert code == 0 and record.stat().st_ctime > released_s[0]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_guard_that_is_killed_leaves_no_rank(tmp_path, repository, number):
-    file = write_sweep(tmp_path, list=[{"seed": 2}, {"seed": 1}])
-    folder = tmp_path / "sweep"
-    command = [sys.executable, "-c", QUICK, "sweep", file, "--folder", str(folder)]
-    process = subprocess.Popen(command, cwd=repository, stdout=subprocess.DEVNULL)
-    wait_for(lambda: any("rank" in log.read_text() for log in folder.glob("*/output.log")))
-    (guard,) = psutil.Process(process.pid).children()
-    started = guard.children(recursive=True)
-    assert len(started) == 2  # the command, and a rank that ignores SIGTERM
-    guard.send_signal(number)
-    assert process.wait(timeout=60) == 1
-    assert all(is_gone(one.pid) for one in started)
-    with (folder / "sweep.csv").open() as table:
-        assert [row["status"] for row in csv.DictReader(table)] == ["failed", "ok"]
+    with (tmp_path / "sweep" / child.LOCK_NAME).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep(tmp_path, list=[{"seed": 1}]) == (2, [])
+    assert "another command is at work in this folder" in capsys.readouterr().err
+    assert sweep(tmp_path, list=[{"seed": 1}])[0] == 0
 
 
 LAUNCHER = """
@@ -319,25 +272,6 @@ def test_secrets_that_a_command_prints_stay_out(
     printed = "".join(capsys.readouterr())
     assert not any(secret in text for secret in SECRETS for text in [*texts, printed])
     assert f"--{setting}={shown}" in "".join(texts) and f"{setting}={shown}" in printed
-
-
-HOLD = """
-import pathlib, sys, sdbench.state.lock
-with sdbench.state.lock.lock(pathlib.Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_two_sweeps_do_not_share_a_folder(tmp_path, repository, capsys):
-    (tmp_path / "sweep").mkdir()
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "sweep")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=repository, **pipes) as holder:
-        assert holder.stdout.readline()
-        assert sweep(tmp_path, grid={"seed": [1]})[0] == 2
-        holder.stdin.close()
-    assert "Another run is at work in this folder" in capsys.readouterr().err
 
 
 def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):
