@@ -1,25 +1,34 @@
-"""The engine `composer`: MosaicML Composer's trainer."""
+"""The engine `composer`: MosaicML Composer's trainer, with changed internals of release 0.32."""
 
 from __future__ import annotations
 
+import datetime
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import composer
+import cpuinfo
 import torch
-from composer import Callback, ComposerModel, State
+from composer import Callback, ComposerModel, Event, State, Trainer
 from composer.algorithms import EMA
+from composer.distributed import dist_strategy
 from composer.loggers import Logger
-from composer.utils import get_device
+from composer.utils import dist, get_device
 
-from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
+from sdbench.base.errors import RunError
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.job import EmaSpec, EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training
+from sdbench.engines.training import Training, mean_over_ranks
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
+
+# Private methods may mean something else in another release.
+KNOWN_VERSION = "0.32."
 
 
 def fit(
@@ -35,11 +44,16 @@ def fit(
         algorithms.append(_composer_ema(job.ema, watch.phases))
     # They are on the device already, where Composer leaves them.
     batches = training.begin()
-    with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
+    with (
+        # Composer itself passes no options on to DDP.
+        mock.patch.object(
+            dist_strategy, "DistributedDataParallel", functools.partial(make_ddp, config=config)
+        ),
+        # py-cpuinfo counts the CPU's cycles for a second, for a name that is never shown.
+        mock.patch.object(cpuinfo, "get_cpu_info", dict),
+    ):
         trainer = TrainerThatDoesNotWait(
-            clock=watch.phases,
-            # Does for FSDP2 what `ddp_sync_strategy` does for DDP.
-            begin_microbatch=functools.partial(begin_microbatch, job, config=config),
+            training,
             model=model,
             train_dataloader=batches,
             optimizers=training.optimizer,
@@ -129,3 +143,77 @@ class TrainingCallback(Callback):
         self._training.step_ended(state.total_loss_dict["loss/train/total"])
         if self._watch.is_over:
             state.stop_training()
+
+
+class TrainerThatDoesNotWait(Trainer):
+    """Composer's trainer without its seven reads from the device in every step.
+
+    It reads the loss twice, the number of images twice, the number of tokens, the time of the step,
+    and whether a rank has no more data. The host waits for the device with each read. None is
+    needed: all ranks have equally many batches of one size, and the times are not used.
+    """
+
+    def __init__(self, training: Training, **options: Any) -> None:
+        if not composer.__version__.startswith(KNOWN_VERSION):
+            raise RunError(
+                f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "
+                f"{composer.__version__} is installed; --engine torch does without Composer"
+            )
+        self._training = training
+        super().__init__(**options)
+
+    def _use_closures(self) -> bool:
+        """No closures, since Composer reads the loss of each for the optimizer to return."""
+        return False
+
+    def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
+        """The batches, which never end: Composer would ask all ranks whether theirs have."""
+        return iter(self.state.dataloader)
+
+    def _train_batch(self, use_grad_scaling: bool) -> None:
+        """Train on a batch and leave its mean loss over all ranks on the device.
+
+        Composer reads nothing when this returns None, as in a step without a loss.
+        """
+        losses = super()._train_batch(use_grad_scaling)
+        clock = self._training.watch.phases
+        self.state.total_loss_dict = {
+            name: mean_over_ranks(loss, clock) for name, loss in losses.items()
+        }
+
+    def _train_microbatches(
+        self,
+        microbatches: Sequence[Any],
+        total_loss_dict: dict[str, torch.Tensor],
+        ddp_sync: bool = True,
+    ) -> torch.Tensor:
+        """Compute the gradients of a batch as Composer does, counting images on the host."""
+        assert ddp_sync, "Composer asks for it with closures only"
+        state = self.state
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        uses_scaler = self._use_grad_scaling(state.precision, state.scaler)
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        batch, total = state.batch, total_loss_dict["loss/train/total"]
+        num_images = sum(map(self._train_data_spec.get_num_samples_in_batch, microbatches))
+        for number, microbatch in enumerate(microbatches, start=1):
+            state.batch = microbatch  # on the device
+            is_last = number == len(microbatches)
+            # Does for FSDP2 what `ddp_sync_strategy` does for DDP.
+            begin_microbatch(self._training.job, config=self._training.config, is_last=is_last)
+            total += self._train_microbatch(uses_scaler, num_images, is_last)["total"]
+        state.batch = batch
+        if uses_scaler:
+            for optimizer in state.optimizers:
+                state.scaler.unscale_(optimizer)
+        # Of this rank; `_train_batch` puts the mean over all ranks in its place.
+        state.total_loss_dict = total_loss_dict
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        return total
+
+    def _accumulate_time_across_ranks(
+        self, num_samples: int, num_tokens: int, batch_time: datetime.timedelta
+    ) -> tuple[int, int, datetime.timedelta]:
+        """Samples and tokens of all ranks, and the time of this one."""
+        num_ranks = dist.get_world_size()
+        return num_samples * num_ranks, num_tokens * num_ranks, batch_time

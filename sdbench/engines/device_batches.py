@@ -53,21 +53,26 @@ def split_batch(batch: Batch, size: int) -> list[MicroBatch]:
     pieces = list(zip(*(data.split(size) for data in batch.values()), strict=True))
     return [
         MicroBatch(
-            dict(zip(batch, piece, strict=True)),
-            share=len(piece[0]) / num_images,
-            is_last=number == len(pieces),
+            dict(zip(batch, piece, strict=True)), len(piece[0]) / num_images, piece is pieces[-1]
         )
-        for number, piece in enumerate(pieces, start=1)
+        for piece in pieces
     ]
 
 
 class Batches:
-    """The batches of this rank on its device, epoch after epoch, without end."""
+    """The batches of this rank on its device, epoch after epoch, without end.
+
+    With `copy_stream` ``side`` a batch is copied to the GPU on a side stream, during the step
+    before. The loader's batches must then be in pinned memory: the host would wait for copies from
+    other memory. `encode_ahead` prepares on the side stream too, so that it does not wait for what
+    the step waits for, such as the gradients of other ranks.
+    """
 
     def __init__(
         self,
         loader: Loader,
         *,
+        config: EngineConfig,
         device: torch.device,
         watch: StepWatch,
         prepare: Prepare | None = None,
@@ -79,23 +84,55 @@ class Batches:
         self._device = device
         self._watch = watch
         self._prepare = prepare
+        self._prepares_ahead = config.encode_ahead
+        self._stream: Any = None
+        if config.copy_stream == "side":
+            self._stream = torch.cuda.Stream(device)
+            # The first batch is prepared by what the current stream has yet to build.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._ahead: Batch | None = None
+        self._state_before_ahead: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch."""
-        batch = self._load()
+        """The next batch; the current stream waits until it is there."""
+        if self._stream is None:
+            batch = self._load()
+            with self._watch.phases.phase(phases.HOST_TO_DEVICE):
+                batch = self._copy(batch)
+            return self._prepared(batch)
+        if self._ahead is None:
+            self._fetch()
+        batch, self._ahead = self._ahead, None
+        assert batch is not None
         with self._watch.phases.phase(phases.HOST_TO_DEVICE):
-            batch = self._copy(batch)
-        return self._prepared(batch)
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for data in batch.values():
+                # Else the next copy could get this memory before the current stream has read it.
+                data.record_stream(current)
+        return batch if self._prepares_ahead else self._prepared(batch)
 
     def fetch_ahead(self) -> None:
-        """A step has been handed to the device: nothing to do for batches that come in time."""
+        """Begin to copy the next batch on the side stream, except in the last step.
+
+        A batch that is not trained on would be counted as delivered all the same.
+        """
+        if self._stream is not None and not self._watch.is_last_step:
+            self._fetch()
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position after the last batch that was returned."""
-        return self._loader.state_dict()
+        return self._loader.state_dict() if self._ahead is None else self._state_before_ahead
+
+    def _fetch(self) -> None:
+        self._state_before_ahead = self._loader.state_dict()
+        batch = self._load()
+        with torch.cuda.stream(self._stream):
+            copied = self._copy(batch)
+            self._ahead = self._prepared(copied) if self._prepares_ahead else copied
 
     def _load(self) -> Batch:
         self._watch.data_wait_begins()
@@ -111,64 +148,3 @@ class Batches:
             return batch
         with torch.no_grad():
             return self._prepare(batch)
-
-
-class BatchesAhead(Batches):
-    """Batches that are copied to the GPU on a side stream, during the step before.
-
-    The loader's batches must be in pinned memory: the host would wait for copies from other memory.
-    """
-
-    def __init__(self, loader: Loader, *, prepares_ahead: bool, **options: Any) -> None:
-        """Load nothing yet.
-
-        `prepares_ahead` prepares on the side stream too, so that it does not wait for what the step
-        waits for, such as the gradients of other ranks. The other arguments are those of `Batches`.
-        """
-        super().__init__(loader, **options)
-        self._prepares_ahead = prepares_ahead
-        self._stream = torch.cuda.Stream(self._device)
-        # The first batch is prepared by what the current stream has yet to build.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._ahead: Batch | None = None
-        self._state: dict[str, Any] = {}
-
-    def __next__(self) -> Batch:
-        """The next batch; the current stream waits until it is there."""
-        if self._ahead is None:
-            self._fetch()
-        batch, self._ahead = self._ahead, None
-        assert batch is not None
-        with self._watch.phases.phase(phases.HOST_TO_DEVICE):
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            for data in batch.values():
-                # Else the next copy could get this memory before the current stream has read it.
-                data.record_stream(current)
-        return batch if self._prepares_ahead else self._prepared(batch)
-
-    def fetch_ahead(self) -> None:
-        """Begin to copy the next batch, except in the last step.
-
-        A batch that is not trained on would be counted as delivered all the same.
-        """
-        if not self._watch.is_last_step:
-            self._fetch()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's position before the batch that is being copied ahead."""
-        return super().state_dict() if self._ahead is None else self._state
-
-    def _fetch(self) -> None:
-        self._state = self._loader.state_dict()
-        batch = self._load()
-        with torch.cuda.stream(self._stream):
-            copied = self._copy(batch)
-            self._ahead = self._prepared(copied) if self._prepares_ahead else copied
-
-
-def make_batches(loader: Loader, *, config: EngineConfig, **options: Any) -> Batches:
-    """Make `Batches`, or `BatchesAhead` if the config says so; `options` are those of `Batches`."""
-    if config.copy_stream == "side":
-        return BatchesAhead(loader, prepares_ahead=config.encode_ahead, **options)
-    return Batches(loader, **options)

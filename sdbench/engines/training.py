@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sdbench.engines.device_batches import Batches, make_batches
+from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.optimizers import parameter_groups, update_early
@@ -83,7 +83,7 @@ class Training:
         Returns:
             The job's batches on the device, which the state has the position of.
         """
-        batches = make_batches(
+        batches = Batches(
             self.job.loader,
             device=find_device(),
             watch=self.watch,

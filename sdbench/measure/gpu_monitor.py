@@ -1,15 +1,15 @@
 """`GpuMonitor` reads clocks, power and other users of this rank's GPU in the measured window.
 
-A thread reads NVML once a second, so that the training loop never waits. Values that the GPU or its
-driver does not report are None.
+A thread reads NVML once a second, so that the training loop never waits. Readings are a record's
+`gpu`: the names of `OVER_RANKS` with values over a window; what the GPU or its driver does not
+report is None.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sdbench.measure.host import ask, open_nvml
@@ -34,6 +34,7 @@ def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 # How the samples of a window become one reading, and the readings of all ranks one of the run.
+# Utilization is the share of the time with a kernel running, power that of the board.
 OVER_SAMPLES: dict[str, Callable[[list[Any]], Any]] = {
     "utilization_percent": statistics.fmean,
     "power_w": statistics.fmean,
@@ -44,58 +45,28 @@ OVER_SAMPLES: dict[str, Callable[[list[Any]], Any]] = {
 }
 OVER_RANKS = OVER_SAMPLES | {
     "power_limit_w": min,
-    "default_power_limit_w": min,
+    "default_power_limit_w": min,  # the maker's
     "energy_j": sum,
     "max_sm_clock_mhz": statistics.fmean,
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuReadings:
-    """Readings of NVML over a window. Unknown is None.
-
-    Utilization (share of the time with a kernel running), power of the board and clock are means,
-    temperature and the number of other processes on the GPU the largest. The default limit is the
-    maker's.
-    """
-
-    utilization_percent: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    default_power_limit_w: float | None = None
-    energy_j: float | None = None
-    temperature_c: float | None = None
-    sm_clock_mhz: float | None = None
-    max_sm_clock_mhz: float | None = None
-    throttle_reasons: tuple[str, ...] | None = None
-    num_other_processes: int | None = None
-
-    @property
-    def is_throttled(self) -> bool:
-        """Whether the power limit was lowered, or the clock for a reason other than the cap."""
-        is_limited = (
-            self.power_limit_w is not None
-            and self.default_power_limit_w is not None
-            and self.power_limit_w < self.default_power_limit_w
-        )
-        reasons = self.throttle_reasons or ()
-        return is_limited or any(reason != NORMAL_REASON for reason in reasons)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether another process computed on the GPU."""
-        return bool(self.num_other_processes)
+def is_throttled(readings: Mapping[str, Any]) -> bool:
+    """Whether the power limit was lowered, or the clock for a reason other than the cap."""
+    limit_w, default_w = readings["power_limit_w"], readings["default_power_limit_w"]
+    is_limited = limit_w is not None and default_w is not None and limit_w < default_w
+    return is_limited or any(one != NORMAL_REASON for one in readings["throttle_reasons"] or ())
 
 
-def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
+def merge_readings(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the readings of all GPUs of a run; a value that one of them lacks is None."""
     if all(rank is None for rank in ranks):
         return None
     merged = {}
     for name, combine in OVER_RANKS.items():
-        values = [getattr(rank, name, None) for rank in ranks]
+        values = [None if rank is None else rank[name] for rank in ranks]
         merged[name] = None if None in values else combine(values)
-    return GpuReadings(**merged)
+    return merged
 
 
 class GpuMonitor:
@@ -107,7 +78,7 @@ class GpuMonitor:
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
         """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
-        self.readings: GpuReadings | None = None
+        self.readings: dict[str, Any] | None = None
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
@@ -132,20 +103,18 @@ class GpuMonitor:
         """Set `readings` to those since `start`; sampling goes on."""
         if self._handle is None:
             return
-        energies_j = [self._energy_j(), self._start_energy_j]
+        energy_j, start_j = self._energy_j(), self._start_energy_j
+        self.readings = {
+            "power_limit_w": _from_milli(self._ask("EnforcedPowerLimit")),
+            "default_power_limit_w": _from_milli(self._ask("PowerManagementDefaultLimit")),
+            "energy_j": None if energy_j is None or start_j is None else energy_j - start_j,
+            "max_sm_clock_mhz": self._ask("MaxClockInfo", self._nvml.NVML_CLOCK_SM),
+        }
         # In a window shorter than a period this sample is the only one.
         samples = [*self._samples, self._sample()]
-        readings = {}
         for name, combine in OVER_SAMPLES.items():
             values = [sample[name] for sample in samples if sample[name] is not None]
-            readings[name] = combine(values) if values else None
-        self.readings = GpuReadings(
-            **readings,
-            energy_j=None if None in energies_j else energies_j[0] - energies_j[1],
-            power_limit_w=_from_milli(self._ask("EnforcedPowerLimit")),
-            default_power_limit_w=_from_milli(self._ask("PowerManagementDefaultLimit")),
-            max_sm_clock_mhz=self._ask("MaxClockInfo", self._nvml.NVML_CLOCK_SM),
-        )
+            self.readings[name] = combine(values) if values else None
 
     def stop(self) -> None:
         """End sampling."""

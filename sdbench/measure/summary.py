@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
-from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
+from sdbench.measure.gpu_monitor import is_throttled, merge_readings
 from sdbench.measure.phases import find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
@@ -38,7 +38,7 @@ class Measurements:
     timings: Timings
     num_images: int
     peak_memory_gib: float
-    gpu: GpuReadings | None = None
+    gpu: dict[str, Any] | None = None
     attention_kernels: list[dict[str, Any]] | None = None
     rank_phases: tuple[dict[str, float], ...] = ()
 
@@ -117,8 +117,8 @@ def summarize(
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,
-        "throttled": gpu is not None and gpu.is_throttled,
-        "shared": gpu is not None and gpu.is_shared,
+        "throttled": gpu is not None and is_throttled(gpu),
+        "shared": gpu is not None and bool(gpu["num_other_processes"]),
         "other_time": breakdown is not None and has_unexplained_time(breakdown),
         "straggler": bool(stragglers),
         "sockets": uses_sockets,
@@ -144,8 +144,8 @@ def summarize(
         "bottleneck": bottleneck,
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
-        "gpu": None if gpu is None else dataclasses.asdict(gpu),
-        "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,
+        "gpu": gpu,
+        "gpu_utilization_percent": None if gpu is None else gpu["utilization_percent"],
         "achieved_tflops_per_device": achieved_tflops,
         "mfu_percent": None if peak_tflops is None else 100 * achieved_tflops / peak_tflops,
         "matmul_tflops": matmul_tflops,

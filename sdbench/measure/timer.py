@@ -1,8 +1,8 @@
-"""`StepTimer` times each step and the measured window, and keeps the losses on the device.
+"""`StepTimer` times each step of a measurement, `PeriodTimer` the periods of a training run.
 
-The host waits for the device at the two edges of the window only. In between, an event per step is
-recorded on a GPU and read after the window has closed; on a CPU the host clock is read. Warm-up is
-before the window.
+In a measurement the host waits for the device at the two edges of the window only. In between, an
+event per step is recorded on a GPU and read after the window has closed; on a CPU the host clock is
+read. Warm-up is before the window.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WARMUP = "warmup"
 MEASURED = "measured"
 PROFILED = "profiled"
 AFTER = "after"
+TRAINED = "trained"
 
 # A full window closes, becomes warm-up before a new window, or is extended to a number of steps.
 CLOSE = "close"
@@ -66,6 +67,20 @@ class Timings:
     def measured(self) -> tuple[Step, ...]:
         """The steps inside the measured window."""
         return tuple(step for step in self.steps if step.phase == MEASURED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """Consecutive steps of a training run on one rank, and their losses.
+
+    Their time is without validation and the like between steps; for a part of it the host has
+    waited for the data loader.
+    """
+
+    num_steps: int
+    time_s: float
+    data_wait_s: float
+    losses: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,14 +190,9 @@ class CudaDevice:
 
 
 class Timer:
-    """What the timers of single steps and of periods share.
-
-    Attributes:
-        losses: Of the steps so far.
-    """
+    """What the timers of single steps and of periods share: `losses` of the steps so far."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Time nothing yet, by the host's clock in seconds."""
         self.losses = Losses()
         self._clock = clock
         self._wait_start_s = 0.0
@@ -221,14 +231,13 @@ class StepTimer(Timer):
         window_is_full: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare a timer.
+        """Time nothing yet.
 
         Args:
-            num_warmup_steps: Steps before the window, 0 or more.
+            num_warmup_steps: Steps before the window.
             num_measured_steps: Steps in the window, 1 or more.
-            num_profiled_steps: Steps after it that are profiled.
-            policy: Called between two steps when the window is full, see `WindowPolicy`; None
-                closes it.
+            num_profiled_steps: Steps after it.
+            policy: Called with a full window, see `WindowPolicy`; None closes it.
             device: A `CudaDevice`; None: the host's clock times the steps.
             window_opens: Called before the first mark of each window, with the device idle.
             window_is_full: Called after the last mark of a full window.
@@ -267,25 +276,23 @@ class StepTimer(Timer):
         self.losses.add(loss)
         self._data_waits_s.append(self._data_wait_s)
         self._data_wait_s = 0.0
-        is_first_edge = self.num_steps == self._window_start
-        is_last_edge = self.num_steps == self._window_end
-        if is_first_edge or is_last_edge:
+        is_edge = self.num_steps in (self._window_start, self._window_end)
+        if is_edge:
             self._device.synchronize()
         self._ends.append(self._device.mark())
-        if is_last_edge:
+        if not is_edge:
+            self._starts.append(self._ends[-1])
+            return
+        if self.num_steps == self._window_end:
             self._window_s += self._clock() - self._edge_s
             self._window_is_full()
             self._decide()
-        if is_first_edge or is_last_edge:
-            self.losses.read()
-        if is_first_edge or self._window_start == self.num_steps:
+        self.losses.read()
+        if self.num_steps == self._window_start:
             self._window_opens()
-        if is_first_edge or is_last_edge:
-            # The time between the two marks at an edge belongs to no step.
-            self._starts.append(self._device.mark())
-            self._edge_s = self._clock()
-        else:
-            self._starts.append(self._ends[-1])
+        # The time between the two marks at an edge belongs to no step.
+        self._starts.append(self._device.mark())
+        self._edge_s = self._clock()
 
     @property
     def num_steps_needed(self) -> int:
@@ -328,9 +335,8 @@ class StepTimer(Timer):
     def _decide(self) -> None:
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
-        decision: str | int = CLOSE
-        if self._policy is not None:
-            decision = self._policy(step_times_s, self._window_start)
+        decide = self._policy or (lambda *_: CLOSE)
+        decision = decide(step_times_s, self._window_start)
         if decision == WARM_UP:
             self._window_start = self._window_end
             self._window_end += self._num_measured_steps
@@ -343,6 +349,64 @@ class StepTimer(Timer):
 
     def _step_time_s(self, index: int) -> float:
         return self._device.elapsed_s(self._starts[index], self._ends[index])
+
+
+class PeriodTimer(Timer):
+    """Adds up the time of the steps, and reads the device only when a period ends.
+
+    Replaces a `StepTimer`: a run of a million steps keeps no times of single steps.
+
+    Attributes:
+        train_s: Seconds of training in the periods that have ended.
+    """
+
+    num_steps_needed = 0
+
+    def __init__(
+        self,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Time nothing yet; `synchronize` waits for the device."""
+        super().__init__(clock)
+        self.train_s = 0.0
+        self._synchronize = synchronize
+        self._since_s = 0.0
+        self._time_s = 0.0
+        self._num_reported = 0
+
+    def start(self) -> None:
+        """The loop is about to ask for its first batch, or goes on after `pause`."""
+        self._since_s = self._clock()
+
+    def step_ends(self, *, loss: Tensor) -> None:
+        """The optimizer step is done (on a GPU: handed to the device)."""
+        self.losses.add(loss)
+
+    def pause(self) -> None:
+        """Stop the clock until `start`."""
+        self._synchronize()
+        self._time_s += self._clock() - self._since_s
+        self._since_s = self._clock()
+
+    def end_period(self) -> Period:
+        """The steps since the last period; waits for the device."""
+        self.pause()
+        losses = self.losses.read()[self._num_reported :]
+        period = Period(len(losses), self._time_s, self._data_wait_s, tuple(losses))
+        self._num_reported += len(losses)
+        self.train_s += self._time_s
+        self._time_s = self._data_wait_s = 0.0
+        return period
+
+    def phase_of(self, index: int) -> str:
+        """The one phase of all steps."""
+        return TRAINED
+
+    def timings(self) -> Timings:
+        """The whole run as one window, without single steps."""
+        return Timings((), window_s=self.train_s)
 
 
 def merge_ranks(timings: Sequence[Timings]) -> Timings:

@@ -76,7 +76,6 @@ class StepWatch:
         observers: Sequence[Observer],
         gpu_monitor: GpuMonitor | None = None,
         num_steps: int | None = None,
-        has_trace: bool = False,
         trace_file: Path | None = None,
         judges_losses: bool = True,
         records_attention: bool = True,
@@ -85,13 +84,12 @@ class StepWatch:
         """Time nothing yet.
 
         Args:
-            timer: Times the steps.
+            timer: A `StepTimer` or `PeriodTimer`.
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
             gpu_monitor: The timer starts and reads it; None on a CPU.
             num_steps: Length of the run; None ends it when everything is measured.
-            has_trace: Whether to train one more step under torch's profiler.
-            trace_file: Where to write its trace; None on ranks that write none.
+            trace_file: Where the first rank writes torch's trace of one more step, which all train.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
                 all ranks have read it after the step at which one of them has.
             records_attention: Whether to train one more step after profiled ones, in which the
@@ -105,7 +103,6 @@ class StepWatch:
         self.gpu_monitor = gpu_monitor
         self._observers = observers
         self._num_steps = num_steps
-        self._has_trace = has_trace
         self._trace_file = trace_file
         self._judges_losses = judges_losses
         self._records_attention = records_attention
@@ -155,7 +152,7 @@ class StepWatch:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
         has_attention = self._records_attention and self.timer.phase_of(last) == PROFILED
-        return last + 1 + has_attention + self._has_trace
+        return last + 1 + has_attention + (self._trace_file is not None)
 
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
@@ -197,7 +194,9 @@ class StepWatch:
         for observer in self._observers:
             observer.step_ends(index=index, phase=phase, loss=read_loss, num_steps=num_steps)
         if self._profiler is not None:
-            self._end_trace()
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._trace_file))
+            self._profiler = None
         self._agree_on_end()
         # Here the ranks are together, as at the start: a rank that does more between two steps
         # shows it in its own time.
@@ -257,22 +256,14 @@ class StepWatch:
             if self._ranks.rank == 0:  # the others run the same kernels
                 self.attention.start()
         is_last = index + 1 == self._num_steps_now
-        if self._has_trace and is_last and self._trace_file is not None:
-            self._begin_trace()
+        if self._trace_file is not None and is_last and self._ranks.rank == 0:
+            import torch
 
-    def _begin_trace(self) -> None:
-        import torch
-
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
-
-    def _end_trace(self) -> None:
-        self._profiler.stop()
-        self._profiler.export_chrome_trace(str(self._trace_file))
-        self._profiler = None
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
 
 
 def make_watch(

@@ -149,8 +149,7 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         num_steps=None if config.max_duration is None else plan.num_steps,
         cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
         observers=observers,
-        has_trace=config.profile_trace,
-        trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
+        trace_file=run.folder / "trace.json.gz" if config.profile_trace else None,
         records_attention=looks_at_attention(config, ranks),
         stop_grace_s=config.stop_grace_s,
     )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sdbench.engines import ENGINES, load_engine
-from sdbench.engines.device_batches import make_batches
+from sdbench.engines.device_batches import Batches
 from sdbench.engines.job import EmaSpec
 from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import VAE_ENCODE
@@ -93,7 +93,7 @@ def test_the_position_is_that_of_the_batch_in_training(copy_stream, encode_ahead
         prepared.append(batch)
         return {"doubled": 2 * batch["input"]}
 
-    batches = make_batches(loader, device=cpu, watch=watch_with(), config=config, prepare=prepare)
+    batches = Batches(loader, device=cpu, watch=watch_with(), config=config, prepare=prepare)
     num_ahead = {"compute": 0, "side": 1}[copy_stream]
     inputs = [batch["input"] for batch in DataLoader(Pairs(), batch_size=BATCH_SIZE)]
     for number in range(1, NUM_STEPS + 2):  # and into a second epoch

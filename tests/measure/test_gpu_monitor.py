@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings, merge_readings
+from sdbench.measure.gpu_monitor import OVER_RANKS, GpuMonitor, is_throttled, merge_readings
+from sdbench.measure.summary import Measurements, summarize
+from sdbench.measure.timer import Step, Timings
 
 
 class NVMLError(Exception):
@@ -54,6 +56,9 @@ def read(monitor):
     return monitor.readings
 
 
+UNKNOWN = dict.fromkeys(OVER_RANKS)
+
+
 def test_readings_have_our_units(monitor):
     started = monitor(
         TotalEnergyConsumption=iter([1_000_000, 1_700_000]),
@@ -69,46 +74,57 @@ def test_readings_have_our_units(monitor):
     )
     started.stop()
     readings = read(started)
-    assert readings == GpuReadings(
-        utilization_percent=97.0,
-        power_w=pytest.approx(690.0),
-        power_limit_w=700.0,
-        default_power_limit_w=700.0,
-        energy_j=pytest.approx(700.0),
-        temperature_c=61,
-        sm_clock_mhz=1755,
-        max_sm_clock_mhz=1980,
-        throttle_reasons=("power cap",),
-        num_other_processes=0,
-    )
+    assert readings == {
+        "utilization_percent": 97.0,
+        "power_w": pytest.approx(690.0),
+        "power_limit_w": 700.0,
+        "default_power_limit_w": 700.0,
+        "energy_j": pytest.approx(700.0),
+        "temperature_c": 61,
+        "sm_clock_mhz": 1755,
+        "max_sm_clock_mhz": 1980,
+        "throttle_reasons": ("power cap",),
+        "num_other_processes": 0,
+    }
     # A GPU under load runs at its power cap: that is its normal state.
-    assert not readings.is_throttled and not readings.is_shared
+    assert not is_throttled(readings)
 
 
 @pytest.mark.parametrize("reasons", [0x8, 0x20, 0x40, 0x80, 0x44])
 def test_heat_and_hardware_are_throttling(monitor, reasons):
-    assert read(monitor(CurrentClocksThrottleReasons=reasons)).is_throttled
+    assert is_throttled(read(monitor(CurrentClocksThrottleReasons=reasons)))
     # As is a lowered power limit; whether it is lower is not known without the default.
-    assert GpuReadings(power_limit_w=400.0, default_power_limit_w=700.0).is_throttled
-    assert not GpuReadings(power_limit_w=400.0).is_throttled
+    limited = UNKNOWN | {"power_limit_w": 400.0}
+    assert is_throttled(limited | {"default_power_limit_w": 700.0})
+    assert not is_throttled(limited)
 
 
 def test_a_neighbour_makes_a_gpu_shared(monitor):
-    assert read(monitor(ComputeRunningProcesses=["this one", "another"])).is_shared
+    readings = read(monitor(ComputeRunningProcesses=["this one", "another"]))
+    assert readings["num_other_processes"] == 1
+    steps = (Step(0, "measured", 1.0, 0.0, 0.5),)
+    summary = summarize(
+        Measurements(Timings(steps, window_s=1.0), 1, 1.0, readings),
+        config={"batch_size": 1},
+        num_devices=1,
+        flops_per_image=1.0,
+        peak_tflops=None,
+    )
+    assert summary["flags"] == ["shared"]
 
 
 @pytest.mark.parametrize("answers", [{}, {"ComputeRunningProcesses": []}], ids=str)
 def test_what_a_gpu_does_not_tell_is_none(monitor, answers):
     readings = read(monitor(**answers))  # in a container NVML may list no process
-    assert readings == GpuReadings()
-    assert not readings.is_shared and not readings.is_throttled
+    assert readings == UNKNOWN
+    assert not is_throttled(readings)
 
 
 def test_each_window_is_read_from_its_own_start(monitor):
     started = monitor(PowerUsage=iter([100_000]), TotalEnergyConsumption=iter([1000, 2000, 5000]))
     started.start()  # the first window turned out to be warm-up
     readings = read(started)
-    assert (readings.power_w, readings.energy_j) == (100.0, 3.0)
+    assert (readings["power_w"], readings["energy_j"]) == (100.0, 3.0)
 
 
 def test_samples_are_taken_while_it_runs(monitor):
@@ -116,7 +132,7 @@ def test_samples_are_taken_while_it_runs(monitor):
     started = monitor(PowerUsage=iter(powers), period_s=0.01)
     time.sleep(0.2)
     started.stop()
-    assert 200.0 < read(started).power_w < 300.0
+    assert 200.0 < read(started)["power_w"] < 300.0
 
 
 def test_without_nvml_there_are_no_readings(monkeypatch):
@@ -128,14 +144,12 @@ def test_without_nvml_there_are_no_readings(monkeypatch):
 
 
 def test_the_gpus_of_a_run_are_merged():
-    names = ("power_w", "energy_j", "temperature_c", "num_other_processes", "throttle_reasons")
-    first, second = (
-        GpuReadings(**dict(zip(names, values, strict=True)))
-        for values in ((600.0, 10.0, 60, 0, ()), (700.0, 20.0, 80, 1, ("power cap",)))
-    )
-    merged = merge_readings([first, second])
-    assert (merged.power_w, merged.energy_j, merged.temperature_c) == (650.0, 30.0, 80)
-    assert (merged.num_other_processes, merged.throttle_reasons) == (1, ("power cap",))
+    first = UNKNOWN | {"power_w": 600.0, "energy_j": 10.0, "temperature_c": 60}
+    second = UNKNOWN | {"power_w": 700.0, "energy_j": 20.0, "temperature_c": 80}
+    processes = {"num_other_processes": 0, "throttle_reasons": ()}
+    others = {"num_other_processes": 1, "throttle_reasons": ("power cap",)}
+    merged = merge_readings([first | processes, second | others])
+    assert merged == first | others | {"power_w": 650.0, "energy_j": 30.0, "temperature_c": 80}
     # The energy of one GPU is not that of the run.
-    assert merge_readings([first, None]).energy_j is None
+    assert merge_readings([first, None])["energy_j"] is None
     assert merge_readings([None, None]) is None

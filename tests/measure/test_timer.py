@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sdbench.base.errors import RunError
-from sdbench.measure.period_timer import Period, PeriodTimer
 from sdbench.measure.summary import (
     Measurements,
     merge_measurements,
@@ -15,6 +14,8 @@ from sdbench.measure.summary import (
 from sdbench.measure.timer import (
     CLOSE,
     NUM_AT_FIRST,
+    Period,
+    PeriodTimer,
     WARM_UP,
     Losses,
     StepTimer,

@@ -333,8 +333,8 @@ def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]
 def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> StepWatch:
     import torch
 
-    from sdbench.measure.period_timer import PeriodTimer
     from sdbench.measure.phases import PhaseClock
+    from sdbench.measure.timer import PeriodTimer
     from sdbench.measure.watch import StepWatch
 
     on_gpu = plan.machine.device_type == "cuda"
