@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 
 from sdbench.settings.kinds import SWITCH, one_of, positive_or
-from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
@@ -17,12 +17,16 @@ from sdbench.settings.setting import (
     EXACT,
     GPU,
     MLPERF,
+    ON,
     SAME_FP32,
     SPEED,
     PerDevice,
     Rule,
     Rung,
     Situation,
+    on_cpu,
+    on_gpu,
+    only_with,
     setting,
 )
 
@@ -38,6 +42,19 @@ SAFE_CUDNN_VERSION = 91501
 def has_cpp_compiler(situation: Situation) -> bool:
     """Whether Inductor can compile: C++ for a CPU and, around its Triton kernels, for a GPU too."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def needs_compiler(*values: str) -> Rule:
+    """The rule of values that Inductor compiles."""
+    return Rule(values, has_cpp_compiler, "it is compiled, by g++ or clang++ on the PATH")
+
+
+def has_fast_bf16(situation: Situation) -> bool:
+    """Whether the device has instructions for bf16."""
+    return situation.machine.has_fast_bf16
+
+
+NO_FAST_BF16 = "the device has no bf16 instructions"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,39 +73,26 @@ class ArithmeticSpeedups:
         seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
         fast="amp_bf16",
         rules=(
-            Rule(
-                ("tf32", "amp_fp16"),
-                lambda s: s.on_gpu,
-                "a CPU cannot train in this precision",
-                "fp32 | amp_bf16 | bf16",
-                "fp32",
-            ),
+            Rule(("tf32", "amp_fp16"), on_gpu, "a CPU cannot train in this precision", "fp32"),
             Rule(
                 ("tf32", "amp_bf16", "bf16"),
-                lambda s: not s.on_gpu or s.config.precision in s.machine.supported_precisions(),
+                lambda s: on_cpu(s) or s.config.precision in s.machine.supported_precisions(),
                 "this precision takes a GPU of compute capability 8.0 or later",
-                "fp32 | amp_fp16",
                 "amp_fp16",
             ),
-            Rule(
-                ("amp_bf16", "bf16"),
-                lambda s: s.machine.has_fast_bf16,
-                "the device has no bf16 instructions",
-                allowed=None,
-                instead="fp32",
-            ),
+            Rule(("amp_bf16", "bf16"), has_fast_bf16, NO_FAST_BF16, "fp32", is_advice=True),
         ),
         rungs=(
-            Rung("amp_bf16", f"{MILABENCH}, diffusion-single", loss_tolerance=BF16),
-            Rung("tf32", "torch", (GPU,)),
-            Rung("fp32", "the reference of the loss band", (GPU,)),
+            Rung("amp_bf16", f"{MILABENCH}, diffusion-single", BF16),
+            Rung("tf32", "torch", devices=(GPU,)),
+            Rung("fp32", "the reference of the loss band", devices=(GPU,)),
             Rung(
                 "bf16",
                 f"{MLPERF}: half-precision weights, Adam with fp32 copies",
+                BF16_WEIGHTS,
                 together={"master_weights": "fp32"},
-                loss_tolerance=BF16_WEIGHTS,
             ),
-            Rung("bf16", "the same without the copies", loss_tolerance=BF16_WEIGHTS),
+            Rung("bf16", "the same without the copies", BF16_WEIGHTS),
         ),
     )
     master_weights: str | None = setting(
@@ -97,17 +101,12 @@ class ArithmeticSpeedups:
         "copy of bf16 weights that the optimizer updates, with its state in the same type",
         seed="none",
         rules=(
-            Rule(
+            only_with(("fp32",), "only bf16 weights need a copy in fp32", precision=("bf16",)),
+            only_with(
                 ("fp32",),
-                lambda s: s.config.precision == "bf16",
-                "only bf16 weights need a copy in fp32, and the precision is another",
-                "none, or fp32 with --precision bf16",
-            ),
-            Rule(
-                ("fp32",),
-                lambda s: s.config.lora_rank is None and s.config.learned_token is None,
                 "the weights of LoRA or of a token are in fp32 themselves",
-                "none, or neither --lora_rank nor --learned_token",
+                lora_rank=(None,),
+                learned_token=(None,),
             ),
         ),
     )
@@ -119,23 +118,18 @@ class ArithmeticSpeedups:
         fast="bf16",
         acts_with=ENCODERS,
         rules=(
-            Rule(
-                ("fp16",),
-                lambda s: s.on_gpu,
-                "a CPU cannot run the encoders in this type",
-                "fp32 | bf16",
-            ),
+            Rule(("fp16",), on_gpu, "a CPU cannot run the encoders in this type"),
             Rule(
                 ("bf16",),
-                lambda s: s.machine.has_fast_bf16,
-                "the device has no bf16 instructions",
-                allowed=None,
-                instead=PerDevice(gpu="fp16", cpu="fp32"),
+                has_fast_bf16,
+                NO_FAST_BF16,
+                PerDevice(gpu="fp16", cpu="fp32"),
+                is_advice=True,
             ),
         ),
         rungs=(
-            Rung("bf16", f"{MILABENCH}; mosaicml/diffusion in fp16", loss_tolerance=BF16),
-            Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", (GPU,)),
+            Rung("bf16", f"{MILABENCH}; mosaicml/diffusion in fp16", BF16),
+            Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", devices=(GPU,)),
         ),
     )
     encoder_batch_size: int | str | None = setting(
@@ -145,7 +139,7 @@ class ArithmeticSpeedups:
         "microbatch: encode within each micro-batch",
         seed="microbatch",
         acts_with=ENCODERS,
-        rungs=(Rung(ANY_NUMBER, "this suite", loss_tolerance=SAME_FP32),),
+        rungs=(Rung(ANY_NUMBER, "this suite", SAME_FP32),),
     )
     memory_format: str | None = setting(
         one_of("contiguous", "channels_last"),
@@ -153,7 +147,7 @@ class ArithmeticSpeedups:
         "layout of image-like tensors",
         seed="contiguous",
         fast="channels_last",
-        rungs=(Rung("channels_last", NEMO, loss_tolerance=SAME_FP32),),
+        rungs=(Rung("channels_last", NEMO, SAME_FP32),),
     )
     keep_layout: bool = setting(
         SWITCH,
@@ -164,33 +158,23 @@ class ArithmeticSpeedups:
         fast=PerDevice(gpu=False, cpu=True),
         before=False,
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.config.memory_format == "channels_last",
+            only_with(
+                ON,
                 "images that are contiguous have no other layout to keep",
-                "--no_keep_layout, or --memory_format channels_last",
+                memory_format=("channels_last",),
             ),
         ),
-        rungs=(Rung(True, "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),),
+        rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
     )
     group_norm: str | None = setting(
         one_of("torch", "fused"),
         None,
         "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
         seed="torch",
-        rules=(
-            Rule(
-                ("fused",),
-                has_cpp_compiler,
-                "the fused GroupNorm is compiled, and there is no C++ compiler on the PATH",
-                "torch, or an installed g++ or clang++",
-            ),
-        ),
+        rules=(needs_compiler("fused"),),
         rungs=(
-            Rung("fused", f"NVIDIA apex, contrib.group_norm; {NEMO}", loss_tolerance=SAME_FP32),
-            Rung(
-                "fused", f"{NEMO}: both together", together=CHANNELS_LAST, loss_tolerance=SAME_FP32
-            ),
+            Rung("fused", f"NVIDIA apex, contrib.group_norm; {NEMO}", SAME_FP32),
+            Rung("fused", f"{NEMO}: both together", SAME_FP32, together=CHANNELS_LAST),
         ),
     )
     convolution: str | None = setting(
@@ -203,24 +187,20 @@ class ArithmeticSpeedups:
         fast=PerDevice(gpu="torch", cpu="matmul_wide"),
         before="torch",
         rules=(
-            Rule(
+            only_with(
                 PRODUCTS,
-                lambda s: s.config.memory_format == "channels_last",
                 "products of matrices read the weights with the channels last",
-                "torch, or --memory_format channels_last",
+                memory_format=("channels_last",),
             ),
-            Rule(
+            only_with(
                 PRODUCTS,
-                is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
-                f"torch, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(
-            Rung("matmul", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),
-            Rung(
-                "matmul_wide", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32
-            ),
+            Rung("matmul", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
+            Rung("matmul_wide", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
         ),
     )
     attention: str | None = setting(
@@ -234,47 +214,35 @@ class ArithmeticSpeedups:
             # https://github.com/pytorch/pytorch/issues/169849; the captions have 77 tokens.
             Rule(
                 ("cudnn",),
-                lambda s: not s.on_gpu or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
+                lambda s: on_cpu(s) or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
                 "cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128",
-                "sdpa | flash | efficient | eager, or a torch with cuDNN 9.15.1 or later",
             ),
-            Rule(
-                ("by_shape",),
-                lambda s: not s.on_gpu,
-                "the kernels of a GPU are faster than matrices at every shape",
-                "sdpa | flash | cudnn | efficient | eager",
-            ),
-            Rule(
-                ("cudnn", "efficient", "xformers"),
-                lambda s: s.on_gpu,
-                "a CPU has no such attention kernel",
-                "sdpa | flash | eager",
-            ),
+            Rule(("by_shape",), on_cpu, "a GPU's kernels are faster than matrices at every shape"),
+            Rule(("cudnn", "efficient", "xformers"), on_gpu, "a CPU has no such attention kernel"),
             Rule(
                 ("flash", "cudnn"),
-                lambda s: not s.on_gpu or s.config.precision in HALF_PRECISIONS,
+                lambda s: on_cpu(s) or s.config.precision in HALF_PRECISIONS,
                 "this attention kernel of a GPU takes 16-bit numbers only",
-                "sdpa | efficient | eager, or --precision amp_bf16",
+                lifted_by={"precision": HALF_PRECISIONS},
             ),
             Rule(
                 ("xformers",),
                 lambda s: importlib.util.find_spec("xformers") is not None,
-                "xformers is not installed",
-                "sdpa | flash | cudnn | efficient | eager, or pip install xformers",
+                "xformers is not installed (pip install xformers)",
             ),
         ),
         rungs=(
-            Rung("eager", "diffusers without fused attention", loss_tolerance=SAME_FP32),
+            Rung("eager", "diffusers without fused attention", SAME_FP32),
             Rung(
                 "by_shape",
                 "this suite: matrices where torch's kernel for a CPU is slower",
-                (CPU,),
-                loss_tolerance=SAME_FP32,
+                SAME_FP32,
+                devices=(CPU,),
             ),
-            Rung("flash", f"flash-attention; {NEMO}", loss_tolerance=SAME_FP32),
-            Rung("cudnn", f"{MLPERF} v5.0", (GPU,)),
-            Rung("efficient", "xFormers; mosaicml/diffusion", (GPU,)),
-            Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", (GPU,)),
+            Rung("flash", f"flash-attention; {NEMO}", SAME_FP32),
+            Rung("cudnn", f"{MLPERF} v5.0", devices=(GPU,)),
+            Rung("efficient", "xFormers; mosaicml/diffusion", devices=(GPU,)),
+            Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", devices=(GPU,)),
         ),
     )
     vae_attention: str | None = setting(
@@ -286,7 +254,7 @@ class ArithmeticSpeedups:
         seed="same",
         before="same",
         acts_with=ENCODERS,
-        rungs=(Rung("eager", "this suite", loss_tolerance=SAME_FP32),),
+        rungs=(Rung("eager", "this suite", SAME_FP32),),
     )
     unit_divisions: str | None = setting(
         one_of("keep", "drop"),
@@ -294,11 +262,7 @@ class ArithmeticSpeedups:
         "the divisions by 1.0 behind each attention and residual block",
         seed="keep",
         fast="drop",
-        rungs=(
-            Rung(
-                "drop", "this suite: diffusers divides by its factors of 1.0", loss_tolerance=EXACT
-            ),
-        ),
+        rungs=(Rung("drop", "this suite: diffusers divides by its factors of 1.0", EXACT),),
     )
 
     @property

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from sdbench.settings.arithmetic import has_cpp_compiler
+from sdbench.settings.arithmetic import needs_compiler
 from sdbench.settings.kinds import SWITCH, one_of
 from sdbench.settings.setting import (
     COMPILED,
     EXACT,
     GPU,
     MLPERF,
+    ON,
     SAME_FP32,
     SPEED,
+    AllBut,
     PerDevice,
     Rule,
     Rung,
+    on_gpu,
+    only_with,
     setting,
 )
 
@@ -24,6 +28,11 @@ CHECKPOINTING = "Chen et al., arXiv 1604.06174"
 # optimizer's state, the choice of kernels, what is compiled; the second shows that nothing is left.
 NUM_GRAPH_STEPS = 3
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
+NO_GRAPH_MODE = "max-autotune-no-cudagraphs"
+WITHOUT_GRAPHS = ("default", NO_GRAPH_MODE)
+IS_COMPILED = ("unet", "encoders", "all")
+NO_GRAPHS = "a CPU has no CUDA graphs"
+NOT_COMPILED = "nothing is compiled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,29 +42,23 @@ class CompilingSpeedups:
     GROUP = SPEED
 
     compile: str | None = setting(
-        one_of("none", "unet", "encoders", "all"),
+        one_of("none", *IS_COMPILED),
         None,
         "sub-models that go through torch.compile, with fixed shapes",
         seed="none",
         fast=PerDevice(gpu="all", cpu="none"),
         rules=(
-            Rule(
-                ("unet", "encoders", "all"),
-                has_cpp_compiler,
-                "torch.compile needs a C++ compiler on the PATH, and there is none",
-                "none, or an installed g++ or clang++",
-            ),
+            needs_compiler(*IS_COMPILED),
             Rule(
                 ("encoders",),
                 lambda s: s.config.step_has_encoders,
                 "a step on latents has no encoders",
-                "none | unet",
             ),
         ),
         rungs=(
-            Rung("unet", f"torch.compile; {MLPERF} from v4.0 on", loss_tolerance=SAME_FP32),
-            Rung("encoders", "torch.compile", loss_tolerance=SAME_FP32),
-            Rung("all", "torch.compile", loss_tolerance=SAME_FP32),
+            Rung("unet", f"torch.compile; {MLPERF} from v4.0 on", SAME_FP32),
+            Rung("encoders", "torch.compile", SAME_FP32),
+            Rung("all", "torch.compile", SAME_FP32),
         ),
     )
     compile_unit: str | None = setting(
@@ -67,56 +70,40 @@ class CompilingSpeedups:
         before="model",
         acts_with=COMPILED,
         rules=(
-            Rule(
+            only_with(("block",), NOT_COMPILED, compile=IS_COMPILED),
+            only_with(
                 ("block",),
-                lambda s: s.config.compile != "none",
-                "nothing is compiled",
-                "model, or --compile unet | encoders | all",
-            ),
-            Rule(
-                ("block",),
-                lambda s: s.config.compile_mode not in GRAPH_MODES,
                 "CUDA graphs of single blocks were never tried",
-                "model, or --compile_mode default | max-autotune-no-cudagraphs",
+                compile_mode=WITHOUT_GRAPHS,
             ),
         ),
         rungs=(
             Rung(
                 "block",
                 "diffusers, compile_repeated_blocks",
+                SAME_FP32,
                 together={"compile": "all"},
-                loss_tolerance=SAME_FP32,
             ),
         ),
     )
     compile_mode: str | None = setting(
-        one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        one_of("default", *GRAPH_MODES, NO_GRAPH_MODE),
         None,
         "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs",
         seed="default",
         acts_with=COMPILED,
         rules=(
-            Rule(
-                ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-                lambda s: s.config.compile != "none",
-                "nothing is compiled",
-                "default, or --compile unet | encoders | all",
-            ),
-            Rule(
-                GRAPH_MODES,
-                lambda s: s.on_gpu,
-                "a CPU has no CUDA graphs",
-                "default | max-autotune-no-cudagraphs",
-            ),
+            only_with((*GRAPH_MODES, NO_GRAPH_MODE), NOT_COMPILED, compile=IS_COMPILED),
+            Rule(GRAPH_MODES, on_gpu, NO_GRAPHS),
         ),
         rungs=(
             Rung(
                 "reduce-overhead",
                 "torch.compile with CUDA graphs",
-                (GPU,),
+                devices=(GPU,),
                 together={"compile": "unet"},
             ),
-            Rung("reduce-overhead", "the same", (GPU,), together={"compile": "all"}),
+            Rung("reduce-overhead", "the same", devices=(GPU,), together={"compile": "all"}),
         ),
     )
     cuda_graph: bool = setting(
@@ -125,54 +112,45 @@ class CompilingSpeedups:
         "replay a whole training step as one CUDA graph (--engine torch)",
         seed=False,
         rules=(
-            Rule((True,), lambda s: s.on_gpu, "a CPU has no CUDA graphs", "--no_cuda_graph"),
-            Rule(
-                (True,),
-                lambda s: s.config.engine == "torch",
+            Rule(ON, on_gpu, NO_GRAPHS),
+            only_with(
+                ON,
                 "Composer's loop asks the host for a decision in each step, which a graph cannot "
                 "hold",
-                "--no_cuda_graph, or --engine torch",
+                engine=("torch",),
             ),
-            Rule(
-                (True,),
-                lambda s: s.config.precision != "amp_fp16",
+            only_with(
+                ON,
                 "the loss scale of fp16 is decided on the host in each step",
-                "--no_cuda_graph, or --precision amp_bf16 | bf16",
+                precision=AllBut(["amp_fp16"]),
             ),
-            Rule(
-                (True,),
-                lambda s: (
-                    s.config.optimizer == "adamw_fused" and s.config.optimizer_params == "trainable"
-                ),
+            only_with(
+                ON,
                 "only the fused AdamW over the trained parameters can be captured",
-                "--no_cuda_graph, or --optimizer adamw_fused --optimizer_params trainable",
+                optimizer=("adamw_fused",),
+                optimizer_params=("trainable",),
             ),
             Rule(
-                (True,),
+                ON,
                 lambda s: s.ranks.world_size == 1,
-                "a graph holds no communication between ranks here",
-                "--no_cuda_graph, or one rank",
+                "a graph holds no communication between ranks here, and there are several",
             ),
-            Rule(
-                (True,),
-                lambda s: s.config.compile_mode not in GRAPH_MODES,
+            only_with(
+                ON,
                 "a graph cannot hold those that this mode of torch.compile replays",
-                "--no_cuda_graph, or --compile_mode default | max-autotune-no-cudagraphs",
+                compile_mode=WITHOUT_GRAPHS,
             ),
-            Rule(
-                (True,),
-                lambda s: (
-                    s.config.warmup_batches is None or s.config.warmup_batches >= NUM_GRAPH_STEPS
-                ),
+            only_with(
+                ON,
                 f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
-                f"--no_cuda_graph, or --warmup_batches {NUM_GRAPH_STEPS} and more",
+                warmup_batches=AllBut(range(NUM_GRAPH_STEPS)),
             ),
         ),
         rungs=(
             Rung(
                 True,
                 f"{MLPERF} from v4.0 on: the full iteration",
-                (GPU,),
+                devices=(GPU,),
                 needs={"engine": "torch"},
             ),
         ),
@@ -183,10 +161,8 @@ class CompilingSpeedups:
         "let cuDNN time its convolution kernels and keep the fastest",
         seed=False,
         fast=PerDevice(gpu=True, cpu=False),
-        rules=(
-            Rule((True,), lambda s: s.on_gpu, "a CPU does not use cuDNN", "--no_cudnn_benchmark"),
-        ),
-        rungs=(Rung(True, "torch", (GPU,)),),
+        rules=(Rule(ON, on_gpu, "a CPU does not use cuDNN"),),
+        rungs=(Rung(True, "torch", devices=(GPU,)),),
     )
     activation_checkpointing: str | None = setting(
         one_of("none", "transformer", "full"),
@@ -194,7 +170,7 @@ class CompilingSpeedups:
         "compute activations again in the backward pass: in transformer blocks, or in all blocks",
         seed="none",
         rungs=(
-            Rung("transformer", CHECKPOINTING, loss_tolerance=EXACT),
-            Rung("full", CHECKPOINTING, loss_tolerance=EXACT),
+            Rung("transformer", CHECKPOINTING, EXACT),
+            Rung("full", CHECKPOINTING, EXACT),
         ),
     )

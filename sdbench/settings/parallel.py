@@ -8,12 +8,15 @@ from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.setting import (
     ANY_NUMBER,
     MLPERF,
+    ON,
     RANKS,
     SPEED,
+    AllBut,
     PerDevice,
     Rule,
     Rung,
     Situation,
+    only_with,
     setting,
 )
 
@@ -21,7 +24,6 @@ FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
 ZERO1 = ("zero1", "hybrid_zero1")
 # With these each rank holds all weights.
 WHOLE_WEIGHTS = ("none", *ZERO1)
-WHOLE_WEIGHTS_TEXT = " | ".join(WHOLE_WEIGHTS)
 SHARED = (*ZERO1, *FSDP)
 # Of these, shared within each machine; the machines hold the same.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
@@ -31,11 +33,6 @@ GATHERED_ONCE = ("grad_op", "hybrid_grad_op")
 TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
 TRAINABLE = {"optimizer_params": "trainable"}
 MASTERS = {**TRAINABLE, "precision": "bf16", "master_weights": "fp32"}
-
-
-def is_ddp(situation: Situation) -> bool:
-    """Whether each rank holds all weights."""
-    return situation.config.sharding not in FSDP
 
 
 def _microbatch_has_encoders(situation: Situation) -> bool:
@@ -64,38 +61,28 @@ class RankSpeedups:
             Rule(
                 SHARED,
                 lambda s: s.ranks.world_size > 1,
-                "one rank has nobody to share with",
-                "none, or more ranks: composer -n 2, torchrun --nproc_per_node 2",
+                "one rank has nobody to share with (composer -n 2, torchrun --nproc_per_node 2)",
             ),
             Rule(
                 WITHIN_NODE,
-                lambda s: s.ranks.num_nodes > 1,
-                "it shares within each machine, and there is only one",
-                "none | zero1 | grad_op | full",
+                lambda s: s.ranks.num_nodes > 1 and s.ranks.local_world_size > 1,
+                "it shares within each of several machines, which have several ranks",
             ),
-            Rule(
-                WITHIN_NODE,
-                lambda s: s.ranks.local_world_size > 1,
-                "it shares within each machine, and each has one rank",
-                "none | zero1 | grad_op | full",
-            ),
-            Rule(
+            only_with(
                 FSDP,
-                lambda s: s.config.precision != "amp_fp16",
                 "weights that are shared out are not trained with a loss scale here",
-                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
+                precision=AllBut(["amp_fp16"]),
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
                 "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
-                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
+                lifted_by={"precision": AllBut(["bf16"])},
             ),
-            Rule(
+            only_with(
                 SHARED,
-                lambda s: s.config.optimizer_params == "trainable",
                 "an optimizer that is shared out takes trained parameters only",
-                "none, or --optimizer_params trainable",
+                optimizer_params=("trainable",),
             ),
         ),
         rungs=(
@@ -122,17 +109,15 @@ class RankSpeedups:
         acts_with=RANKS,
         before=False,
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.config.sharding in GATHERED_ONCE,
+            only_with(
+                ON,
                 "only weights that stay gathered for a step are gathered ahead of it",
-                "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
+                sharding=GATHERED_ONCE,
             ),
             Rule(
-                (True,),
+                ON,
                 _microbatch_has_encoders,
                 "no encoder runs in a micro-batch, and the weights are needed at once",
-                "--no_gather_ahead, or --encoder_batch_size microbatch with images to encode",
             ),
         ),
         rungs=(
@@ -160,11 +145,10 @@ class RankSpeedups:
         fast=True,
         acts_with=RANKS,
         rules=(
-            Rule(
-                (True,),
-                is_ddp,
+            only_with(
+                ON,
                 "there are no buckets of DDP when the weights are shared out",
-                f"--no_gradient_as_bucket_view, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -177,11 +161,10 @@ class RankSpeedups:
         fast=True,
         acts_with=RANKS,
         rules=(
-            Rule(
-                (True,),
-                is_ddp,
+            only_with(
+                ON,
                 "there is no DDP to tell when the weights are shared out",
-                f"--no_static_graph, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -201,7 +184,7 @@ class RankSpeedups:
                 (SEVERAL_NODES_MIB,),
                 lambda s: s.ranks.num_nodes > 1,
                 "within one machine small pieces are averaged during more of the backward pass",
-                allowed=None,
+                is_advice=True,
             ),
         ),
         rungs=(Rung(ANY_NUMBER, "torch DDP"),),
@@ -213,11 +196,10 @@ class RankSpeedups:
         seed="none",
         acts_with=RANKS,
         rules=(
-            Rule(
+            only_with(
                 ("bf16",),
-                is_ddp,
                 "gradients travel in the type of the weights when these are shared out",
-                f"none, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung("bf16", "torch DDP communication hooks"),),

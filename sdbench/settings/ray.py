@@ -47,7 +47,7 @@ class RaySettings:
                 GIVEN,
                 _has_enough_workers,
                 "the least number of ranks needs a number of ranks that is not below it",
-                "--num_ray_workers of at least --min_ray_workers",
+                allowed="--num_ray_workers of at least --min_ray_workers",
                 others=("num_ray_workers",),
             ),
         ),

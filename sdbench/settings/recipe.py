@@ -30,7 +30,16 @@ from sdbench.settings.open_diffusion import translate
 from sdbench.settings.parallel import WHOLE_WEIGHTS, RankSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import GIVEN, Beside, Rule, declarations, setting, shared
+from sdbench.settings.setting import (
+    GIVEN,
+    ON,
+    Beside,
+    Rule,
+    declarations,
+    only_with,
+    setting,
+    shared,
+)
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
@@ -73,7 +82,7 @@ class LengthSettings:
         DURATION,
         None,
         "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
-        rules=(Rule((None,), lambda s: False, "a training run needs an end", DURATION.allowed),),
+        rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
     )
     run_name: str | None = setting(
         TEXT, None, "folder of the run below --results_dir (default: time, machine and model)"
@@ -357,12 +366,11 @@ class TrainConfig(
         acts_beside=(AVERAGED,),
         rules=(
             *declarations(UpdateSpeedups)["ema_impl"].rules,
-            Rule(
+            only_with(
                 ("composer",),
-                lambda s: not s.config.use_ema,
                 "Composer's moving average is not kept in checkpoints",
                 "foreach",
-                "foreach",
+                use_ema=(False,),
             ),
         ),
     )
@@ -374,10 +382,9 @@ class TrainConfig(
         "cuda_graph",
         rules=(
             Rule(
-                (True,),
+                ON,
                 lambda s: False,
                 "a graph holds the whole step, and a checkpoint is read before its update",
-                "--no_cuda_graph",
             ),
         ),
     )

@@ -69,11 +69,6 @@ class Situation:
     machine: Machine
     ranks: Ranks
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
-        return self.machine.device_type == GPU
-
 
 class AllBut(tuple):
     """Contains every value except its elements."""
@@ -83,6 +78,17 @@ class AllBut(tuple):
 
 
 GIVEN = AllBut([None])
+ON = (True,)
+
+
+def on_gpu(situation: Situation) -> bool:
+    """Whether the device is a GPU."""
+    return situation.machine.device_type == GPU
+
+
+def on_cpu(situation: Situation) -> bool:
+    """Whether the device is a CPU."""
+    return not on_gpu(situation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,21 +102,33 @@ class Rule:
         values: The values that the rule is about.
         is_met: Whether they can be used here.
         problem: What is wrong where they cannot, as the first half of a sentence.
-        allowed: What can be used instead, for the error. None: they work without being a gain, and
-            a user's stays.
         instead: What replaces a preset's value; None: the value in the preset seed.
-        others: Names of other settings that lift it.
+        allowed: What can be used instead; None: values that no rule forbids here, and `lifted_by`.
+        others: Names of other settings that lift it, for the error.
+        lifted_by: Values of other settings with which it is met, by name.
+        is_advice: The values work without being a gain: a preset's is replaced, a user's stays.
         is_about_effect: The value changes nothing; that is an error only if the user asks for it.
     """
 
     values: Container[Any]
-    is_met: Callable[[Situation], bool]
+    is_met: Callable[[Situation], Any]
     problem: str
-    allowed: str | None
     instead: Any = None
     _: dataclasses.KW_ONLY
+    allowed: str | None = None
     others: tuple[str, ...] = ()
+    lifted_by: Mapping[str, Container[Any]] = dataclasses.field(default_factory=dict)
+    is_advice: bool = False
     is_about_effect: bool = False
+
+
+def only_with(values: Container[Any], problem: str, instead: Any = None, **others: Any) -> Rule:
+    """A rule that is met where other settings have one of some values; else as `Rule`."""
+
+    def is_met(situation: Situation) -> bool:
+        return all(getattr(situation.config, name) in allowed for name, allowed in others.items())
+
+    return Rule(values, is_met, problem, instead, lifted_by=others)
 
 
 class Beside(NamedTuple):
@@ -136,18 +154,18 @@ class Rung:
     Attributes:
         value: The value; `ANY_NUMBER` for all of them.
         origin: Where it comes from, in public sources.
-        devices: Types of device that have it.
         loss_tolerance: Largest relative difference from the losses of the plain recipe. None where
             a CPU with one rank cannot show it, and the tests that can have their own.
+        devices: Types of device that have it.
         together: Other settings that are one idea with this one.
         needs: Settings without which it cannot be.
     """
 
     value: Any
     origin: str
-    devices: tuple[str, ...] = (CPU, GPU)
-    _: dataclasses.KW_ONLY
     loss_tolerance: float | None = None
+    _: dataclasses.KW_ONLY
+    devices: tuple[str, ...] = (CPU, GPU)
     together: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -75,7 +75,7 @@ class SubjectSettings:
                 AllBut([1.0]),
                 lambda s: s.config.class_remote or not (s.config.remote or s.config.local),
                 "there are no class pictures to weight",
-                "only with --class_remote, or with synthetic pictures",
+                allowed="only with --class_remote, or with synthetic pictures",
                 others=("class_remote",),
                 is_about_effect=True,
             ),

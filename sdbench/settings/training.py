@@ -90,7 +90,7 @@ class ModelSettings:
                 GIVEN,
                 _is_in_prompt,
                 "the captions do not have the token that is learned",
-                "a token of --instance_prompt",
+                allowed="a token of --instance_prompt",
                 others=("instance_prompt",),
             ),
         ),

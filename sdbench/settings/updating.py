@@ -6,9 +6,9 @@ import dataclasses
 import shutil
 
 from sdbench.base.host_memory import can_keep_freed_memory
-from sdbench.settings.compiling import GRAPH_MODES
+from sdbench.settings.compiling import GRAPH_MODES, WITHOUT_GRAPHS
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
-from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16_WEIGHTS,
@@ -18,17 +18,23 @@ from sdbench.settings.setting import (
     EXACT,
     GPU,
     MLPERF,
+    ON,
     SAME_FP32,
     SPEED,
+    AllBut,
     PerDevice,
     Rule,
     Rung,
+    on_cpu,
+    on_gpu,
+    only_with,
     setting,
 )
 
 # An update of the average moves 10.4 GB (3 x 866 M x 4 bytes) for the U-Net of SD2: little beside a
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
+ONE_PASS = ("adamw_one_pass",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,39 +53,32 @@ class UpdateSpeedups:
         seed="adamw",
         fast="adamw_fused",
         rules=(
-            Rule(
-                ("adamw_one_pass",),
-                lambda s: not s.on_gpu,
-                "the kernel for one pass is for a CPU",
-                "adamw | adamw_fused",
-            ),
-            Rule(
-                ("adamw_one_pass",),
-                lambda s: s.config.master_weights == "fp32",
+            Rule(ONE_PASS, on_cpu, "the kernel for one pass is for a CPU"),
+            only_with(
+                ONE_PASS,
                 "one pass is over bf16 weights and their copies in fp32, and there are none",
-                "adamw | adamw_fused, or --precision bf16 --master_weights fp32",
+                precision=("bf16",),
+                master_weights=("fp32",),
             ),
-            Rule(
-                ("adamw_one_pass",),
-                lambda s: s.config.sharding == "none",
+            only_with(
+                ONE_PASS,
                 "one pass is over whole weights, and these are shared out",
-                "adamw | adamw_fused, or --sharding none",
+                sharding=("none",),
             ),
             Rule(
-                ("adamw_one_pass",),
+                ONE_PASS,
                 lambda s: shutil.which("g++") is not None,
-                "the kernel for one pass is compiled, and there is no g++ on the PATH",
-                "adamw | adamw_fused, or an installed g++",
+                "the kernel for one pass is compiled by g++, which is not on the PATH",
             ),
         ),
         rungs=(
-            Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", loss_tolerance=SAME_FP32),
+            Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", SAME_FP32),
             Rung(
-                "adamw_one_pass",
+                *ONE_PASS,
                 "this suite: bf16 weights with fp32 copies, without passes that only convert",
-                (CPU,),
+                BF16_WEIGHTS,
+                devices=(CPU,),
                 together={"precision": "bf16", "master_weights": "fp32"},
-                loss_tolerance=BF16_WEIGHTS,
             ),
         ),
     )
@@ -89,7 +88,7 @@ class UpdateSpeedups:
         "parameters handed to the optimizer",
         seed="all",
         fast="trainable",
-        rungs=(Rung("trainable", "mosaicml/diffusion", loss_tolerance=EXACT),),
+        rungs=(Rung("trainable", "mosaicml/diffusion", EXACT),),
     )
     ema_impl: str | None = setting(
         one_of("composer", "foreach"),
@@ -99,27 +98,25 @@ class UpdateSpeedups:
         fast="foreach",
         acts_with=EMA,
         rules=(
-            Rule(
+            only_with(
                 ("composer",),
-                lambda s: s.config.engine == "composer",
                 "only Composer can run its own moving average",
-                "foreach, or --engine composer",
                 "foreach",
+                engine=("composer",),
             ),
             Rule(
                 ("composer",),
                 lambda s: not s.config.use_ema or s.config.master_weights == "none",
                 "Composer's moving average would be that of the bf16 weights, not of their fp32 "
                 "copies",
-                "foreach, or --master_weights none",
                 "foreach",
+                lifted_by={"master_weights": ("none",)},
             ),
-            Rule(
+            only_with(
                 ("composer",),
-                is_ddp,
                 "Composer's moving average keeps whole weights on each rank",
-                f"foreach, or --sharding {WHOLE_WEIGHTS_TEXT}",
                 "foreach",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung("foreach", "huggingface/diffusers PR 7685"),),
@@ -141,7 +138,7 @@ class UpdateSpeedups:
         fast="uint8",
         acts_with=ENCODERS,
         # 255 levels of float32 pixels become uint8 and float32 again.
-        rungs=(Rung("uint8", "this suite", loss_tolerance=1e-5),),
+        rungs=(Rung("uint8", "this suite", 1e-5),),
     )
     copy_stream: str | None = setting(
         one_of("compute", "side"),
@@ -149,12 +146,8 @@ class UpdateSpeedups:
         "CUDA stream of the copies to the device; side: the next batch travels during a step",
         seed="compute",
         fast=PerDevice(gpu="side", cpu="compute"),
-        rules=(
-            Rule(
-                ("side",), lambda s: s.on_gpu, "a CPU trains where the batch already is", "compute"
-            ),
-        ),
-        rungs=(Rung("side", f"{MLPERF} from v4.0 on", (GPU,)),),
+        rules=(Rule(("side",), on_gpu, "a CPU trains where the batch already is"),),
+        rungs=(Rung("side", f"{MLPERF} from v4.0 on", devices=(GPU,)),),
     )
     encode_ahead: bool = setting(
         SWITCH,
@@ -165,39 +158,34 @@ class UpdateSpeedups:
         acts_with=ENCODERS,
         before=False,
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.config.copy_stream == "side",
-                "only a stream of its own can encode beside a step",
-                "--no_encode_ahead, or on a GPU --copy_stream side",
+            only_with(
+                ON, "only a stream of its own can encode beside a step", copy_stream=("side",)
             ),
-            Rule(
-                (True,),
-                lambda s: s.config.encoder_batch_size != "microbatch",
+            only_with(
+                ON,
                 "what is encoded within a micro-batch is no part of the next step",
-                "--no_encode_ahead, or --encoder_batch_size with the images of a call",
+                encoder_batch_size=AllBut(["microbatch"]),
             ),
             Rule(
-                (True,),
+                ON,
                 lambda s: (
                     s.config.compile not in ("encoders", "all")
                     or s.config.compile_mode not in GRAPH_MODES
                 ),
                 "CUDA graphs of the encoders would replay beside the step's, in the same memory",
-                "--no_encode_ahead, or --compile_mode default | max-autotune-no-cudagraphs",
+                lifted_by={"compile_mode": WITHOUT_GRAPHS},
             ),
             Rule(
-                (True,),
+                ON,
                 lambda s: s.config.step_has_encoders and not s.config.has_subject,
                 "the step encodes no images",
-                "--no_encode_ahead",
             ),
         ),
         rungs=(
             Rung(
                 True,
                 "this suite",
-                (GPU,),
+                devices=(GPU,),
                 needs={"copy_stream": "side", "encoder_batch_size": 128},
             ),
         ),
@@ -222,10 +210,9 @@ class HostSpeedups:
                 ("keep",),
                 lambda s: can_keep_freed_memory(),
                 "this C library is not glibc and cannot be told to keep freed memory",
-                "default",
             ),
         ),
-        rungs=(Rung("keep", "glibc, mallopt(3)", (CPU,), loss_tolerance=EXACT),),
+        rungs=(Rung("keep", "glibc, mallopt(3)", EXACT, devices=(CPU,)),),
     )
     flush_denormals: bool = setting(
         SWITCH,
@@ -233,19 +220,12 @@ class HostSpeedups:
         "let a CPU round numbers below 1e-38 to zero, which is faster",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
-        rules=(
-            Rule(
-                (True,),
-                lambda s: not s.on_gpu,
-                "a GPU does not get faster by it",
-                "--no_flush_denormals",
-            ),
-        ),
-        rungs=(Rung(True, "torch.set_flush_denormal", (CPU,), loss_tolerance=EXACT),),
+        rules=(Rule(ON, on_cpu, "a GPU does not get faster by it"),),
+        rungs=(Rung(True, "torch.set_flush_denormal", EXACT, devices=(CPU,)),),
     )
     num_threads: int | None = setting(
         POSITIVE,
         None,
         "CPU threads of a rank (default: its share of the cores)",
-        rungs=(Rung(ANY_NUMBER, "torch.set_num_threads", (CPU,), loss_tolerance=SAME_FP32),),
+        rungs=(Rung(ANY_NUMBER, "torch.set_num_threads", SAME_FP32, devices=(CPU,)),),
     )
