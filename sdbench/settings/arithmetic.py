@@ -27,7 +27,7 @@ from sdbench.settings.setting import (
     on_cpu,
     on_gpu,
     only_with,
-    setting,
+    speed_up,
 )
 
 MILABENCH = "mila-iqia/milabench"
@@ -65,9 +65,8 @@ class ArithmeticSpeedups:
 
     # mosaicml/diffusion-benchmark @c7f3cff leaves precision to Composer, whose default is amp_fp16
     # on a GPU and fp32 on a CPU (composer/trainer/trainer.py, 0.32.1).
-    precision: str | None = setting(
+    precision: str | None = speed_up(
         one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
-        None,
         "number format of the training step; bf16 also keeps weights and gradients in bf16, with "
         "--lora_rank the frozen weights alone",
         seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
@@ -95,9 +94,8 @@ class ArithmeticSpeedups:
             Rung("bf16", "the same without the copies", BF16_WEIGHTS),
         ),
     )
-    master_weights: str | None = setting(
+    master_weights: str | None = speed_up(
         one_of("none", "fp32"),
-        None,
         "copy of bf16 weights that the optimizer updates, with its state in the same type",
         seed="none",
         rules=(
@@ -110,9 +108,8 @@ class ArithmeticSpeedups:
             ),
         ),
     )
-    encoder_dtype: str | None = setting(
+    encoder_dtype: str | None = speed_up(
         one_of("fp32", "fp16", "bf16"),
-        None,
         "weights of the frozen VAE and text encoder",
         seed="fp32",
         fast="bf16",
@@ -132,26 +129,23 @@ class ArithmeticSpeedups:
             Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", devices=(GPU,)),
         ),
     )
-    encoder_batch_size: int | str | None = setting(
+    encoder_batch_size: int | str | None = speed_up(
         positive_or("microbatch"),
-        None,
         "images that the encoders take at once, the rank's whole batch ahead of its micro-batches; "
         "microbatch: encode within each micro-batch",
         seed="microbatch",
         acts_with=ENCODERS,
         rungs=(Rung(ANY_NUMBER, "this suite", SAME_FP32),),
     )
-    memory_format: str | None = setting(
+    memory_format: str | None = speed_up(
         one_of("contiguous", "channels_last"),
-        None,
         "layout of image-like tensors",
         seed="contiguous",
         fast="channels_last",
         rungs=(Rung("channels_last", NEMO, SAME_FP32),),
     )
-    keep_layout: bool = setting(
+    keep_layout: bool = speed_up(
         SWITCH,
-        False,
         "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
         "contiguous",
         seed=False,
@@ -166,9 +160,8 @@ class ArithmeticSpeedups:
         ),
         rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
     )
-    group_norm: str | None = setting(
+    group_norm: str | None = speed_up(
         one_of("torch", "fused"),
-        None,
         "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
         seed="torch",
         rules=(needs_compiler("fused"),),
@@ -177,9 +170,8 @@ class ArithmeticSpeedups:
             Rung("fused", f"{NEMO}: both together", SAME_FP32, together=CHANNELS_LAST),
         ),
     )
-    convolution: str | None = setting(
+    convolution: str | None = speed_up(
         one_of("torch", "matmul", "matmul_wide"),
-        None,
         "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
         "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
         "(1 x 1), and for the gradients where there are at least as many channels as pixels",
@@ -203,9 +195,8 @@ class ArithmeticSpeedups:
             Rung("matmul_wide", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
         ),
     )
-    attention: str | None = setting(
+    attention: str | None = speed_up(
         one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),
-        None,
         "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
         "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
         seed="sdpa",
@@ -245,9 +236,8 @@ class ArithmeticSpeedups:
             Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", devices=(GPU,)),
         ),
     )
-    vae_attention: str | None = setting(
+    vae_attention: str | None = speed_up(
         one_of("same", "sdpa", "eager"),
-        None,
         "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
         "attention and cuDNN. same: eager matrices with --attention eager, else torch's choice of "
         "kernel; sdpa: always that choice; eager: always matrices",
@@ -256,9 +246,8 @@ class ArithmeticSpeedups:
         acts_with=ENCODERS,
         rungs=(Rung("eager", "this suite", SAME_FP32),),
     )
-    unit_divisions: str | None = setting(
+    unit_divisions: str | None = speed_up(
         one_of("keep", "drop"),
-        None,
         "the divisions by 1.0 behind each attention and residual block",
         seed="keep",
         fast="drop",

@@ -20,7 +20,7 @@ from sdbench.settings.setting import (
     Rung,
     on_gpu,
     only_with,
-    setting,
+    speed_up,
 )
 
 CHECKPOINTING = "Chen et al., arXiv 1604.06174"
@@ -41,9 +41,8 @@ class CompilingSpeedups:
 
     GROUP = SPEED
 
-    compile: str | None = setting(
+    compile: str | None = speed_up(
         one_of("none", *IS_COMPILED),
-        None,
         "sub-models that go through torch.compile, with fixed shapes",
         seed="none",
         fast=PerDevice(gpu="all", cpu="none"),
@@ -61,9 +60,8 @@ class CompilingSpeedups:
             Rung("all", "torch.compile", SAME_FP32),
         ),
     )
-    compile_unit: str | None = setting(
+    compile_unit: str | None = speed_up(
         one_of("model", "block"),
-        None,
         "what torch.compile takes at once: a whole sub-model, or a block, whose code all blocks "
         "with the same shapes share",
         seed="model",
@@ -86,9 +84,8 @@ class CompilingSpeedups:
             ),
         ),
     )
-    compile_mode: str | None = setting(
+    compile_mode: str | None = speed_up(
         one_of("default", *GRAPH_MODES, NO_GRAPH_MODE),
-        None,
         "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs",
         seed="default",
         acts_with=COMPILED,
@@ -106,9 +103,8 @@ class CompilingSpeedups:
             Rung("reduce-overhead", "the same", devices=(GPU,), together={"compile": "all"}),
         ),
     )
-    cuda_graph: bool = setting(
+    cuda_graph: bool = speed_up(
         SWITCH,
-        False,
         "replay a whole training step as one CUDA graph (--engine torch)",
         seed=False,
         rules=(
@@ -155,22 +151,17 @@ class CompilingSpeedups:
             ),
         ),
     )
-    cudnn_benchmark: bool = setting(
+    cudnn_benchmark: bool = speed_up(
         SWITCH,
-        False,
         "let cuDNN time its convolution kernels and keep the fastest",
         seed=False,
         fast=PerDevice(gpu=True, cpu=False),
         rules=(Rule(ON, on_gpu, "a CPU does not use cuDNN"),),
         rungs=(Rung(True, "torch", devices=(GPU,)),),
     )
-    activation_checkpointing: str | None = setting(
+    activation_checkpointing: str | None = speed_up(
         one_of("none", "transformer", "full"),
-        None,
         "compute activations again in the backward pass: in transformer blocks, or in all blocks",
         seed="none",
-        rungs=(
-            Rung("transformer", CHECKPOINTING, EXACT),
-            Rung("full", CHECKPOINTING, EXACT),
-        ),
+        rungs=(Rung("transformer", CHECKPOINTING, EXACT), Rung("full", CHECKPOINTING, EXACT)),
     )

@@ -88,9 +88,7 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER, None, "end the measured window after so long"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER,
-        None,
-        "sleep so long after each batch, and say how long a trainer waits",
+        POSITIVE_NUMBER, None, "sleep so long after each batch, and say how long a trainer waits"
     )
     target_images_per_second: float | None = setting(
         POSITIVE_NUMBER,

@@ -115,11 +115,7 @@ def _prompts(value: str, values: Values) -> dict[str, Any]:
 def _moving_average(value: bool, values: Values) -> dict[str, Any]:
     if not value:
         return {"use_ema": False}
-    return {
-        "use_ema": True,
-        "ema_half_life_batches": EMA_HALF_LIFE_BATCHES,
-        "ema_warmup": True,
-    }
+    return {"use_ema": True, "ema_half_life_batches": EMA_HALF_LIFE_BATCHES, "ema_warmup": True}
 
 
 def _model(value: Any, values: Values) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sdbench.settings.setting import (
     Rung,
     Situation,
     only_with,
-    setting,
+    speed_up,
 )
 
 FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
@@ -49,9 +49,8 @@ class RankSpeedups:
 
     GROUP = SPEED
 
-    sharding: str | None = setting(
+    sharding: str | None = speed_up(
         one_of("none", "zero1", "grad_op", "full", "hybrid", "hybrid_grad_op", "hybrid_zero1"),
-        None,
         "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
         "and, between steps, weights (grad_op), also weights within a step (full); or full, "
         "grad_op or zero1 within each machine (hybrid, hybrid_grad_op, hybrid_zero1)",
@@ -100,9 +99,8 @@ class RankSpeedups:
             Rung("hybrid_zero1", f"{MLPERF}: ZeRO-1 within a node", together=TRAINABLE),
         ),
     )
-    gather_ahead: bool = setting(
+    gather_ahead: bool = speed_up(
         SWITCH,
-        False,
         "begin to gather all weights as a step begins, while its encoders run, with --sharding "
         "grad_op | hybrid_grad_op",
         seed=False,
@@ -129,17 +127,15 @@ class RankSpeedups:
         ),
     )
     # Composer averages in the last micro-batch of a step, in torch's buckets of 25 MiB.
-    grad_sync: str | None = setting(
+    grad_sync: str | None = speed_up(
         one_of("every", "last"),
-        None,
         "average the gradients over the ranks in every micro-batch or in the last of a step",
         seed="last",
         acts_with=RANKS,
         rungs=(Rung("every", "torch DDP without no_sync"),),
     )
-    gradient_as_bucket_view: bool = setting(
+    gradient_as_bucket_view: bool = speed_up(
         SWITCH,
-        False,
         "let gradients live in DDP's buckets instead of a second copy",
         seed=False,
         fast=True,
@@ -153,9 +149,8 @@ class RankSpeedups:
         ),
         rungs=(Rung(True, "torch DDP"),),
     )
-    static_graph: bool = setting(
+    static_graph: bool = speed_up(
         SWITCH,
-        False,
         "tell DDP that every step uses the same parameters",
         seed=False,
         fast=True,
@@ -169,9 +164,8 @@ class RankSpeedups:
         ),
         rungs=(Rung(True, "torch DDP"),),
     )
-    ddp_bucket_mib: int | None = setting(
+    ddp_bucket_mib: int | None = speed_up(
         POSITIVE,
-        None,
         "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
         seed=NODE_MIB,
         # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
@@ -189,9 +183,8 @@ class RankSpeedups:
         ),
         rungs=(Rung(ANY_NUMBER, "torch DDP"),),
     )
-    grad_compression: str | None = setting(
+    grad_compression: str | None = speed_up(
         one_of("none", "bf16"),
-        None,
         "number format in which gradients travel under DDP",
         seed="none",
         acts_with=RANKS,

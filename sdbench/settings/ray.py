@@ -32,10 +32,7 @@ class RaySettings:
         only_measures=True,
     )
     num_ray_workers: int | None = setting(
-        POSITIVE,
-        None,
-        "ranks (default: the GPUs of the cluster, or 1)",
-        only_measures=True,
+        POSITIVE, None, "ranks (default: the GPUs of the cluster, or 1)", only_measures=True
     )
     min_ray_workers: int | None = setting(
         POSITIVE,

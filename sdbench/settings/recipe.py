@@ -208,12 +208,7 @@ class RateSettings:
         None,
         "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
         "half-life of 6931 steps)",
-        demands={
-            "ema_half_life_batches": (
-                (None,),
-                "the half-life follows from the decay",
-            )
-        },
+        demands={"ema_half_life_batches": ((None,), "the half-life follows from the decay")},
         acts_beside=(AVERAGED,),
     )
     ema_warmup: bool = setting(
@@ -243,10 +238,7 @@ class ObjectiveSettings:
         NOT_NEGATIVE_NUMBER, 0.0, "noise of one value per picture and channel that is added"
     )
     zero_terminal_snr: bool = setting(
-        SWITCH,
-        False,
-        "let the last time step be pure noise (arXiv 2305.08891)",
-        identifies=True,
+        SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)", identifies=True
     )
 
 
@@ -299,10 +291,7 @@ class WatchSettings:
         acts_beside=(DRAWN,),
     )
     sample_steps: int = setting(
-        POSITIVE,
-        25,
-        "steps of the DDIM sampler when drawing",
-        acts_beside=(DRAWN,),
+        POSITIVE, 25, "steps of the DDIM sampler when drawing", acts_beside=(DRAWN,)
     )
     score_every_batches: int | None = setting(
         POSITIVE,

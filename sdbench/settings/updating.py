@@ -29,6 +29,7 @@ from sdbench.settings.setting import (
     on_gpu,
     only_with,
     setting,
+    speed_up,
 )
 
 # An update of the average moves 10.4 GB (3 x 866 M x 4 bytes) for the U-Net of SD2: little beside a
@@ -44,9 +45,8 @@ class UpdateSpeedups:
     GROUP = SPEED
 
     # The seed hands the parameters of the frozen encoders to the optimizer too.
-    optimizer: str | None = setting(
+    optimizer: str | None = speed_up(
         one_of("adamw", "adamw_fused", "adamw_one_pass"),
-        None,
         "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
         "weights, their gradients and fp32 copies; where a step of benchmark.py is one micro-batch "
         "of one rank, the backward pass makes it, and its time counts as backward",
@@ -82,17 +82,15 @@ class UpdateSpeedups:
             ),
         ),
     )
-    optimizer_params: str | None = setting(
+    optimizer_params: str | None = speed_up(
         one_of("all", "trainable"),
-        None,
         "parameters handed to the optimizer",
         seed="all",
         fast="trainable",
         rungs=(Rung("trainable", "mosaicml/diffusion", EXACT),),
     )
-    ema_impl: str | None = setting(
+    ema_impl: str | None = speed_up(
         one_of("composer", "foreach"),
-        None,
         "Composer's EMA or torch's foreach average",
         seed="composer",
         fast="foreach",
@@ -121,18 +119,16 @@ class UpdateSpeedups:
         ),
         rungs=(Rung("foreach", "huggingface/diffusers PR 7685"),),
     )
-    ema_interval_batches: int | None = setting(
+    ema_interval_batches: int | None = speed_up(
         POSITIVE,
-        None,
         "steps from one update of the average to the next, same half-life",
         seed=1,
         fast=EMA_INTERVAL_BATCHES,
         acts_with=EMA,
         rungs=(Rung(ANY_NUMBER, "MosaicML Composer, EMA(update_interval)"),),
     )
-    image_dtype: str | None = setting(
+    image_dtype: str | None = speed_up(
         one_of("uint8", "float32"),
-        None,
         "how pixels travel from worker to device",
         seed="float32",
         fast="uint8",
@@ -140,18 +136,16 @@ class UpdateSpeedups:
         # 255 levels of float32 pixels become uint8 and float32 again.
         rungs=(Rung("uint8", "this suite", 1e-5),),
     )
-    copy_stream: str | None = setting(
+    copy_stream: str | None = speed_up(
         one_of("compute", "side"),
-        None,
         "CUDA stream of the copies to the device; side: the next batch travels during a step",
         seed="compute",
         fast=PerDevice(gpu="side", cpu="compute"),
         rules=(Rule(("side",), on_gpu, "a CPU trains where the batch already is"),),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", devices=(GPU,)),),
     )
-    encode_ahead: bool = setting(
+    encode_ahead: bool = speed_up(
         SWITCH,
-        False,
         "encode the next step's batch on the stream of its copy, while gradients and weights "
         "travel between ranks; with --encoder_batch_size N",
         seed=False,
@@ -198,9 +192,8 @@ class HostSpeedups:
 
     GROUP = SPEED
 
-    cpu_allocator: str | None = setting(
+    cpu_allocator: str | None = speed_up(
         one_of("default", "keep"),
-        None,
         "what glibc does with freed main memory on a CPU: hand it back, or keep it for the next "
         "step",
         seed="default",
@@ -214,9 +207,8 @@ class HostSpeedups:
         ),
         rungs=(Rung("keep", "glibc, mallopt(3)", EXACT, devices=(CPU,)),),
     )
-    flush_denormals: bool = setting(
+    flush_denormals: bool = speed_up(
         SWITCH,
-        False,
         "let a CPU round numbers below 1e-38 to zero, which is faster",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
