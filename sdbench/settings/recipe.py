@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdbench.settings.arithmetic import ArithmeticSpeedups
-from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
@@ -27,7 +26,7 @@ from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
-from sdbench.settings.parallel import WHOLE_WEIGHTS, RankSpeedups
+from sdbench.settings.parallel import WHOLE_WEIGHTS, UpdatingSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import (
@@ -42,7 +41,6 @@ from sdbench.settings.setting import (
 )
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
-from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
 
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
@@ -328,11 +326,8 @@ class WatchSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     LoggingSettings,
-    HostSpeedups,
-    RankSpeedups,
-    UpdateSpeedups,
-    CompilingSpeedups,
-    ArithmeticSpeedups,
+    UpdatingSpeedups,
+    ComputingSpeedups,
     WatchSettings,
     ObjectiveSettings,
     RateSettings,
@@ -350,11 +345,11 @@ class TrainConfig(
     """Everything that decides a training run. None means: chosen for the machine, then printed."""
 
     ema_impl: str | None = shared(
-        UpdateSpeedups,
+        UpdatingSpeedups,
         "ema_impl",
         acts_beside=(AVERAGED,),
         rules=(
-            *declarations(UpdateSpeedups)["ema_impl"].rules,
+            *declarations(UpdatingSpeedups)["ema_impl"].rules,
             only_with(
                 ("composer",),
                 "Composer's moving average is not kept in checkpoints",
@@ -364,10 +359,10 @@ class TrainConfig(
         ),
     )
     ema_interval_batches: int | None = shared(
-        UpdateSpeedups, "ema_interval_batches", acts_beside=(AVERAGED,)
+        UpdatingSpeedups, "ema_interval_batches", acts_beside=(AVERAGED,)
     )
     cuda_graph: bool = shared(
-        CompilingSpeedups,
+        ComputingSpeedups,
         "cuda_graph",
         rules=(
             Rule(
