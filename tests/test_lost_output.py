@@ -59,8 +59,7 @@ def only_record(results: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    "output",
-    ["2>&1 | head -1", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)],
+    "output", ["2>&1 | head -1", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
 )
 def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
     flags = [*DATA, "--results_dir", str(tmp_path / "runs")]

@@ -95,10 +95,7 @@ def test_a_flag_without_an_effect_is_refused(argv, others, needed):
         ((*SUBJECT, "--num_workers", "1"), "num_workers or --task", 1),
         ((*SUBJECT, "--on_bad_sample", "skip"), "on_bad_sample or --task", "skip"),
         ((*SUBJECT, "--learned_token", "<dog>"), "initial_token or --learned_token", None),
-        (
-            (*TOKEN, "--instance_prompt", "a dog"),
-            *("learned_token or --instance_prompt", "<dog>"),
-        ),
+        ((*TOKEN, "--instance_prompt", "a dog"), *("learned_token or --instance_prompt", "<dog>")),
         (
             (*TOKEN, "--train_text_encoder"),
             *("train_text_encoder or --learned_token", "--train_text_encoder"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdbench.engines.device_batches import Batch
 from sdbench.measure.phases import PhaseClock
-from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.computing import NUM_GRAPH_STEPS
 
 
 def let_rates_change(optimizer: torch.optim.Optimizer, *, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from sdbench.base.errors import MemoryEstimateError, RunError
 from sdbench.launch.child import Outcome, measuring_command, refuse_flag
 from sdbench.launch.runs import Run, measure, new_folder
 from sdbench.record.store import OK, OOM
-from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.computing import NUM_GRAPH_STEPS
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting

@@ -210,8 +210,7 @@ def _check_tokens(draft: Draft) -> None:
 
     config, architecture = draft.config, draft.architecture
     tokenizer = CaptionTokenizer(
-        folder=architecture.tokenizer_folder,
-        pad_token_id=architecture.tokenizer["pad_token_id"],
+        folder=architecture.tokenizer_folder, pad_token_id=architecture.tokenizer["pad_token_id"]
     )
     token = config.learned_token
     if token in tokenizer or len(tokenizer.read_word(token)) == 1:

@@ -6,7 +6,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.plan.draft import Draft
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.computing import NUM_GRAPH_STEPS
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.setting import PerDevice, of_device
 from sdbench.statistics.intervals import num_precise_steps

@@ -20,18 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError, RunError
-from sdbench.base.stop import (
-    STOP_SIGNALS,
-    ignore_terminations,
-    keep_exit_code,
-    stop_signals_ask,
-)
+from sdbench.base.stop import STOP_SIGNALS, ignore_terminations, keep_exit_code, stop_signals_ask
 from sdbench.ranks import distributed
-from sdbench.ranks.distributed import (
-    Ranks,
-    let_first_rank_end,
-    refuse_tasks_without_launcher,
-)
+from sdbench.ranks.distributed import Ranks, let_first_rank_end, refuse_tasks_without_launcher
 from sdbench.ranks.launcher import end_with_launcher
 from sdbench.settings.ray import RAY
 

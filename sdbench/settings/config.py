@@ -5,29 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sdbench.settings.arithmetic import ArithmeticSpeedups
-from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, MeasuringSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
-from sdbench.settings.parallel import RankSpeedups
+from sdbench.settings.parallel import UpdatingSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import SPEED, declarations, presets_of
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
-from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
 
 
 # A dataclass takes the fields of its last base first: from the bottom up, in the order of the help.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(
     LoggingSettings,
-    HostSpeedups,
-    RankSpeedups,
-    UpdateSpeedups,
-    CompilingSpeedups,
-    ArithmeticSpeedups,
+    UpdatingSpeedups,
+    ComputingSpeedups,
     UpdateSettings,
     OnlineSettings,
     BatchSettings,

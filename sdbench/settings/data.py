@@ -13,8 +13,8 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     SWITCH,
     TEXT,
-    RowOf,
     one_of,
+    row_of,
 )
 from sdbench.settings.setting import Demands, setting
 
@@ -36,7 +36,7 @@ class DataSettings:
 
     use_synth_data: bool = setting(SWITCH, False, "train on synthetic samples")
     data_format: str = setting(
-        RowOf("sdbench.data:SOURCES", "auto"),
+        row_of("sdbench.data:SOURCES", "auto"),
         "auto",
         "kind of the data source; auto tells it from the names at the place",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sdbench.settings.arithmetic import ArithmeticSpeedups
+from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
 from sdbench.settings.measuring import RunSettings
@@ -32,7 +32,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
     model_revision: str | None = shared(ModelSettings, "model_revision")
     random_weights: bool = shared(ModelSettings, "random_weights")
     encoder_dtype: str | None = shared(
-        ArithmeticSpeedups,
+        ComputingSpeedups,
         "encoder_dtype",
         presets={},
         rules=(),
@@ -88,9 +88,7 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER, None, "end the measured window after so long"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER,
-        None,
-        "sleep so long after each batch, and say how long a trainer waits",
+        POSITIVE_NUMBER, None, "sleep so long after each batch, and say how long a trainer waits"
     )
     target_images_per_second: float | None = setting(
         POSITIVE_NUMBER,

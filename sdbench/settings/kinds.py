@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,62 @@ class OutOfBoundsError(ValueError):
     """A number of the right kind that is too large or too small; says what is allowed besides."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of value.
 
     Attributes:
-        allowed: What is accepted, in words, for errors and help.
         parse: Turns the received value into the setting's, or raises ValueError or TypeError.
         metavar: Stands for the value in the help.
-        choices: Texts that it takes, as far as they can be listed.
     """
 
-    allowed: str
-    parse: Callable[[Any], Any]
-    metavar: str = "X"
-    choices: tuple[str, ...] = ()
+    def __init__(
+        self,
+        allowed: str | None,
+        parse: Callable[[Any], Any],
+        metavar: str = "X",
+        choices: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Say what is accepted in words, None: the choices, and which texts can be listed."""
+        self.parse = parse
+        self.metavar = metavar
+        self._allowed = allowed
+        self._choices = choices
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Texts that it takes, as far as they can be listed."""
+        return tuple(self._choices())
+
+    @property
+    def allowed(self) -> str:
+        """What is accepted, in words, for errors and help."""
+        return " | ".join(self.choices) if self._allowed is None else self._allowed
+
+    def nearest_choice(self, value: Any) -> str | None:
+        """The choice that a refused value was meant for; None if that cannot be told.
+
+        Of several texts with commas between them the first wrong one counts.
+        """
+        wrong = [part for part in str(value).split(",") if part not in self.choices]
+        return nearest(wrong[0], self.choices) if wrong else None
 
 
-class RowOf:
-    """The name of a row in a table of another room; has the attributes of a `Kind`.
+def _choice(choices: Callable[[], Sequence[str]]) -> Kind:
+    def parse(value: Any) -> str:
+        if value not in choices():
+            raise ValueError
+        return value
+
+    return Kind(None, parse, choices=choices)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of some texts."""
+    return _choice(lambda: choices)
+
+
+def row_of(table: str, *others: str, or_text: bool = False) -> Kind:
+    """The name of a row in a table of another room.
 
     The table is imported when a value is checked: settings lie below the rooms that have tables,
     and a new row is all that a new choice takes.
@@ -49,53 +85,16 @@ class RowOf:
     Args:
         table: ``module:name`` of a dictionary, or of a function that lists names.
         others: Choices that are no row.
+        or_text: Any other text is accepted too.
     """
 
-    metavar = "X"
+    def choices() -> Sequence[str]:
+        rows = pkgutil.resolve_name(table)
+        return (*others, *(rows() if callable(rows) else rows))
 
-    def __init__(self, table: str, *others: str) -> None:
-        self._table, self._others = table, others
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Texts that it takes, as far as they can be listed."""
-        table = pkgutil.resolve_name(self._table)
-        return (*self._others, *(table() if callable(table) else table))
-
-    @property
-    def allowed(self) -> str:
-        """The choices."""
-        return " | ".join(self.choices)
-
-    def parse(self, value: Any) -> str:
-        """Take one of the choices, or raise ValueError."""
-        return _parse_choice(value, self.choices)
-
-
-class RowOrText(RowOf):
-    """The same, or any other text."""
-
-    metavar = "TEXT"
-
-    @property
-    def allowed(self) -> str:
-        """What is accepted, in words."""
-        return TEXT.allowed
-
-    def parse(self, value: Any) -> str:
-        """Take a text, or raise ValueError."""
-        return _parse_text(value)
-
-
-def nearest_choice(kind: Kind | RowOf, value: Any) -> str | None:
-    """The choice that was meant by a value that the kind refuses; None if that cannot be told.
-
-    Args:
-        kind: Of the value, with or without choices.
-        value: As it was received. Of several with commas between them, the first wrong one counts.
-    """
-    wrong = [part for part in str(value).split(",") if part not in kind.choices]
-    return nearest(wrong[0], kind.choices) if wrong else None
+    if or_text:
+        return Kind(TEXT.allowed, _parse_text, TEXT.metavar, choices)
+    return _choice(choices)
 
 
 def whole_number(minimum: int, maximum: int | None = None) -> Kind:
@@ -137,11 +136,6 @@ def as_float(value: Any) -> float:
         return float("inf")
 
 
-def one_of(*choices: str) -> Kind:
-    """One of some texts."""
-    return Kind(" | ".join(choices), lambda value: _parse_choice(value, choices), choices=choices)
-
-
 def positive_or(word: str) -> Kind:
     """A whole number of at least 1, or a word in its place."""
 
@@ -149,7 +143,7 @@ def positive_or(word: str) -> Kind:
         return value if value == word else POSITIVE.parse(value)
 
     metavar = "N|auto" if word == "auto" else "X"
-    return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar, (word,))
+    return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar, lambda: (word,))
 
 
 def list_of(kind: Kind) -> Kind:
@@ -159,13 +153,7 @@ def list_of(kind: Kind) -> Kind:
         return tuple(map(kind.parse, str(value).split(",")))
 
     allowed = f"{kind.allowed}; several with commas between them"
-    return Kind(allowed, parse, f"{kind.metavar},...", kind.choices)
-
-
-def _parse_choice(value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ValueError
-    return value
+    return Kind(allowed, parse, f"{kind.metavar},...", lambda: kind.choices)
 
 
 def _parse_conditions(value: Any) -> dict[str, str]:

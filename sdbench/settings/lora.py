@@ -56,21 +56,19 @@ class LoraSettings:
     """LoRA in place of training all weights."""
 
     GROUP = ModelSettings.GROUP
+    IDENTIFIES = True
+    CAME_LATER = True
 
     lora_rank: int | None = setting(
         POSITIVE,
         None,
         "train LoRA of this rank in fp32 beside the weights, which stay as they are (default: "
         "train the weights)",
-        before=None,
-        identifies=True,
     )
     lora_alpha: float | None = setting(
         POSITIVE_NUMBER,
         None,
         "LoRA is multiplied by alpha / rank (default: the rank, a factor of 1)",
-        before=None,
-        identifies=True,
         acts_beside=(WITH_LORA,),
     )
     # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
@@ -78,15 +76,11 @@ class LoraSettings:
         NAMES,
         "to_q,to_k,to_v,to_out.0",
         "linear layers of the U-Net that get LoRA: their names, or the ends of them behind a dot",
-        before="to_q,to_k,to_v,to_out.0",
-        identifies=True,
         acts_beside=(WITH_LORA,),
     )
     lora_text_encoder_layers: str = setting(
         NAMES,
         "q_proj,k_proj,v_proj,out_proj",
         "the same of the text encoder (--train_text_encoder)",
-        before="q_proj,k_proj,v_proj,out_proj",
-        identifies=True,
         acts_beside=(WITH_LORA, Beside(("train_text_encoder",))),
     )

@@ -12,8 +12,8 @@ from sdbench.settings.kinds import (
     SHARE,
     SWITCH,
     TEXT,
-    RowOf,
     one_of,
+    row_of,
 )
 from sdbench.settings.setting import setting
 
@@ -30,7 +30,7 @@ class RunSettings:
         "recipe that sets the speed-ups: fast, or seed (repeats mosaicml/diffusion-benchmark)",
     )
     engine: str = setting(
-        RowOf("sdbench.engines:ENGINES"),
+        row_of("sdbench.engines:ENGINES"),
         "composer",
         "who runs the training loop: MosaicML Composer, a lean loop without a trainer (torch), or "
         "PyTorch Lightning in ranks that Ray Train starts (ray)",
@@ -69,62 +69,49 @@ class MeasuringSettings:
     """What is measured, and for how long."""
 
     GROUP = "what is measured"
+    ONLY_MEASURES = True
 
     warmup_batches: int | None = setting(
-        NOT_NEGATIVE, None, "batches trained before the measured window", only_measures=True
+        NOT_NEGATIVE, None, "batches trained before the measured window"
     )
     measure_batches: int | None = setting(
-        POSITIVE,
-        None,
-        "batches in the measured window; below 10 there is no interval",
-        only_measures=True,
+        POSITIVE, None, "batches in the measured window; below 10 there is no interval"
     )
     max_warmup_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
         "while the step time still drifts, measured batches become warm-up and others are "
         "measured, until so many are warm-up (default: two more windows)",
-        only_measures=True,
     )
     target_precision: float | None = setting(
         SHARE,
         None,
         "double the measured window until the 95 % interval is within so much of the rate; takes "
         "3 batches divided by it (300 for 1%) and 30 s at least, since a few batches miss pauses",
-        only_measures=True,
     )
     max_measure_batches: int | None = setting(
         POSITIVE,
         None,
         "longest window for --target_precision (default: 16 times --measure_batches, or the least "
         "that the precision takes)",
-        only_measures=True,
     )
     profile_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
         "batches behind the window whose time is split into phases; one more shows the kernels of "
         "attention, if it has 32 micro-batches or fewer; 0: no breakdown",
-        only_measures=True,
     )
     profile_trace: bool = setting(
-        SWITCH,
-        False,
-        "train one more batch and write torch's trace of it, trace.json.gz",
-        only_measures=True,
+        SWITCH, False, "train one more batch and write torch's trace of it, trace.json.gz"
     )
     measure_peak: bool = setting(
-        SWITCH,
-        True,
-        "time a large matrix product before the run, for MFU against it",
-        only_measures=True,
+        SWITCH, True, "time a large matrix product before the run, for MFU against it"
     )
     max_duration: str | None = setting(
         DURATION,
         None,
         "end of the run, e.g. 48ba or 5ep; warm-up, window and profile lie inside it "
         "(default: it ends with them)",
-        only_measures=True,
     )
 
 
@@ -133,6 +120,7 @@ class LoggingSettings:
     """What Weights & Biases is told."""
 
     GROUP = "Weights & Biases (off unless a flag is given)"
+    ONLY_MEASURES = True
 
-    wandb_name: str | None = setting(TEXT, None, "run name", only_measures=True)
-    wandb_project: str | None = setting(TEXT, None, "project name", only_measures=True)
+    wandb_name: str | None = setting(TEXT, None, "run name")
+    wandb_project: str | None = setting(TEXT, None, "project name")

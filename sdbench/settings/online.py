@@ -20,15 +20,13 @@ class ActorSettings:
     """The actors of Ray Data that prepare batches."""
 
     GROUP = "Ray Data"
+    CAME_LATER = True
     ACTS_BESIDE = IN_ACTORS
 
     num_decoders: int = setting(
-        POSITIVE,
-        1,
-        "actors that read, decode and tokenize, with a CPU each",
-        before=1,
+        POSITIVE, 1, "actors that read, decode and tokenize, with a CPU each"
     )
-    num_encoders: int = setting(POSITIVE, 1, "actors that encode images and captions", before=1)
+    num_encoders: int = setting(POSITIVE, 1, "actors that encode images and captions")
     encoder_resources: Mapping[str, float] | None = setting(
         RESOURCES,
         None,
@@ -46,13 +44,13 @@ class OnlineSettings(ActorSettings, DataSettings):
     """Encoding beside the training, and how batches come from there."""
 
     GROUP = ActorSettings.GROUP
+    CAME_LATER = True
 
     online_preprocessing: bool = setting(
         SWITCH,
         False,
         "encode images and captions in actors of Ray Data while the ranks train on what they give "
         "(--engine ray)",
-        before=False,
         identifies=True,
         demands={
             "engine": ((RAY,), "Ray Data encodes for ranks that Ray Train starts"),
@@ -62,18 +60,13 @@ class OnlineSettings(ActorSettings, DataSettings):
         },
     )
     online_encoder_batch_size: int = setting(
-        POSITIVE,
-        32,
-        "images per call of an encoder; at most a rank's batch",
-        before=32,
-        acts_beside=IN_ACTORS,
+        POSITIVE, 32, "images per call of an encoder; at most a rank's batch", acts_beside=IN_ACTORS
     )
     max_failed_blocks: int = setting(
         NOT_NEGATIVE,
         0,
         "batches that each rank may miss because reading or encoding them failed; it trains on "
         "the one before again",
-        before=0,
         acts_beside=IN_ACTORS,
     )
 

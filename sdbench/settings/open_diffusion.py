@@ -1,14 +1,14 @@
 """`translate`: config files of mlfoundations/open-diffusion, as the settings of train.py.
 
-Its keys are nested (``optimizer.params.learning_rate``). `KEYS` says what becomes of each of them;
-a key that is not there is refused.
+Its keys are nested (``optimizer.params.learning_rate``). Five tables say what becomes of each of
+them: `RENAMED`, `MEANINGS`, `SAME`, `WITHOUT_EFFECT` and `DERIVED`. Another key is refused.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.names import by_similarity
@@ -44,25 +44,6 @@ DEFAULTS = {
 
 # What a file says, by nested key.
 Values = Mapping[str, Any]
-
-
-class Same(NamedTuple):
-    """The value has to be that of another key."""
-
-    key: str
-
-
-class OneOf(NamedTuple):
-    """The setting that a value means, from its name here or there; None: it has no setting."""
-
-    setting: str | None
-    meanings: Mapping[Any, Any]
-
-
-class NoEffect(NamedTuple):
-    """The value changes nothing here; the reason is told."""
-
-    reason: str
 
 
 def _global_batch(value: Any, values: Values) -> dict[str, Any]:
@@ -115,11 +96,7 @@ def _prompts(value: str, values: Values) -> dict[str, Any]:
 def _moving_average(value: bool, values: Values) -> dict[str, Any]:
     if not value:
         return {"use_ema": False}
-    return {
-        "use_ema": True,
-        "ema_half_life_batches": EMA_HALF_LIFE_BATCHES,
-        "ema_warmup": True,
-    }
+    return {"use_ema": True, "ema_half_life_batches": EMA_HALF_LIFE_BATCHES, "ema_warmup": True}
 
 
 def _model(value: Any, values: Values) -> dict[str, Any]:
@@ -154,62 +131,32 @@ def _average_to_begin_with(value: Any, values: Values) -> dict[str, Any]:
     )
 
 
-Rule = str | Same | OneOf | NoEffect | Callable[[Any, Values], dict[str, Any]]
-
-_BACKEND = NoEffect("NCCL joins the GPUs, and gloo CPUs")
-_FROM_ENVIRONMENT = OneOf(None, {"env://": None})
-KEYS: dict[str, Rule] = {
-    "wandb.api_key": lambda value, values: _set_variable("WANDB_API_KEY", value),
-    "wandb.entity": lambda value, values: _set_variable("WANDB_ENTITY", value),
-    "wandb.mode": lambda value, values: _set_variable("WANDB_MODE", value),
-    "system.gradient_accumulation": _global_batch,
-    "system.batch_size": _global_batch,
+# Keys that are settings by another name.
+RENAMED = {
     "system.workers": "num_workers",
-    "system.dist_backend": Same("distributed.dist_backend"),
-    "system.dist_url": Same("distributed.dist_url"),
-    "distributed.dist_backend": _BACKEND,
-    "distributed.dist_url": _FROM_ENVIRONMENT,
-    "experiment.log_dir": _results_dir,
-    "experiment.name": lambda value, values: {"run_name": value, "wandb_name": value},
     "experiment.project": "wandb_project",
-    "experiment.num_examples_to_see": lambda value, values: {"max_duration": f"{value}sp"},
-    "experiment.save_only_most_recent": _what_is_kept,
-    "experiment.save_every": lambda value, values: {"save_every_batches": _steps_per_save(values)},
-    "experiment.requeue": OneOf("resume", {True: "auto", False: "never"}),
-    "experiment.eval_caption_file": _prompts,
     "experiment.num_eval_images": "num_sample_images",
-    "optimizer.name": OneOf(None, {"adamw": None}),
-    "optimizer.params.learning_rate": Same("lr_scheduler.params.learning_rate"),
     "optimizer.params.beta1": "beta1",
     "optimizer.params.beta2": "beta2",
     "optimizer.params.weight_decay": "weight_decay",
     "optimizer.params.epsilon": "adam_eps",
-    "model.pt_path": NoEffect("it is for other keys to refer to"),
-    WHOLE_MODEL: _model,
-    **{
-        f"model.{key}.{form}": _model
-        for keys in PARTS.values()
-        for key in keys
-        for form in ("pretrained", "params")
-    },
-    **{
-        f"model.{key}.target": OneOf(
-            None, {f"{package}{name}": None for package in ("", "diffusers.") for name in names}
-        )
-        for part, names in TARGETS.items()
-        for key in PARTS[part]
-    },
-    "model.noise_scheduler_inference.pretrained": NoEffect("pictures are drawn by DDIM"),
-    "model.noise_scheduler_inference.target": NoEffect("pictures are drawn by DDIM"),
-    "model.use_ema": _moving_average,
-    "model.ema.path": _average_to_begin_with,
-    "model.mixed_precision": OneOf("precision", {"bf16": "amp_bf16", "fp16": "amp_fp16"}),
-    "model.gradient_checkpointing": OneOf(
-        "activation_checkpointing", {True: "full", False: "none"}
-    ),
-    "model.xformers": NoEffect("torch has such a kernel itself; --attention chooses among several"),
     "model.max_grad_norm": "clip_norm",
-    "dataset.type": OneOf(
+    "dataset.params.path": "remote",
+    "dataset.params.resolution": "image_size",
+    "dataset.params.filters": "filters",
+    "dataset.params.idx_to_prompt": "class_prompts",
+    "dataset.params.class_mapping": "class_prompts",
+    "lr_scheduler.params.learning_rate": "lr",
+    "lr_scheduler.params.warmup_length": "lr_warmup_batches",
+}
+# The setting that a value means, by its name there; no setting: it is what is done here anyway.
+MEANINGS: dict[str, tuple[str | None, Mapping[Any, Any]]] = {
+    "distributed.dist_url": (None, {"env://": None}),
+    "experiment.requeue": ("resume", {True: "auto", False: "never"}),
+    "optimizer.name": (None, {"adamw": None}),
+    "model.mixed_precision": ("precision", {"bf16": "amp_bf16", "fp16": "amp_fp16"}),
+    "model.gradient_checkpointing": ("activation_checkpointing", {True: "full", False: "none"}),
+    "dataset.type": (
         "data_format",
         {
             "WebDataset": "webdataset",
@@ -217,25 +164,68 @@ KEYS: dict[str, Rule] = {
             "ParquetDataset": "parquet",
         },
     ),
-    "dataset.params.path": "remote",
-    "dataset.params.batch_size": Same("system.batch_size"),
-    "dataset.params.workers": Same("system.workers"),
-    "dataset.params.num_examples_to_see": Same("experiment.num_examples_to_see"),
-    "dataset.params.resolution": "image_size",
-    "dataset.params.filters": "filters",
-    "dataset.params.idx_to_prompt": "class_prompts",
-    "dataset.params.class_mapping": "class_prompts",
-    "lr_scheduler.scheduler": OneOf(
-        "lr_schedule", {"ConstantWithWarmup": "constant", "CosineWithWarmup": "cosine"}
+    "lr_scheduler.scheduler": (
+        "lr_schedule",
+        {"ConstantWithWarmup": "constant", "CosineWithWarmup": "cosine"},
     ),
-    "lr_scheduler.params.learning_rate": "lr",
-    "lr_scheduler.params.warmup_length": "lr_warmup_batches",
+    **{
+        f"model.{key}.target": (
+            None,
+            dict.fromkeys((*names, *(f"diffusers.{name}" for name in names))),
+        )
+        for part, names in TARGETS.items()
+        for key in PARTS[part]
+    },
 }
+# Keys that need the value of another one, or stand for it where it is not there.
+SAME = {
+    "system.dist_backend": "distributed.dist_backend",
+    "system.dist_url": "distributed.dist_url",
+    "optimizer.params.learning_rate": "lr_scheduler.params.learning_rate",
+    "dataset.params.batch_size": "system.batch_size",
+    "dataset.params.workers": "system.workers",
+    "dataset.params.num_examples_to_see": "experiment.num_examples_to_see",
+}
+# Keys that change nothing here, and why.
+WITHOUT_EFFECT = {
+    "distributed.dist_backend": "NCCL joins the GPUs, and gloo CPUs",
+    "model.pt_path": "it is for other keys to refer to",
+    "model.noise_scheduler_inference.pretrained": "pictures are drawn by DDIM",
+    "model.noise_scheduler_inference.target": "pictures are drawn by DDIM",
+    "model.xformers": "torch has such a kernel itself; --attention chooses among several",
+}
+MODEL_KEYS = (
+    WHOLE_MODEL,
+    *(
+        f"model.{key}.{form}"
+        for keys in PARTS.values()
+        for key in keys
+        for form in ("pretrained", "params")
+    ),
+)
+# Keys that are several settings, or that other keys have a part in.
+DERIVED: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
+    "wandb.api_key": lambda value, values: _set_variable("WANDB_API_KEY", value),
+    "wandb.entity": lambda value, values: _set_variable("WANDB_ENTITY", value),
+    "wandb.mode": lambda value, values: _set_variable("WANDB_MODE", value),
+    "system.gradient_accumulation": _global_batch,
+    "system.batch_size": _global_batch,
+    "experiment.log_dir": _results_dir,
+    "experiment.name": lambda value, values: {"run_name": value, "wandb_name": value},
+    "experiment.num_examples_to_see": lambda value, values: {"max_duration": f"{value}sp"},
+    "experiment.save_only_most_recent": _what_is_kept,
+    "experiment.save_every": lambda value, values: {"save_every_batches": _steps_per_save(values)},
+    "experiment.eval_caption_file": _prompts,
+    "model.use_ema": _moving_average,
+    "model.ema.path": _average_to_begin_with,
+    **dict.fromkeys(MODEL_KEYS, _model),
+}
+KEYS = (*RENAMED, *MEANINGS, *SAME, *WITHOUT_EFFECT, *DERIVED)
 GROUPS = {key.partition(".")[0] for key in KEYS}
 
 
 def translate(content: dict[str, Any]) -> Translation:
-    """Take the groups of `KEYS` out of the content of a file, and translate them.
+    """Take the groups of these keys out of the content of a file, and translate them.
 
     Keys of wandb go into the variables that W&B reads, which a record leaves out.
 
@@ -255,13 +245,13 @@ def translate(content: dict[str, Any]) -> Translation:
     keys: dict[str, str] = {}
     notes = []
     for key in values:
-        rule = _find_rule(key, values)
-        if isinstance(rule, NoEffect):
-            notes.append(f"{key} has no effect: {rule.reason}.")
-        else:
-            found = _apply(rule, key, values)
-            keys |= {name: key for name in found if name not in settings}
-            settings |= found
+        reason = _why_without_effect(key, values)
+        if reason is not None:
+            notes.append(f"{key} has no effect: {reason}.")
+            continue
+        found = _translate_key(key, values)
+        keys |= {name: key for name in found if name not in settings}
+        settings |= found
     return Translation(settings, keys, (*notes, *_describe_differences(values)))
 
 
@@ -294,23 +284,6 @@ def _describe_differences(values: Values) -> Iterator[str]:
         )
 
 
-def _find_rule(key: str, values: Values) -> Rule:
-    rule = KEYS.get(key)
-    if rule is None:
-        (meant, *_) = by_similarity(key, KEYS)
-        raise ConfigError(
-            "unknown key",
-            value=key,
-            allowed=f"the keys of open-diffusion, the nearest is {meant}",
-            flag=f"{meant}=VALUE",
-        )
-    if isinstance(rule, Same) and rule.key not in values:
-        return KEYS[rule.key]
-    if rule is _model and key != WHOLE_MODEL and WHOLE_MODEL in values:
-        return NoEffect(f"{WHOLE_MODEL} is the whole model")
-    return rule
-
-
 def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if key in KEYS or not isinstance(value, dict):
         yield key, value
@@ -319,26 +292,45 @@ def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flatten(f"{key}.{name}", inner)
 
 
-def _apply(rule: Any, key: str, values: Values) -> dict[str, Any]:
-    value = values[key]
-    if isinstance(rule, str):
-        return {rule: value}
-    if isinstance(rule, Same):
-        if value != values[rule.key]:
+def _why_without_effect(key: str, values: Values) -> str | None:
+    if WHOLE_MODEL in values and key in MODEL_KEYS[1:]:
+        return f"{WHOLE_MODEL} is the whole model"
+    is_other = key in SAME and SAME[key] not in values
+    return WITHOUT_EFFECT.get(SAME[key] if is_other else key)
+
+
+def _translate_key(key: str, values: Values) -> dict[str, Any]:
+    """The settings that a key means."""
+    value, rule = values[key], key
+    if key in SAME:
+        rule = SAME[key]
+        if rule in values and value != values[rule]:
             raise ConfigError(
-                f"{key} and {rule.key} contradict each other",
+                f"{key} and {rule} contradict each other",
                 value=value,
-                allowed=str(values[rule.key]),
-                flag=f"{key}=VALUE or {rule.key}=VALUE",
+                allowed=str(values[rule]),
+                flag=f"{key}=VALUE or {rule}=VALUE",
             )
-        return {}
-    if not isinstance(rule, OneOf):
-        return rule(value, values)
-    if value not in list(rule.meanings):  # a list can be no key
+        if rule in values:
+            return {}
+    if rule in RENAMED:
+        return {RENAMED[rule]: value}
+    if rule in DERIVED:
+        return DERIVED[rule](value, values)
+    if rule not in MEANINGS:
+        (meant, *_) = by_similarity(key, KEYS)
+        raise ConfigError(
+            "unknown key",
+            value=key,
+            allowed=f"the keys of open-diffusion, the nearest is {meant}",
+            flag=f"{meant}=VALUE",
+        )
+    setting, meanings = MEANINGS[rule]
+    if value not in list(meanings):  # a list can be no key
         raise ConfigError(
             f"{key} has a value that means nothing here",
             value=value,
-            allowed=" | ".join(map(str, rule.meanings)),
+            allowed=" | ".join(map(str, meanings)),
             flag=f"{key}=VALUE",
         )
-    return {} if rule.setting is None else {rule.setting: rule.meanings[value]}
+    return {} if setting is None else {setting: meanings[value]}

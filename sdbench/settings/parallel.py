@@ -1,27 +1,41 @@
-"""Speed-ups between ranks: what they share, and when and how they average gradients."""
+"""Speed-ups beside the network: its update, its average, copies, ranks, allocator, threads."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
+from sdbench.base.host_memory import can_keep_freed_memory
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.setting import (
     ANY_NUMBER,
+    BF16_WEIGHTS,
+    CPU,
+    EMA,
+    ENCODERS,
+    EXACT,
+    GPU,
     MLPERF,
+    ON,
     RANKS,
+    SAME_FP32,
     SPEED,
+    AllBut,
     PerDevice,
     Rule,
     Rung,
     Situation,
+    on_cpu,
+    on_gpu,
+    only_with,
     setting,
+    speed_up,
 )
 
 FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
 ZERO1 = ("zero1", "hybrid_zero1")
 # With these each rank holds all weights.
 WHOLE_WEIGHTS = ("none", *ZERO1)
-WHOLE_WEIGHTS_TEXT = " | ".join(WHOLE_WEIGHTS)
 SHARED = (*ZERO1, *FSDP)
 # Of these, shared within each machine; the machines hold the same.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
@@ -31,11 +45,12 @@ GATHERED_ONCE = ("grad_op", "hybrid_grad_op")
 TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
 TRAINABLE = {"optimizer_params": "trainable"}
 MASTERS = {**TRAINABLE, "precision": "bf16", "master_weights": "fp32"}
-
-
-def is_ddp(situation: Situation) -> bool:
-    """Whether each rank holds all weights."""
-    return situation.config.sharding not in FSDP
+# Modes of torch.compile.
+WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
+# An update of the average moves 10.4 GB (3 x 866 M x 4 bytes) for the U-Net of SD2: little beside a
+# GPU's step of 2048 images, but much of a CPU's step of one image.
+EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
+ONE_PASS = ("adamw_one_pass",)
 
 
 def _microbatch_has_encoders(situation: Situation) -> bool:
@@ -47,14 +62,153 @@ def _microbatch_has_encoders(situation: Situation) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankSpeedups:
-    """How ranks share a model and average its gradients."""
+class UpdatingSpeedups:
+    """How weights and their average are updated, and what travels between devices and ranks."""
 
     GROUP = SPEED
 
-    sharding: str | None = setting(
+    # The seed hands the parameters of the frozen encoders to the optimizer too.
+    optimizer: str | None = speed_up(
+        one_of("adamw", "adamw_fused", "adamw_one_pass"),
+        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
+        "weights, their gradients and fp32 copies; where a step of benchmark.py is one micro-batch "
+        "of one rank, the backward pass makes it, and its time counts as backward",
+        seed="adamw",
+        fast="adamw_fused",
+        rules=(
+            Rule(ONE_PASS, on_cpu, "the kernel for one pass is for a CPU"),
+            only_with(
+                ONE_PASS,
+                "one pass is over bf16 weights and their copies in fp32, and there are none",
+                precision=("bf16",),
+                master_weights=("fp32",),
+            ),
+            only_with(
+                ONE_PASS,
+                "one pass is over whole weights, and these are shared out",
+                sharding=("none",),
+            ),
+            Rule(
+                ONE_PASS,
+                lambda s: shutil.which("g++") is not None,
+                "the kernel for one pass is compiled by g++, which is not on the PATH",
+            ),
+        ),
+        rungs=(
+            Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", SAME_FP32),
+            Rung(
+                *ONE_PASS,
+                "this suite: bf16 weights with fp32 copies, without passes that only convert",
+                BF16_WEIGHTS,
+                devices=(CPU,),
+                together={"precision": "bf16", "master_weights": "fp32"},
+            ),
+        ),
+    )
+    optimizer_params: str | None = speed_up(
+        one_of("all", "trainable"),
+        "parameters handed to the optimizer",
+        seed="all",
+        fast="trainable",
+        rungs=(Rung("trainable", "mosaicml/diffusion", EXACT),),
+    )
+    ema_impl: str | None = speed_up(
+        one_of("composer", "foreach"),
+        "Composer's EMA or torch's foreach average",
+        seed="composer",
+        fast="foreach",
+        acts_with=EMA,
+        rules=(
+            only_with(
+                ("composer",),
+                "only Composer can run its own moving average",
+                "foreach",
+                engine=("composer",),
+            ),
+            Rule(
+                ("composer",),
+                lambda s: not s.config.use_ema or s.config.master_weights == "none",
+                "Composer's moving average would be that of the bf16 weights, not of their fp32 "
+                "copies",
+                "foreach",
+                lifted_by={"master_weights": ("none",)},
+            ),
+            only_with(
+                ("composer",),
+                "Composer's moving average keeps whole weights on each rank",
+                "foreach",
+                sharding=WHOLE_WEIGHTS,
+            ),
+        ),
+        rungs=(Rung("foreach", "huggingface/diffusers PR 7685"),),
+    )
+    ema_interval_batches: int | None = speed_up(
+        POSITIVE,
+        "steps from one update of the average to the next, same half-life",
+        seed=1,
+        fast=EMA_INTERVAL_BATCHES,
+        acts_with=EMA,
+        rungs=(Rung(ANY_NUMBER, "MosaicML Composer, EMA(update_interval)"),),
+    )
+    image_dtype: str | None = speed_up(
+        one_of("uint8", "float32"),
+        "how pixels travel from worker to device",
+        seed="float32",
+        fast="uint8",
+        acts_with=ENCODERS,
+        # 255 levels of float32 pixels become uint8 and float32 again.
+        rungs=(Rung("uint8", "this suite", 1e-5),),
+    )
+    copy_stream: str | None = speed_up(
+        one_of("compute", "side"),
+        "CUDA stream of the copies to the device; side: the next batch travels during a step",
+        seed="compute",
+        fast=PerDevice(gpu="side", cpu="compute"),
+        rules=(Rule(("side",), on_gpu, "a CPU trains where the batch already is"),),
+        rungs=(Rung("side", f"{MLPERF} from v4.0 on", devices=(GPU,)),),
+    )
+    encode_ahead: bool = speed_up(
+        SWITCH,
+        "encode the next step's batch on the stream of its copy, while gradients and weights "
+        "travel between ranks; with --encoder_batch_size N",
+        seed=False,
+        acts_with=ENCODERS,
+        before=False,
+        rules=(
+            only_with(
+                ON, "only a stream of its own can encode beside a step", copy_stream=("side",)
+            ),
+            only_with(
+                ON,
+                "what is encoded within a micro-batch is no part of the next step",
+                encoder_batch_size=AllBut(["microbatch"]),
+            ),
+            Rule(
+                ON,
+                lambda s: (
+                    s.config.compile not in ("encoders", "all")
+                    or s.config.compile_mode in WITHOUT_GRAPHS
+                ),
+                "CUDA graphs of the encoders would replay beside the step's, in the same memory",
+                lifted_by={"compile_mode": WITHOUT_GRAPHS},
+            ),
+            Rule(
+                ON,
+                lambda s: s.config.step_has_encoders and not s.config.has_subject,
+                "the step encodes no images",
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                "this suite",
+                devices=(GPU,),
+                needs={"copy_stream": "side", "encoder_batch_size": 128},
+            ),
+        ),
+    )
+    sharding: str | None = speed_up(
         one_of("none", "zero1", "grad_op", "full", "hybrid", "hybrid_grad_op", "hybrid_zero1"),
-        None,
         "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
         "and, between steps, weights (grad_op), also weights within a step (full); or full, "
         "grad_op or zero1 within each machine (hybrid, hybrid_grad_op, hybrid_zero1)",
@@ -64,38 +218,28 @@ class RankSpeedups:
             Rule(
                 SHARED,
                 lambda s: s.ranks.world_size > 1,
-                "one rank has nobody to share with",
-                "none, or more ranks: composer -n 2, torchrun --nproc_per_node 2",
+                "one rank has nobody to share with (composer -n 2, torchrun --nproc_per_node 2)",
             ),
             Rule(
                 WITHIN_NODE,
-                lambda s: s.ranks.num_nodes > 1,
-                "it shares within each machine, and there is only one",
-                "none | zero1 | grad_op | full",
+                lambda s: s.ranks.num_nodes > 1 and s.ranks.local_world_size > 1,
+                "it shares within each of several machines, which have several ranks",
             ),
-            Rule(
-                WITHIN_NODE,
-                lambda s: s.ranks.local_world_size > 1,
-                "it shares within each machine, and each has one rank",
-                "none | zero1 | grad_op | full",
-            ),
-            Rule(
+            only_with(
                 FSDP,
-                lambda s: s.config.precision != "amp_fp16",
                 "weights that are shared out are not trained with a loss scale here",
-                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
+                precision=AllBut(["amp_fp16"]),
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
                 "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
-                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
+                lifted_by={"precision": AllBut(["bf16"])},
             ),
-            Rule(
+            only_with(
                 SHARED,
-                lambda s: s.config.optimizer_params == "trainable",
                 "an optimizer that is shared out takes trained parameters only",
-                "none, or --optimizer_params trainable",
+                optimizer_params=("trainable",),
             ),
         ),
         rungs=(
@@ -113,26 +257,23 @@ class RankSpeedups:
             Rung("hybrid_zero1", f"{MLPERF}: ZeRO-1 within a node", together=TRAINABLE),
         ),
     )
-    gather_ahead: bool = setting(
+    gather_ahead: bool = speed_up(
         SWITCH,
-        False,
         "begin to gather all weights as a step begins, while its encoders run, with --sharding "
         "grad_op | hybrid_grad_op",
         seed=False,
         acts_with=RANKS,
         before=False,
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.config.sharding in GATHERED_ONCE,
+            only_with(
+                ON,
                 "only weights that stay gathered for a step are gathered ahead of it",
-                "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
+                sharding=GATHERED_ONCE,
             ),
             Rule(
-                (True,),
+                ON,
                 _microbatch_has_encoders,
                 "no encoder runs in a micro-batch, and the weights are needed at once",
-                "--no_gather_ahead, or --encoder_batch_size microbatch with images to encode",
             ),
         ),
         rungs=(
@@ -144,51 +285,45 @@ class RankSpeedups:
         ),
     )
     # Composer averages in the last micro-batch of a step, in torch's buckets of 25 MiB.
-    grad_sync: str | None = setting(
+    grad_sync: str | None = speed_up(
         one_of("every", "last"),
-        None,
         "average the gradients over the ranks in every micro-batch or in the last of a step",
         seed="last",
         acts_with=RANKS,
         rungs=(Rung("every", "torch DDP without no_sync"),),
     )
-    gradient_as_bucket_view: bool = setting(
+    gradient_as_bucket_view: bool = speed_up(
         SWITCH,
-        False,
         "let gradients live in DDP's buckets instead of a second copy",
         seed=False,
         fast=True,
         acts_with=RANKS,
         rules=(
-            Rule(
-                (True,),
-                is_ddp,
+            only_with(
+                ON,
                 "there are no buckets of DDP when the weights are shared out",
-                f"--no_gradient_as_bucket_view, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
     )
-    static_graph: bool = setting(
+    static_graph: bool = speed_up(
         SWITCH,
-        False,
         "tell DDP that every step uses the same parameters",
         seed=False,
         fast=True,
         acts_with=RANKS,
         rules=(
-            Rule(
-                (True,),
-                is_ddp,
+            only_with(
+                ON,
                 "there is no DDP to tell when the weights are shared out",
-                f"--no_static_graph, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
     )
-    ddp_bucket_mib: int | None = setting(
+    ddp_bucket_mib: int | None = speed_up(
         POSITIVE,
-        None,
         "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
         seed=NODE_MIB,
         # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
@@ -201,24 +336,53 @@ class RankSpeedups:
                 (SEVERAL_NODES_MIB,),
                 lambda s: s.ranks.num_nodes > 1,
                 "within one machine small pieces are averaged during more of the backward pass",
-                allowed=None,
+                is_advice=True,
             ),
         ),
         rungs=(Rung(ANY_NUMBER, "torch DDP"),),
     )
-    grad_compression: str | None = setting(
+    grad_compression: str | None = speed_up(
         one_of("none", "bf16"),
-        None,
         "number format in which gradients travel under DDP",
         seed="none",
         acts_with=RANKS,
         rules=(
-            Rule(
+            only_with(
                 ("bf16",),
-                is_ddp,
                 "gradients travel in the type of the weights when these are shared out",
-                f"none, or --sharding {WHOLE_WEIGHTS_TEXT}",
+                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung("bf16", "torch DDP communication hooks"),),
+    )
+
+    # Of a CPU.
+    cpu_allocator: str | None = speed_up(
+        one_of("default", "keep"),
+        "what glibc does with freed main memory on a CPU: hand it back, or keep it for the next "
+        "step",
+        seed="default",
+        fast=PerDevice(gpu="default", cpu="keep"),
+        rules=(
+            Rule(
+                ("keep",),
+                lambda s: can_keep_freed_memory(),
+                "this C library is not glibc and cannot be told to keep freed memory",
+            ),
+        ),
+        rungs=(Rung("keep", "glibc, mallopt(3)", EXACT, devices=(CPU,)),),
+    )
+    flush_denormals: bool = speed_up(
+        SWITCH,
+        "let a CPU round numbers below 1e-38 to zero, which is faster",
+        seed=False,
+        fast=PerDevice(gpu=False, cpu=True),
+        rules=(Rule(ON, on_cpu, "a GPU does not get faster by it"),),
+        rungs=(Rung(True, "torch.set_flush_denormal", EXACT, devices=(CPU,)),),
+    )
+    num_threads: int | None = setting(
+        POSITIVE,
+        None,
+        "CPU threads of a rank (default: its share of the cores)",
+        rungs=(Rung(ANY_NUMBER, "torch.set_num_threads", SAME_FP32, devices=(CPU,)),),
     )

@@ -32,10 +32,7 @@ class RaySettings:
         only_measures=True,
     )
     num_ray_workers: int | None = setting(
-        POSITIVE,
-        None,
-        "ranks (default: the GPUs of the cluster, or 1)",
-        only_measures=True,
+        POSITIVE, None, "ranks (default: the GPUs of the cluster, or 1)", only_measures=True
     )
     min_ray_workers: int | None = setting(
         POSITIVE,
@@ -47,7 +44,7 @@ class RaySettings:
                 GIVEN,
                 _has_enough_workers,
                 "the least number of ranks needs a number of ranks that is not below it",
-                "--num_ray_workers of at least --min_ray_workers",
+                allowed="--num_ray_workers of at least --min_ray_workers",
                 others=("num_ray_workers",),
             ),
         ),

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdbench.settings.arithmetic import ArithmeticSpeedups
-from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
@@ -27,13 +26,21 @@ from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
-from sdbench.settings.parallel import WHOLE_WEIGHTS, RankSpeedups
+from sdbench.settings.parallel import WHOLE_WEIGHTS, UpdatingSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import GIVEN, Beside, Rule, declarations, setting, shared
+from sdbench.settings.setting import (
+    GIVEN,
+    ON,
+    Beside,
+    Rule,
+    declarations,
+    only_with,
+    setting,
+    shared,
+)
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
-from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
 
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
@@ -73,7 +80,7 @@ class LengthSettings:
         DURATION,
         None,
         "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
-        rules=(Rule((None,), lambda s: False, "a training run needs an end", DURATION.allowed),),
+        rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
     )
     run_name: str | None = setting(
         TEXT, None, "folder of the run below --results_dir (default: time, machine and model)"
@@ -199,12 +206,7 @@ class RateSettings:
         None,
         "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
         "half-life of 6931 steps)",
-        demands={
-            "ema_half_life_batches": (
-                (None,),
-                "the half-life follows from the decay",
-            )
-        },
+        demands={"ema_half_life_batches": ((None,), "the half-life follows from the decay")},
         acts_beside=(AVERAGED,),
     )
     ema_warmup: bool = setting(
@@ -234,10 +236,7 @@ class ObjectiveSettings:
         NOT_NEGATIVE_NUMBER, 0.0, "noise of one value per picture and channel that is added"
     )
     zero_terminal_snr: bool = setting(
-        SWITCH,
-        False,
-        "let the last time step be pure noise (arXiv 2305.08891)",
-        identifies=True,
+        SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)", identifies=True
     )
 
 
@@ -290,10 +289,7 @@ class WatchSettings:
         acts_beside=(DRAWN,),
     )
     sample_steps: int = setting(
-        POSITIVE,
-        25,
-        "steps of the DDIM sampler when drawing",
-        acts_beside=(DRAWN,),
+        POSITIVE, 25, "steps of the DDIM sampler when drawing", acts_beside=(DRAWN,)
     )
     score_every_batches: int | None = setting(
         POSITIVE,
@@ -330,11 +326,8 @@ class WatchSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     LoggingSettings,
-    HostSpeedups,
-    RankSpeedups,
-    UpdateSpeedups,
-    CompilingSpeedups,
-    ArithmeticSpeedups,
+    UpdatingSpeedups,
+    ComputingSpeedups,
     WatchSettings,
     ObjectiveSettings,
     RateSettings,
@@ -352,32 +345,30 @@ class TrainConfig(
     """Everything that decides a training run. None means: chosen for the machine, then printed."""
 
     ema_impl: str | None = shared(
-        UpdateSpeedups,
+        UpdatingSpeedups,
         "ema_impl",
         acts_beside=(AVERAGED,),
         rules=(
-            *declarations(UpdateSpeedups)["ema_impl"].rules,
-            Rule(
+            *declarations(UpdatingSpeedups)["ema_impl"].rules,
+            only_with(
                 ("composer",),
-                lambda s: not s.config.use_ema,
                 "Composer's moving average is not kept in checkpoints",
                 "foreach",
-                "foreach",
+                use_ema=(False,),
             ),
         ),
     )
     ema_interval_batches: int | None = shared(
-        UpdateSpeedups, "ema_interval_batches", acts_beside=(AVERAGED,)
+        UpdatingSpeedups, "ema_interval_batches", acts_beside=(AVERAGED,)
     )
     cuda_graph: bool = shared(
-        CompilingSpeedups,
+        ComputingSpeedups,
         "cuda_graph",
         rules=(
             Rule(
-                (True,),
+                ON,
                 lambda s: False,
                 "a graph holds the whole step, and a checkpoint is read before its update",
-                "--no_cuda_graph",
             ),
         ),
     )

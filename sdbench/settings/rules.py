@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.settings.kinds import SWITCH
 from sdbench.settings.request import ConfigT, Request
 from sdbench.settings.setting import (
     GIVEN,
@@ -50,7 +51,8 @@ def settle(
     reasons: dict[str, str] = {}
     # A rule may depend on another setting's value, so after a replacement all are checked again.
     while True:
-        broken = list(_find_broken(request, Situation(config, machine, ranks)))
+        situation = Situation(config, machine, ranks)
+        broken = list(_find_broken(request, situation))
         replaceable = [
             (declared, rule)
             for declared, rule in broken
@@ -64,7 +66,7 @@ def settle(
         value = of_device(instead, on_gpu=on_gpu)
         config = dataclasses.replace(config, **{declared.name: value})
     for declared, rule in broken:
-        _refuse(declared, rule, getattr(config, declared.name))
+        _refuse(declared, rule, situation)
     return config, reasons
 
 
@@ -75,17 +77,46 @@ def check(request: Request, names: Collection[str]) -> None:
         ConfigError: One of them breaks a rule.
     """
     unknown: Any = None
-    for declared, rule in _find_broken(request, Situation(request.config, unknown, unknown), names):
-        _refuse(declared, rule, getattr(request.config, declared.name))
+    situation = Situation(request.config, unknown, unknown)
+    for declared, rule in _find_broken(request, situation, names):
+        _refuse(declared, rule, situation)
 
 
-def _refuse(declared: Setting, rule: Rule, value: Any) -> None:
+def _refuse(declared: Setting, rule: Rule, situation: Situation) -> None:
+    value = getattr(situation.config, declared.name)
+    lifting = [describe_values(name, values) for name, values in rule.lifted_by.items()]
+    own = _usable_values(declared, situation)
     raise ConfigError(
         rule.problem,
         value=declared.flag if value is True else value,
-        allowed=rule.allowed,
+        allowed=rule.allowed or ", or ".join(filter(None, (own, " ".join(lifting)))),
         flag=" or ".join((declared.flag, *(f"--{name}" for name in rule.others))),
     )
+
+
+def _usable_values(declared: Setting, situation: Situation) -> str:
+    """The values of a setting that none of its rules forbids, the other settings being as is."""
+    if declared.kind is SWITCH:
+        return f"--no_{declared.name}"
+
+    def is_usable(choice: str) -> bool:
+        config: Any = dataclasses.replace(situation.config, **{declared.name: choice})
+        changed = dataclasses.replace(situation, config=config)
+        rules = [rule for rule in declared.rules if choice in rule.values]
+        return all(rule.is_advice or rule.is_met(changed) for rule in rules)
+
+    return " | ".join(filter(is_usable, declared.kind.choices)) or declared.kind.allowed
+
+
+def describe_values(name: str, values: Container[Any]) -> str:
+    """What a command line has for some values of a setting, as part of a sentence."""
+    listed: Any = values
+    words = " | ".join(
+        in_words(value) for value in listed if value is not None and value is not False
+    )
+    if isinstance(values, AllBut):
+        return f"another --{name} than {words}" if words else f"--{name}"
+    return f"--{name} {words}" if words else f"no --{name}"
 
 
 def _find_broken(
@@ -98,7 +129,7 @@ def _find_broken(
         if rule.is_about_effect:
             is_exempt = not _is_asked_for(request, declared, rule)
         else:
-            is_exempt = rule.allowed is None and is_users
+            is_exempt = rule.is_advice and is_users
         is_about_it = getattr(situation.config, declared.name) in rule.values
         if is_about_it and not is_exempt and not rule.is_met(situation):
             yield declared, rule
@@ -136,24 +167,19 @@ def _rules_of(config_type: type) -> tuple[tuple[Setting, Rule], ...]:
 
 
 def _make_effect_rule(declared: Setting, others: Sequence[Setting], beside: Beside) -> Rule:
-    def is_met(situation: Situation) -> bool:
-        values = [getattr(situation.config, one.name) for one in others]
-        if beside.value is not None:
-            return beside.value in values
-        return any(value != one.default for value, one in zip(values, others, strict=True))
+    acting = {
+        one.name: AllBut([one.default]) if beside.value is None else (beside.value,)
+        for one in others
+    }
 
-    def describe(one: Setting) -> str:
-        if beside.value is not None:
-            return f"{one.flag} {beside.value}"
-        if one.default in (None, False):
-            return one.flag
-        return f"another {one.flag} than {one.default}"
+    def is_met(situation: Situation) -> bool:
+        return any(getattr(situation.config, name) in values for name, values in acting.items())
 
     return Rule(
         AllBut([declared.default]),
         is_met,
         f"{declared.flag} has no effect",
-        f"only with {' or '.join(map(describe, others))}",
+        allowed="only with " + " or ".join(describe_values(*item) for item in acting.items()),
         others=beside.names,
         is_about_effect=True,
     )
@@ -169,6 +195,6 @@ def _make_demand(declared: Setting, other: Setting, values: Any, reason: str) ->
         forbidden,
         lambda situation: getattr(situation.config, declared.name) == declared.default,
         reason,
-        allowed,
+        allowed=allowed,
         others=(declared.name,),
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.settings.kinds import Kind, OutOfBoundsError, RowOf, nearest_choice
+from sdbench.settings.kinds import SWITCH, Kind, OutOfBoundsError
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
@@ -69,11 +69,6 @@ class Situation:
     machine: Machine
     ranks: Ranks
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
-        return self.machine.device_type == GPU
-
 
 class AllBut(tuple):
     """Contains every value except its elements."""
@@ -83,6 +78,17 @@ class AllBut(tuple):
 
 
 GIVEN = AllBut([None])
+ON = (True,)
+
+
+def on_gpu(situation: Situation) -> bool:
+    """Whether the device is a GPU."""
+    return situation.machine.device_type == GPU
+
+
+def on_cpu(situation: Situation) -> bool:
+    """Whether the device is a CPU."""
+    return not on_gpu(situation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,21 +102,33 @@ class Rule:
         values: The values that the rule is about.
         is_met: Whether they can be used here.
         problem: What is wrong where they cannot, as the first half of a sentence.
-        allowed: What can be used instead, for the error. None: they work without being a gain, and
-            a user's stays.
         instead: What replaces a preset's value; None: the value in the preset seed.
-        others: Names of other settings that lift it.
+        allowed: What can be used instead; None: values that no rule forbids here, and `lifted_by`.
+        others: Names of other settings that lift it, for the error.
+        lifted_by: Values of other settings with which it is met, by name.
+        is_advice: The values work without being a gain: a preset's is replaced, a user's stays.
         is_about_effect: The value changes nothing; that is an error only if the user asks for it.
     """
 
     values: Container[Any]
-    is_met: Callable[[Situation], bool]
+    is_met: Callable[[Situation], Any]
     problem: str
-    allowed: str | None
     instead: Any = None
     _: dataclasses.KW_ONLY
+    allowed: str | None = None
     others: tuple[str, ...] = ()
+    lifted_by: Mapping[str, Container[Any]] = dataclasses.field(default_factory=dict)
+    is_advice: bool = False
     is_about_effect: bool = False
+
+
+def only_with(values: Container[Any], problem: str, instead: Any = None, **others: Any) -> Rule:
+    """A rule that is met where other settings have one of some values; else as `Rule`."""
+
+    def is_met(situation: Situation) -> bool:
+        return all(getattr(situation.config, name) in allowed for name, allowed in others.items())
+
+    return Rule(values, is_met, problem, instead, lifted_by=others)
 
 
 class Beside(NamedTuple):
@@ -136,18 +154,18 @@ class Rung:
     Attributes:
         value: The value; `ANY_NUMBER` for all of them.
         origin: Where it comes from, in public sources.
-        devices: Types of device that have it.
         loss_tolerance: Largest relative difference from the losses of the plain recipe. None where
             a CPU with one rank cannot show it, and the tests that can have their own.
+        devices: Types of device that have it.
         together: Other settings that are one idea with this one.
         needs: Settings without which it cannot be.
     """
 
     value: Any
     origin: str
-    devices: tuple[str, ...] = (CPU, GPU)
-    _: dataclasses.KW_ONLY
     loss_tolerance: float | None = None
+    _: dataclasses.KW_ONLY
+    devices: tuple[str, ...] = (CPU, GPU)
     together: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -177,7 +195,7 @@ class Setting:
         takes_several: It takes values with blanks between them; its value is a tuple.
     """
 
-    kind: Kind | RowOf
+    kind: Kind
     help: str
     name: str = ""
     group: str = ""
@@ -226,15 +244,13 @@ class Setting:
         except OutOfBoundsError as error:
             what, allowed = "a number out of bounds", f"{self.kind.allowed}; {error}"
         except (TypeError, ValueError):
-            meant = nearest_choice(self.kind, value)
+            meant = self.kind.nearest_choice(value)
             what = "a value of the wrong kind"
             allowed = self.kind.allowed + (f", the nearest is {meant}" if meant else "")
         raise ConfigError(f"{self.flag} has {what}", value=value, allowed=allowed, flag=self.flag)
 
 
-def setting(
-    kind: Kind | RowOf, default: Any, help_text: str, *, seed: Any = None, fast: Any = None, **more
-) -> Any:
+def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
     """Declare a setting as a field of a dataclass.
 
     Args:
@@ -242,22 +258,26 @@ def setting(
         default: Its value where nobody says; None: chosen for the machine. `REQUIRED`: there is
             none.
         help_text: What it does.
-        seed: Its value in the preset seed; None: presets leave it alone.
-        fast: Its value in the preset fast, where that differs.
         more: Other attributes of `Setting`.
     """
-    if seed is not None:
-        more["presets"] = {"fast": seed if fast is None else fast, "seed": seed}
     declared = Setting(kind=kind, help=help_text, **more)
     return dataclasses.field(default=default, metadata={"setting": declared})
+
+
+def speed_up(kind: Kind, help_text: str, *, seed: Any, fast: Any = None, **more: Any) -> Any:
+    """Declare a setting that presets set; `fast` only where it differs from `seed`."""
+    presets = {"fast": seed if fast is None else fast, "seed": seed}
+    default = False if kind is SWITCH else None
+    return setting(kind, default, help_text, presets=presets, **more)
 
 
 @functools.cache
 def declarations(config_type: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, in order.
 
-    A class with settings may name their heading in the help, ``GROUP``, and what they all need
-    beside them, ``ACTS_BESIDE``.
+    A class may say of all its settings: ``GROUP``, their heading in the help; ``ACTS_BESIDE``, what
+    they need beside them; ``ONLY_MEASURES``; ``IDENTIFIES``; ``CAME_LATER``, older records have
+    none of them, and their defaults are what was done before.
     """
     found = {}
     for field in dataclasses.fields(config_type):
@@ -266,13 +286,16 @@ def declarations(config_type: type) -> dict[str, Setting]:
             for base in reversed(config_type.__mro__)
             if field.name in getattr(base, "__dataclass_fields__", ())
         )
-        declared = field.metadata["setting"]
+        declared, of_all = field.metadata["setting"], vars(declaring)
         found[field.name] = dataclasses.replace(
             declared,
             name=field.name,
-            group=vars(declaring).get("GROUP", ""),
+            group=of_all.get("GROUP", ""),
             default=field.default,
-            acts_beside=declared.acts_beside or vars(declaring).get("ACTS_BESIDE", ()),
+            acts_beside=declared.acts_beside or of_all.get("ACTS_BESIDE", ()),
+            only_measures=declared.only_measures or "ONLY_MEASURES" in of_all,
+            identifies=declared.identifies or "IDENTIFIES" in of_all,
+            before=field.default if "CAME_LATER" in of_all else declared.before,
         )
     return found
 

@@ -20,6 +20,7 @@ class SubjectSettings:
     """What is learned, and the pictures of a subject's class."""
 
     GROUP = "what is learned"
+    CAME_LATER = True
 
     task: str = setting(
         one_of(PRETRAIN, DREAMBOOTH),
@@ -27,7 +28,6 @@ class SubjectSettings:
         "pretrain: pictures with their captions; dreambooth: the subject of a few pictures. Their "
         "largest squares (--crop) are encoded once, when the run begins, and the latents stay on "
         "the device",
-        before=PRETRAIN,
         identifies=True,
         demands={
             **encodes_in_step("the latents of a subject are made when its run begins"),
@@ -43,7 +43,6 @@ class SubjectSettings:
         TEXT,
         None,
         "caption of each picture of the subject, e.g. 'a photo of unqtkn dog' (default: its own)",
-        before=None,
         identifies=True,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
     )
@@ -53,14 +52,12 @@ class SubjectSettings:
         "where pictures of the subject's class are, so that the model keeps what it knows of it: "
         "half of each batch (Ray's --train_batch_size 2, of pairs, is --batch_size 4 a rank); "
         "--filters and --class_prompts hold for them as well",
-        before=None,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
     )
     class_prompt: str | None = setting(
         TEXT,
         None,
         "caption of each class picture, e.g. 'a photo of a dog' (default: its own)",
-        before=None,
         identifies=True,
         acts_beside=(OF_SUBJECT, OF_PICTURES, Beside(("class_remote",))),
     )
@@ -68,14 +65,13 @@ class SubjectSettings:
         NOT_NEGATIVE_NUMBER,
         1.0,
         "weight of the mean loss of the class pictures beside that of the subject's, which is 1",
-        before=1.0,
         acts_beside=(OF_SUBJECT,),
         rules=(
             Rule(
                 AllBut([1.0]),
                 lambda s: s.config.class_remote or not (s.config.remote or s.config.local),
                 "there are no class pictures to weight",
-                "only with --class_remote, or with synthetic pictures",
+                allowed="only with --class_remote, or with synthetic pictures",
                 others=("class_remote",),
                 is_about_effect=True,
             ),

@@ -13,8 +13,8 @@ from sdbench.settings.kinds import (
     SWITCH,
     TEXT,
     WORD,
-    RowOrText,
     positive_or,
+    row_of,
 )
 from sdbench.settings.setting import GIVEN, Beside, Rule, Situation, setting
 from sdbench.settings.subject import OF_PICTURES, OF_SUBJECT
@@ -30,33 +30,26 @@ class ModelSettings:
     """What is trained."""
 
     GROUP = "model"
+    IDENTIFIES = True
 
     model_name: str = setting(
-        RowOrText("sdbench.models.architecture:built_in_names"),
+        row_of("sdbench.models.architecture:built_in_names", or_text=True),
         "sd2-base",
         "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
         "tiny), a local diffusers folder, or a hub id",
-        identifies=True,
     )
     model_revision: str | None = setting(
-        TEXT, None, "branch, tag or commit of a hub id; the commit is recorded", identifies=True
+        TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
     )
     random_weights: bool = setting(
         SWITCH,
         False,
         "draw the weights of a folder or hub id instead of loading them",
         before=False,
-        identifies=True,
     )
-    image_size: int | None = setting(
-        POSITIVE, None, "side of the square images in pixels", identifies=True
-    )
+    image_size: int | None = setting(POSITIVE, None, "side of the square images in pixels")
     weights_seed: int | None = setting(
-        NOT_NEGATIVE,
-        None,
-        "seed of random weights alone (default: --seed)",
-        only_measures=True,
-        identifies=True,
+        NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
     )
 
     train_text_encoder: bool = setting(
@@ -64,7 +57,6 @@ class ModelSettings:
         False,
         "train the text encoder with the U-Net",
         before=False,
-        identifies=True,
         demands=encodes_in_step("captions that are encoded already train no text encoder"),
     )
 
@@ -74,7 +66,6 @@ class ModelSettings:
         "new word of --instance_prompt, e.g. '<dog>', whose embedding alone is learned (textual "
         "inversion)",
         before=None,
-        identifies=True,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
         demands={
             "initial_token": (GIVEN, "a learned token begins as another one"),
@@ -90,7 +81,7 @@ class ModelSettings:
                 GIVEN,
                 _is_in_prompt,
                 "the captions do not have the token that is learned",
-                "a token of --instance_prompt",
+                allowed="a token of --instance_prompt",
                 others=("instance_prompt",),
             ),
         ),
@@ -100,7 +91,6 @@ class ModelSettings:
         None,
         "word whose embedding --learned_token begins with, e.g. dog: a single token",
         before=None,
-        identifies=True,
         acts_beside=(Beside(("learned_token",)),),
     )
 
@@ -119,10 +109,7 @@ class BatchSettings:
     GROUP = "batch"
 
     batch_size: int | None = setting(
-        POSITIVE,
-        None,
-        "global batch: images per optimizer step over all ranks",
-        identifies=True,
+        POSITIVE, None, "global batch: images per optimizer step over all ranks", identifies=True
     )
     device_train_microbatch_size: int | str = setting(
         positive_or("auto"),

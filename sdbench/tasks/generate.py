@@ -29,9 +29,9 @@ from sdbench.settings.kinds import (
     NOT_NEGATIVE_NUMBER,
     POSITIVE,
     TEXT,
-    RowOf,
     list_of,
     one_of,
+    row_of,
 )
 from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.request import Request
@@ -77,7 +77,7 @@ class GenerateFlags:
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "how noise is taken away"
+        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "how noise is taken away"
     )
     num_steps: int = setting(POSITIVE, 25, "steps in which it is taken away")
     guidance_scale: float = setting(

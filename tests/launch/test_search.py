@@ -10,7 +10,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.launch import search as search_module
-from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.computing import NUM_GRAPH_STEPS
 from sdbench.settings.config import parse_request
 from tests.refusals import refusal_of
 

@@ -33,7 +33,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
 from sdbench.run.runner import run
 from sdbench.run.task import Run, Task
-from sdbench.settings.arithmetic import ArithmeticSpeedups
+from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
 from sdbench.settings.measuring import RunSettings
@@ -153,7 +153,7 @@ class PrecomputeSettings:
     model_name: str = shared(ModelSettings, "model_name")
     model_revision: str | None = shared(ModelSettings, "model_revision")
     seed: int = shared(RunSettings, "seed")
-    encoder_dtype: str | None = shared(ArithmeticSpeedups, "encoder_dtype", presets={}, rules=())
+    encoder_dtype: str | None = shared(ComputingSpeedups, "encoder_dtype", presets={}, rules=())
     data_format: str = shared(DataSettings, "data_format")
     remote: str | None = shared(DataSettings, "remote")
     local: str | None = shared(DataSettings, "local")

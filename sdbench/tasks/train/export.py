@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, blamed_on
-from sdbench.settings.kinds import SWITCH, TEXT, RowOf, one_of
+from sdbench.settings.kinds import SWITCH, TEXT, one_of, row_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
@@ -90,7 +90,7 @@ class ExportFlags:
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
     scheduler: str = setting(
-        RowOf("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
+        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
     )
 
 

@@ -1,0 +1,395 @@
+"""Speed-ups of the network: number formats, layout, kernels, torch.compile, CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+
+from sdbench.settings.kinds import SWITCH, one_of, positive_or
+from sdbench.settings.parallel import WHOLE_WEIGHTS, WITHOUT_GRAPHS
+from sdbench.settings.setting import (
+    ANY_NUMBER,
+    BF16,
+    BF16_WEIGHTS,
+    COMPILED,
+    CPU,
+    ENCODERS,
+    EXACT,
+    GPU,
+    MLPERF,
+    ON,
+    SAME_FP32,
+    SPEED,
+    AllBut,
+    PerDevice,
+    Rule,
+    Rung,
+    Situation,
+    on_cpu,
+    on_gpu,
+    only_with,
+    speed_up,
+)
+
+MILABENCH = "mila-iqia/milabench"
+NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
+HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
+PRODUCTS = ("matmul", "matmul_wide")
+CHANNELS_LAST = {"memory_format": "channels_last"}
+# As torch.backends.cudnn.version() has 9.15.1.
+SAFE_CUDNN_VERSION = 91501
+CHECKPOINTING = "Chen et al., arXiv 1604.06174"
+# A CUDA graph is captured in this step. The first one sets up what cannot be captured: the
+# optimizer's state, the choice of kernels, what is compiled; the second shows that nothing is left.
+NUM_GRAPH_STEPS = 3
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+NO_GRAPH_MODE = "max-autotune-no-cudagraphs"
+IS_COMPILED = ("unet", "encoders", "all")
+NO_GRAPHS = "a CPU has no CUDA graphs"
+NOT_COMPILED = "nothing is compiled"
+
+
+def has_cpp_compiler(situation: Situation) -> bool:
+    """Whether Inductor can compile: C++ for a CPU and, around its Triton kernels, for a GPU too."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def needs_compiler(*values: str) -> Rule:
+    """The rule of values that Inductor compiles."""
+    return Rule(values, has_cpp_compiler, "it is compiled, by g++ or clang++ on the PATH")
+
+
+def has_fast_bf16(situation: Situation) -> bool:
+    """Whether the device has instructions for bf16."""
+    return situation.machine.has_fast_bf16
+
+
+NO_FAST_BF16 = "the device has no bf16 instructions"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputingSpeedups:
+    """How the numbers of a step are stored and computed."""
+
+    GROUP = SPEED
+
+    # mosaicml/diffusion-benchmark @c7f3cff leaves precision to Composer, whose default is amp_fp16
+    # on a GPU and fp32 on a CPU (composer/trainer/trainer.py, 0.32.1).
+    precision: str | None = speed_up(
+        one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
+        "number format of the training step; bf16 also keeps weights and gradients in bf16, with "
+        "--lora_rank the frozen weights alone",
+        seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
+        fast="amp_bf16",
+        rules=(
+            Rule(("tf32", "amp_fp16"), on_gpu, "a CPU cannot train in this precision", "fp32"),
+            Rule(
+                ("tf32", "amp_bf16", "bf16"),
+                lambda s: on_cpu(s) or s.config.precision in s.machine.supported_precisions(),
+                "this precision takes a GPU of compute capability 8.0 or later",
+                "amp_fp16",
+            ),
+            Rule(("amp_bf16", "bf16"), has_fast_bf16, NO_FAST_BF16, "fp32", is_advice=True),
+        ),
+        rungs=(
+            Rung("amp_bf16", f"{MILABENCH}, diffusion-single", BF16),
+            Rung("tf32", "torch", devices=(GPU,)),
+            Rung("fp32", "the reference of the loss band", devices=(GPU,)),
+            Rung(
+                "bf16",
+                f"{MLPERF}: half-precision weights, Adam with fp32 copies",
+                BF16_WEIGHTS,
+                together={"master_weights": "fp32"},
+            ),
+            Rung("bf16", "the same without the copies", BF16_WEIGHTS),
+        ),
+    )
+    master_weights: str | None = speed_up(
+        one_of("none", "fp32"),
+        "copy of bf16 weights that the optimizer updates, with its state in the same type",
+        seed="none",
+        rules=(
+            only_with(("fp32",), "only bf16 weights need a copy in fp32", precision=("bf16",)),
+            only_with(
+                ("fp32",),
+                "the weights of LoRA or of a token are in fp32 themselves",
+                lora_rank=(None,),
+                learned_token=(None,),
+            ),
+        ),
+    )
+    encoder_dtype: str | None = speed_up(
+        one_of("fp32", "fp16", "bf16"),
+        "weights of the frozen VAE and text encoder",
+        seed="fp32",
+        fast="bf16",
+        acts_with=ENCODERS,
+        rules=(
+            Rule(("fp16",), on_gpu, "a CPU cannot run the encoders in this type"),
+            Rule(
+                ("bf16",),
+                has_fast_bf16,
+                NO_FAST_BF16,
+                PerDevice(gpu="fp16", cpu="fp32"),
+                is_advice=True,
+            ),
+        ),
+        rungs=(
+            Rung("bf16", f"{MILABENCH}; mosaicml/diffusion in fp16", BF16),
+            Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", devices=(GPU,)),
+        ),
+    )
+    encoder_batch_size: int | str | None = speed_up(
+        positive_or("microbatch"),
+        "images that the encoders take at once, the rank's whole batch ahead of its micro-batches; "
+        "microbatch: encode within each micro-batch",
+        seed="microbatch",
+        acts_with=ENCODERS,
+        rungs=(Rung(ANY_NUMBER, "this suite", SAME_FP32),),
+    )
+    memory_format: str | None = speed_up(
+        one_of("contiguous", "channels_last"),
+        "layout of image-like tensors",
+        seed="contiguous",
+        fast="channels_last",
+        rungs=(Rung("channels_last", NEMO, SAME_FP32),),
+    )
+    keep_layout: bool = speed_up(
+        SWITCH,
+        "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
+        "contiguous",
+        seed=False,
+        fast=PerDevice(gpu=False, cpu=True),
+        before=False,
+        rules=(
+            only_with(
+                ON,
+                "images that are contiguous have no other layout to keep",
+                memory_format=("channels_last",),
+            ),
+        ),
+        rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
+    )
+    group_norm: str | None = speed_up(
+        one_of("torch", "fused"),
+        "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
+        seed="torch",
+        rules=(needs_compiler("fused"),),
+        rungs=(
+            Rung("fused", f"NVIDIA apex, contrib.group_norm; {NEMO}", SAME_FP32),
+            Rung("fused", f"{NEMO}: both together", SAME_FP32, together=CHANNELS_LAST),
+        ),
+    )
+    convolution: str | None = speed_up(
+        one_of("torch", "matmul", "matmul_wide"),
+        "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
+        "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
+        "(1 x 1), and for the gradients where there are at least as many channels as pixels",
+        seed="torch",
+        fast=PerDevice(gpu="torch", cpu="matmul_wide"),
+        before="torch",
+        rules=(
+            only_with(
+                PRODUCTS,
+                "products of matrices read the weights with the channels last",
+                memory_format=("channels_last",),
+            ),
+            only_with(
+                PRODUCTS,
+                "weights that are shared out are contiguous, and each product would copy them",
+                sharding=WHOLE_WEIGHTS,
+            ),
+        ),
+        rungs=(
+            Rung("matmul", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
+            Rung("matmul_wide", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
+        ),
+    )
+    attention: str | None = speed_up(
+        one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),
+        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
+        "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
+        seed="sdpa",
+        fast=PerDevice(gpu="sdpa", cpu="by_shape"),
+        rules=(
+            # https://github.com/pytorch/pytorch/issues/169849; the captions have 77 tokens.
+            Rule(
+                ("cudnn",),
+                lambda s: on_cpu(s) or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
+                "cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128",
+            ),
+            Rule(("by_shape",), on_cpu, "a GPU's kernels are faster than matrices at every shape"),
+            Rule(("cudnn", "efficient", "xformers"), on_gpu, "a CPU has no such attention kernel"),
+            Rule(
+                ("flash", "cudnn"),
+                lambda s: on_cpu(s) or s.config.precision in HALF_PRECISIONS,
+                "this attention kernel of a GPU takes 16-bit numbers only",
+                lifted_by={"precision": HALF_PRECISIONS},
+            ),
+            Rule(
+                ("xformers",),
+                lambda s: importlib.util.find_spec("xformers") is not None,
+                "xformers is not installed (pip install xformers)",
+            ),
+        ),
+        rungs=(
+            Rung("eager", "diffusers without fused attention", SAME_FP32),
+            Rung(
+                "by_shape",
+                "this suite: matrices where torch's kernel for a CPU is slower",
+                SAME_FP32,
+                devices=(CPU,),
+            ),
+            Rung("flash", f"flash-attention; {NEMO}", SAME_FP32),
+            Rung("cudnn", f"{MLPERF} v5.0", devices=(GPU,)),
+            Rung("efficient", "xFormers; mosaicml/diffusion", devices=(GPU,)),
+            Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", devices=(GPU,)),
+        ),
+    )
+    vae_attention: str | None = speed_up(
+        one_of("same", "sdpa", "eager"),
+        "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
+        "attention and cuDNN. same: eager matrices with --attention eager, else torch's choice of "
+        "kernel; sdpa: always that choice; eager: always matrices",
+        seed="same",
+        before="same",
+        acts_with=ENCODERS,
+        rungs=(Rung("eager", "this suite", SAME_FP32),),
+    )
+    unit_divisions: str | None = speed_up(
+        one_of("keep", "drop"),
+        "the divisions by 1.0 behind each attention and residual block",
+        seed="keep",
+        fast="drop",
+        rungs=(Rung("drop", "this suite: diffusers divides by its factors of 1.0", EXACT),),
+    )
+    compile: str | None = speed_up(
+        one_of("none", *IS_COMPILED),
+        "sub-models that go through torch.compile, with fixed shapes",
+        seed="none",
+        fast=PerDevice(gpu="all", cpu="none"),
+        rules=(
+            needs_compiler(*IS_COMPILED),
+            Rule(
+                ("encoders",),
+                lambda s: s.config.step_has_encoders,
+                "a step on latents has no encoders",
+            ),
+        ),
+        rungs=(
+            Rung("unet", f"torch.compile; {MLPERF} from v4.0 on", SAME_FP32),
+            Rung("encoders", "torch.compile", SAME_FP32),
+            Rung("all", "torch.compile", SAME_FP32),
+        ),
+    )
+    compile_unit: str | None = speed_up(
+        one_of("model", "block"),
+        "what torch.compile takes at once: a whole sub-model, or a block, whose code all blocks "
+        "with the same shapes share",
+        seed="model",
+        before="model",
+        acts_with=COMPILED,
+        rules=(
+            only_with(("block",), NOT_COMPILED, compile=IS_COMPILED),
+            only_with(
+                ("block",),
+                "CUDA graphs of single blocks were never tried",
+                compile_mode=WITHOUT_GRAPHS,
+            ),
+        ),
+        rungs=(
+            Rung(
+                "block",
+                "diffusers, compile_repeated_blocks",
+                SAME_FP32,
+                together={"compile": "all"},
+            ),
+        ),
+    )
+    compile_mode: str | None = speed_up(
+        one_of("default", *GRAPH_MODES, NO_GRAPH_MODE),
+        "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs",
+        seed="default",
+        acts_with=COMPILED,
+        rules=(
+            only_with((*GRAPH_MODES, NO_GRAPH_MODE), NOT_COMPILED, compile=IS_COMPILED),
+            Rule(GRAPH_MODES, on_gpu, NO_GRAPHS),
+        ),
+        rungs=(
+            Rung(
+                "reduce-overhead",
+                "torch.compile with CUDA graphs",
+                devices=(GPU,),
+                together={"compile": "unet"},
+            ),
+            Rung("reduce-overhead", "the same", devices=(GPU,), together={"compile": "all"}),
+        ),
+    )
+    cuda_graph: bool = speed_up(
+        SWITCH,
+        "replay a whole training step as one CUDA graph (--engine torch)",
+        seed=False,
+        rules=(
+            Rule(ON, on_gpu, NO_GRAPHS),
+            only_with(
+                ON,
+                "Composer's loop asks the host for a decision in each step, which a graph cannot "
+                "hold",
+                engine=("torch",),
+            ),
+            only_with(
+                ON,
+                "the loss scale of fp16 is decided on the host in each step",
+                precision=AllBut(["amp_fp16"]),
+            ),
+            only_with(
+                ON,
+                "only the fused AdamW over the trained parameters can be captured",
+                optimizer=("adamw_fused",),
+                optimizer_params=("trainable",),
+            ),
+            Rule(
+                ON,
+                lambda s: s.ranks.world_size == 1,
+                "a graph holds no communication between ranks here, and there are several",
+            ),
+            only_with(
+                ON,
+                "a graph cannot hold those that this mode of torch.compile replays",
+                compile_mode=WITHOUT_GRAPHS,
+            ),
+            only_with(
+                ON,
+                f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
+                warmup_batches=AllBut(range(NUM_GRAPH_STEPS)),
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                f"{MLPERF} from v4.0 on: the full iteration",
+                devices=(GPU,),
+                needs={"engine": "torch"},
+            ),
+        ),
+    )
+    cudnn_benchmark: bool = speed_up(
+        SWITCH,
+        "let cuDNN time its convolution kernels and keep the fastest",
+        seed=False,
+        fast=PerDevice(gpu=True, cpu=False),
+        rules=(Rule(ON, on_gpu, "a CPU does not use cuDNN"),),
+        rungs=(Rung(True, "torch", devices=(GPU,)),),
+    )
+    activation_checkpointing: str | None = speed_up(
+        one_of("none", "transformer", "full"),
+        "compute activations again in the backward pass: in transformer blocks, or in all blocks",
+        seed="none",
+        rungs=(Rung("transformer", CHECKPOINTING, EXACT), Rung("full", CHECKPOINTING, EXACT)),
+    )
+
+    @property
+    def attention_of_vae(self) -> str | None:
+        """The implementation of attention in the VAE."""
+        return self.attention if self.vae_attention == "same" else self.vae_attention
