@@ -32,7 +32,7 @@ from sdbench.analysis.compare_sides import (
     make_side,
     split,
 )
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.base.output import terminal_width
 from sdbench.record.configuration import group
@@ -173,16 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         write_out(flags.out, text)
     if flags.fail_if_slower is None:
-        return 0
+        return EXIT_OK
     failures = _find_failures(found, threshold=flags.fail_if_slower)
-    failures += [
-        f"not judged: {number} x {UNREADABLE} in {path}"
-        for path, of_side in zip(flags.sides, loaded, strict=True)
-        if (number := sum(row.get("status") == UNREADABLE for row in of_side))
-    ]
+    for path, rows in zip(flags.sides, loaded, strict=True):
+        if number := sum(row.get("status") == UNREADABLE for row in rows):
+            failures.append(f"not judged: {number} x {UNREADABLE} in {path}")
     for failure in failures:
         print(f"--fail_if_slower: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return EXIT_FAILED if failures else EXIT_OK
 
 
 def _find_failures(match: Match, *, threshold: float) -> list[str]:
@@ -230,45 +228,45 @@ def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side,
 
 def _to_text(match: Match, *, lists_all: bool, in_markdown: bool) -> str:
     """The comparison for a terminal, or in Markdown."""
-
-    def lines(texts: Iterable[str]) -> str:
-        if in_markdown:
-            return "\n".join(f"- {for_markdown(text)}" for text in texts)
-        return "\n".join(
-            textwrap.fill(
-                for_terminal(text),
-                terminal_width(),
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_on_hyphens=False,
-                break_long_words=False,  # a path can be copied
-            )
-            for text in texts
-        )
+    draw, in_lines = (to_markdown, _as_list) if in_markdown else (to_terminal, _as_paragraphs)
 
     def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-        draw = to_markdown if in_markdown else to_terminal
         shown = [row | {"settings": _describe_settings(row, columns)} for row in rows]
         return draw(tabulate(FIELDS, shown).without_empty_columns())
 
-    matched = [row for row in match.rows if row["row"] == MATCHED]
+    matched = match.of_kind(MATCHED)
     varying = _varying_columns(match, matched)
     parts = [
-        lines(_facts(match, matched[0], varying, lists_all=lists_all)),
+        in_lines(_facts(match, matched[0], varying, lists_all=lists_all)),
         table(matched, varying),
-        lines(_remarks(match)),
+        in_lines(_remarks(match)),
     ]
-    only = {
-        f"{len(of_side)} {title}": of_side
-        for title in (ONLY_BASELINE, ONLY_CANDIDATE)
-        if (of_side := [row for row in match.rows if row["row"] == title])
-    }
-    if only and not lists_all:
-        parts.append(lines([f"Not compared: {', '.join(only)}; --all lists them."]))
-    for title, of_side in only.items() if lists_all else ():
-        columns = _varying_columns(match, [*matched, *of_side])
-        parts += [lines([f"{title}:"]), table(of_side, columns)]
+    only = {kind: match.of_kind(kind) for kind in (ONLY_BASELINE, ONLY_CANDIDATE)}
+    counts = {kind: f"{len(rows)} {kind}" for kind, rows in only.items() if rows}
+    if counts and not lists_all:
+        parts.append(in_lines([f"Not compared: {', '.join(counts.values())}; --all lists them."]))
+    for kind, count in counts.items() if lists_all else ():
+        columns = _varying_columns(match, [*matched, *only[kind]])
+        parts += [in_lines([f"{count}:"]), table(only[kind], columns)]
     return "\n\n".join(parts) + "\n"
+
+
+def _as_list(texts: Iterable[str]) -> str:
+    return "\n".join(f"- {for_markdown(text)}" for text in texts)
+
+
+def _as_paragraphs(texts: Iterable[str]) -> str:
+    return "\n".join(
+        textwrap.fill(
+            for_terminal(text),
+            terminal_width(),
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+            break_long_words=False,  # a path can be copied
+        )
+        for text in texts
+    )
 
 
 def _both(row: Row, what: str) -> str:
@@ -347,8 +345,7 @@ def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -
 
 def _remarks(match: Match) -> list[str]:
     """The lines below the table."""
-    *others, mean = match.rows
-    matched = [row for row in others if row["row"] == MATCHED]
+    mean, matched = match.rows[-1], match.of_kind(MATCHED)
     verdicts = [row["verdict"] for row in matched]
     num_tested = sum(row["ratio_low"] is not None for row in matched)
     lines = []
@@ -359,17 +356,9 @@ def _remarks(match: Match) -> list[str]:
     if any(_occasions(row).text for row in matched):
         lines.append("Runs of one occasion are one sample; the ratio is that of the occasions.")
     if num_tested:
-        changes = [row["detectable_percent"] for row in matched if row["detectable_percent"]]
-        detectable = f"{MIN_RUNS} runs or more on each side can tell what change would be found."
-        if changes:
-            sizes = dict.fromkeys(f"{change:.1f}" for change in (min(changes), max(changes)))
-            detectable = (
-                f"With this variation a change of {' to '.join(sizes)} % would be found in "
-                f"{100 * POWER:g} % of comparisons."
-            )
         lines += [
             "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs.",
-            detectable,
+            _describe_detectable([row["detectable_percent"] for row in matched]),
         ]
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
@@ -387,12 +376,11 @@ def _remarks(match: Match) -> list[str]:
             f"{100 * MAX_MACHINE_CHANGE:g} %, and nothing that is compared explains it."
         )
     if match.origins:
-        differences = [
-            f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
-        ]
+        differences = [f"{name} {' -> '.join(texts)}" for name, texts in match.origins.items()]
         lines.append(f"Also different: {'; '.join(differences)}.")
-    has_changes = any(row.get(UNCOMMITTED) for row in match.baseline.rows)
-    if has_changes and UNCOMMITTED not in match.origins:
+    if UNCOMMITTED not in match.origins and any(
+        row.get(UNCOMMITTED) for row in match.baseline.rows
+    ):
         lines.append("Both sides had uncommitted changes, which may not be the same.")
     lines += [
         f"Left out of {side.name}: {side.describe_left_out()}."
@@ -400,6 +388,17 @@ def _remarks(match: Match) -> list[str]:
         if side.left_out
     ]
     return lines
+
+
+def _describe_detectable(changes: Iterable[float | None]) -> str:
+    known = [change for change in changes if change]
+    if not known:
+        return f"{MIN_RUNS} runs or more on each side can tell what change would be found."
+    sizes = dict.fromkeys(f"{change:.1f}" for change in (min(known), max(known)))
+    return (
+        f"With this variation a change of {' to '.join(sizes)} % would be found in "
+        f"{100 * POWER:g} % of comparisons."
+    )
 
 
 def _to_json(match: Match) -> str:

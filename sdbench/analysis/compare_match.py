@@ -11,7 +11,16 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sdbench.analysis.compare_sides import FACTS, VARIABLE_PREFIX, VERSION_PREFIX, WHEN, Row, Side
+from sdbench.analysis.compare_sides import (
+    POWER_LIMIT,
+    UNCOMMITTED,
+    VARIABLE_PREFIX,
+    VERSION_PREFIX,
+    WEIGHTS,
+    WHEN,
+    Row,
+    Side,
+)
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
@@ -37,14 +46,14 @@ SETTINGS = frozenset(
         *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
     )
 )
-NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *FACTS}
+# No settings, but a difference in them is told; of names only where each side has one.
+NAMES = ("kind", "source")
+ORIGINS = (*NAMES, "git_commit", UNCOMMITTED, WEIGHTS, POWER_LIMIT)
+ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
+NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *ORIGINS}
 # The work per image depends on these: with the encoders in the step it is 1.48 times that without,
 # at 512 px 4.2 times that at 256. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
-# No settings, but a difference in them is told; of names only where each side has one.
-NAMES = ("kind", "source")
-ORIGINS = (*NAMES, "git_commit", *FACTS)
-ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
 MAX_VALUES = 3
 # Sides that differ in these were measured on different machines, which share no occasion.
 MACHINES = frozenset(("gpu", "device", "num_cpu_cores"))
@@ -80,6 +89,10 @@ class Match:
     origins: Mapping[str, Texts]
     rows: Sequence[Row]
 
+    def of_kind(self, kind: str) -> list[Row]:
+        """The rows of a kind."""
+        return [row for row in self.rows if row["row"] == kind]
+
 
 class _Judged(NamedTuple):
     """The comparison of the runs of one configuration.
@@ -110,18 +123,14 @@ def match(
     if baseline.is_of_records and candidate.is_of_records:
         # Each of them has a column of its own; this one also says who chose a value.
         common = [column for column in common if column != "other_settings"]
-    values = {column: [_distinct(side.rows, column) for side in sides] for column in common}
-    differing = {
-        column: (_in_words(ours), _in_words(theirs))
-        for column, (ours, theirs) in values.items()
-        if column in between or set(ours).isdisjoint(theirs)
-    }
+    differing, compared = {}, {}
+    for column in common:
+        ours, theirs = (_distinct(side.rows, column) for side in sides)
+        if column in between or set(ours).isdisjoint(theirs):
+            differing[column] = _in_words(column, ours), _in_words(column, theirs)
+            if column in between or len(ours) == len(theirs) == 1:
+                compared[column] = differing[column]
     _check_same_work(differing, known=known, sides=sides, allow=allow)
-    compared = {
-        column: texts
-        for column, texts in differing.items()
-        if column in between or all(len(of_side) == 1 for of_side in values[column])
-    }
     columns = [column for column in common if column not in compared]
     ours, theirs = (
         group(side.rows, key_of=lambda row: tuple(row.get(column) for column in columns))
@@ -129,19 +138,18 @@ def match(
     )
     keys = [key for key in ours if key in theirs]
     if not keys:
-        apart = {column: texts for column, texts in differing.items() if column not in compared}
-        described = [f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()]
+        apart = [column for column in differing if column not in compared]
+        described = [f"{column}: {' and '.join(differing[column])}" for column in apart]
         raise ConfigError(
             "no configuration is on both sides",
             value="; ".join(described) or "several settings that differ together",
             allowed="at least one row whose settings are the same on both sides",
             flag=f"--between {','.join(apart) or 'COLUMN'}",
         )
+    matched = [[row for key in keys for row in groups[key]] for groups in (ours, theirs)]
     for runs in (groups[key] for groups in (ours, theirs) for key in keys):
         _check_replicates(runs, compared)
-    origins = _differing_origins(
-        *([row for key in keys for row in groups[key]] for groups in (ours, theirs))
-    )
+    origins = _differing_origins(*matched)
     missing_on = {
         side.name: missing
         for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
@@ -164,7 +172,7 @@ def _make_rows(
     judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
     comparisons = correct_verdicts([one.comparison for one in judged])
     num_tests = sum(comparison.interval is not None for comparison in comparisons)
-    rows = []
+    rows, independent = [], []
     for pair, one, comparison in zip(pairs, judged, comparisons, strict=True):
         change = detectable_change(comparison, num_tests=num_tests)
         rows.append(
@@ -177,26 +185,15 @@ def _make_rows(
                 "matrix_product_ratio": one.product_ratio,
             }
         )
-    rows += [
-        _make_row(ONLY_BASELINE, runs, [], columns=columns)
-        for key, runs in ours.items()
-        if key not in theirs
-    ]
-    rows += [
-        _make_row(ONLY_CANDIDATE, [], runs, columns=columns)
-        for key, runs in theirs.items()
-        if key not in ours
-    ]
-    mean = geometric_mean(
-        [
-            comparison
-            if one.num_occasions == tuple(map(len, pair))
+        if one.num_occasions != tuple(map(len, pair)):
             # An occasion affects all rows alike, so they are not independent.
-            else _without_verdict(comparison, NOT_TESTED)
-            for pair, one, comparison in zip(pairs, judged, comparisons, strict=True)
-        ]
-    )
-    return [*rows, {"row": MEAN, **_comparison_values(mean)}]
+            comparison = Comparison(comparison.ratio, None, NOT_TESTED)
+        independent.append(comparison)
+    for title, mine, others in ((ONLY_BASELINE, ours, theirs), (ONLY_CANDIDATE, theirs, ours)):
+        for key in (key for key in mine if key not in others):
+            sides = ours.get(key, ()), theirs.get(key, ())
+            rows.append(_make_row(title, *sides, columns=columns))
+    return [*rows, {"row": MEAN, **_comparison_values(geometric_mean(independent))}]
 
 
 def _make_row(
@@ -204,19 +201,19 @@ def _make_row(
 ) -> Row:
     runs = [*baseline, *candidate]
     flags = dict.fromkeys(flag for run in runs for flag in (run.get("flags") or "").split(";"))
+    baseline_rate, candidate_rate = (
+        float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
+        for rows in (baseline, candidate)
+    )
     return {
         **{column: runs[0].get(column) for column in columns},
         "row": title,
-        "baseline_images_per_second": _rate(baseline),
-        "candidate_images_per_second": _rate(candidate),
+        "baseline_images_per_second": baseline_rate,
+        "candidate_images_per_second": candidate_rate,
         "num_baseline_runs": len(baseline),
         "num_candidate_runs": len(candidate),
         "flags": ", ".join(filter(None, flags)) or None,
     }
-
-
-def _rate(rows: Sequence[Row]) -> float | None:
-    return float(mean_rate([row["images_per_second"] for row in rows])) if rows else None
 
 
 def _comparison_values(comparison: Comparison) -> Row:
@@ -249,7 +246,7 @@ def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Compariso
     origins = _differing_origins(baseline, candidate)
     comparison = _compare_runs(baseline, candidate, compared=compared, origins=origins).comparison
     if comparison.verdict == NOT_TESTED and len(find_occasions([row[WHEN] for row in rows])) > 1:
-        return _without_verdict(comparison, APART)
+        return Comparison(comparison.ratio, None, APART)
     return comparison
 
 
@@ -278,37 +275,28 @@ def _compare_runs(
         may_be_chance = found.interval and found.interval.low <= 1 <= found.interval.high
         if abs(found.ratio - 1) > MAX_MACHINE_CHANGE and not may_be_chance:
             product_ratio = found.ratio
-    if comparison.interval is None and min(len(baseline), len(candidate)) > 1:
-        comparison = _without_verdict(comparison, APART)
-    elif (
-        comparison.interval is not None
-        and product_ratio is not None
-        and not _sets_matrix_product(compared, origins)
-    ):
-        comparison = _without_verdict(comparison, MACHINE_CHANGED)
-    return _Judged(comparison, (len(occasions[1]), len(occasions[0])), product_ratio)
-
-
-def _sets_matrix_product(compared: Collection[str], origins: Mapping[str, Texts]) -> bool:
-    """Whether a difference of the sides may itself change the machine's matrix product."""
-    return not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
+    # A difference of the sides may itself change the matrix product.
+    is_explained = not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
         ours != theirs and column.startswith(ORIGIN_PREFIXES)
         for column, (ours, theirs) in origins.items()
     )
-
-
-def _without_verdict(comparison: Comparison, verdict: str) -> Comparison:
-    return Comparison(comparison.ratio, None, verdict)
+    if comparison.interval is None:
+        if min(len(baseline), len(candidate)) > 1:
+            comparison = Comparison(comparison.ratio, None, APART)
+    elif product_ratio is not None and not is_explained:
+        comparison = Comparison(comparison.ratio, None, MACHINE_CHANGED)
+    return _Judged(comparison, (len(occasions[1]), len(occasions[0])), product_ratio)
 
 
 def _known_settings(rows: Sequence[Row]) -> list[str]:
     """The settings that at least one row has a value for."""
+    columns = dict.fromkeys(
+        column for row in rows for column, value in row.items() if value is not None
+    )
     return [
         column
-        for column in dict.fromkeys(column for row in rows for column in row)
-        if column not in NOT_SETTINGS
-        and not column.startswith(ORIGIN_PREFIXES)
-        and any(row.get(column) is not None for row in rows)
+        for column in columns
+        if column not in NOT_SETTINGS and not column.startswith(ORIGIN_PREFIXES)
     ]
 
 
@@ -317,8 +305,12 @@ def _distinct(rows: Iterable[Row], column: str) -> list[Any]:
     return list(dict.fromkeys(row.get(column) for row in rows))
 
 
-def _in_words(values: Iterable[Any], *, unknown: str = "not told") -> str:
-    return ", ".join(as_text(value) or unknown for value in values)
+def _in_words(column: str, values: Sequence[Any]) -> str:
+    """The first few values of a column, and the number of the others."""
+    unknown = "not set" if column.startswith(VARIABLE_PREFIX) else "not told"
+    more = len(values) - MAX_VALUES
+    text = ", ".join(as_text(value) or unknown for value in values[:MAX_VALUES])
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _differing_origins(baseline: Sequence[Row], candidate: Sequence[Row]) -> dict[str, Texts]:
@@ -327,19 +319,11 @@ def _differing_origins(baseline: Sequence[Row], candidate: Sequence[Row]) -> dic
     for column in dict.fromkeys(column for row in (*baseline, *candidate) for column in row):
         if column not in ORIGINS and not column.startswith(ORIGIN_PREFIXES):
             continue
-        sides = [_distinct(rows, column) for rows in (baseline, candidate)]
-        is_one_each = all(len(values) == 1 for values in sides)
-        is_same = is_one_each and sides[0] == sides[1]
-        if not is_same and (is_one_each or column not in NAMES):
-            origins[column] = tuple(_list_values(column, values) for values in sides)
+        ours, theirs = (_distinct(rows, column) for rows in (baseline, candidate))
+        is_one_each = len(ours) == len(theirs) == 1
+        if (ours != theirs or not is_one_each) and (is_one_each or column not in NAMES):
+            origins[column] = _in_words(column, ours), _in_words(column, theirs)
     return origins
-
-
-def _list_values(column: str, values: Sequence[Any]) -> str:
-    unknown = "not set" if column.startswith(VARIABLE_PREFIX) else "not told"
-    more = len(values) - MAX_VALUES
-    text = _in_words(values[:MAX_VALUES], unknown=unknown)
-    return f"{text} and {more} more" if more > 0 else text
 
 
 def _check_same_work(

@@ -34,7 +34,6 @@ WHEN = "time of the run"
 UNCOMMITTED = "uncommitted changes"
 WEIGHTS = "weights of the model"
 POWER_LIMIT = "power limit of the GPU in W"
-FACTS = (UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 UNREADABLE = "record that cannot be read"
 
 
@@ -49,7 +48,7 @@ class Side:
     @property
     def is_of_records(self) -> bool:
         """Whether all rows are from records, which have every setting."""
-        return all(f"{VERSION_PREFIX}python" in row for row in self.rows)
+        return all(UNCOMMITTED in row for row in self.rows)
 
     def describe_left_out(self) -> str:
         """The rows left out, e.g. ``2 x oom, 1 x failed``."""
@@ -134,16 +133,15 @@ def split(
             allowed=f"two of {nearest_names('', names)}",
             flag="--baseline and --candidate",
         )
-    what = f"no row has this {column}"
-    first, second = names[0], names[-1]
-    if baseline is not None:
-        first = find_name(baseline, names, what=what, flag="--baseline")
-    if candidate is not None:
-        second = find_name(candidate, names, what=what, flag="--candidate")
-    return tuple(
-        make_side(name, [row for row in rows if as_text(row.get(column)) == name])
-        for name in (first, second)
-    )
+    sides = []
+    for name, other, flag in (
+        (baseline, names[0], "--baseline"),
+        (candidate, names[-1], "--candidate"),
+    ):
+        what = f"no row has this {column}"
+        found = other if name is None else find_name(name, names, what=what, flag=flag)
+        sides.append(make_side(found, [row for row in rows if as_text(row.get(column)) == found]))
+    return tuple(sides)
 
 
 def _load_run(file: Path) -> Row:

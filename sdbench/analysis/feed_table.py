@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from sdbench.record import row as row_module
 from sdbench.record.configuration import group, hash_of_data
 from sdbench.record.store import FEED, OK, kind_of
-from sdbench.report.runs import rates_cell
-from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
+from sdbench.report.runs import rates_cell, summary_cell
+from sdbench.report.tables import Cell, Field, Table, median_cell, tabulate
 from sdbench.report.terminal import NOT_KNOWN, align, format_number, format_rate
 from sdbench.settings.data import PRECOMPUTED
 
@@ -18,35 +18,13 @@ PHASES = ("read", "decode", "transform", "tokenize", "collate")
 STAGES = ("decoder", "encoder")
 NOT_APPLICABLE = "-"
 COLUMNS = (
-    "source",
-    "kind",
-    "job",
-    "device",
-    "num_cpu_cores",
-    "data_format",
-    "data",
-    "latents",
-    "image_size",
-    "batch_size",
-    "num_workers",
-    "images_per_second",
-    "images_per_second_low",
-    "images_per_second_high",
-    "images_per_second_per_core",
-    "megabytes_per_second",
+    *("source", "kind", "job", "device", "num_cpu_cores", "data_format", "data", "latents"),
+    *("image_size", "batch_size", "num_workers", "images_per_second", "images_per_second_low"),
+    *("images_per_second_high", "images_per_second_per_core", "megabytes_per_second"),
     *(f"{phase}_ms_per_image" for phase in PHASES),
-    "emulate_step_seconds",
-    "data_wait_percent",
-    "num_measured_steps",
-    "num_images",
-    "num_bad_samples",
-    "num_dropped_samples",
-    "status",
-    "started_utc",
-    "git_commit",
-    "reason",
+    *("emulate_step_seconds", "data_wait_percent", "num_measured_steps", "num_images"),
+    *("num_bad_samples", "num_dropped_samples", "status", "started_utc", "git_commit", "reason"),
 )
-RATE, PHASES_OF_IMAGE = "images/s (95 % interval)", f"ms per image: {', '.join(PHASES)}"
 
 
 def format_feed(record: dict[str, Any]) -> str:
@@ -55,9 +33,11 @@ def format_feed(record: dict[str, Any]) -> str:
     The last line answers --target_images_per_second, if given.
     """
     config, summary = record["config"], record["summary"]
-    stages = summary.get("ray")
-    kilobytes_per_image = 1000 * summary["megabytes_per_second"] / summary["images_per_second"]
-    split_ms = summary["ms_per_image"]
+    stages, target = summary.get("ray"), config["target_images_per_second"]
+    megabytes, split_ms = summary["megabytes_per_second"], summary["ms_per_image"]
+    kilobytes_per_image = 1000 * megabytes / summary["images_per_second"]
+    parts = ", ".join(f"{phase} {split_ms[phase]:.3g}" for phase in PHASES)
+    num_samples = summary["num_images"], summary["num_bad_samples"], summary["num_dropped_samples"]
     if config["emulate_step_seconds"]:
         rows = [("images/s of the trainer", format_rate(summary))]
         rows.append(("it waits for data", _describe_wait(record)))
@@ -70,27 +50,20 @@ def format_feed(record: dict[str, Any]) -> str:
     rows += [
         (
             "read from storage",
-            f"{format_number(summary['megabytes_per_second'])} MB/s, "
-            f"{format_number(kilobytes_per_image)} kB per image",
+            f"{format_number(megabytes)} MB/s, {format_number(kilobytes_per_image)} kB per image",
         ),
-        (
-            "time per image",
-            f"{sum(split_ms.values()):.3g} ms of a process: "
-            + ", ".join(f"{phase} {split_ms[phase]:.3g}" for phase in PHASES),
-        ),
+        ("time per image", f"{sum(split_ms.values()):.3g} ms of a process: {parts}"),
         (
             "samples",
-            f"{summary['num_images']} delivered, {summary['num_bad_samples']} bad; "
-            f"{summary['num_dropped_samples']} of the data set are left out",
+            "{} delivered, {} bad; {} of the data set are left out".format(*num_samples),
         ),
     ]
-    if stages:
-        if stages["target_images_per_second"] is not None:
-            rows.append((f"{stages['target_images_per_second']:.4g} images/s?", _needed(stages)))
-        if stages["num_failed_blocks"]:
-            rows.append(("failed batches", str(stages["num_failed_blocks"])))
-    elif config["target_images_per_second"] is not None:
-        rows.append((f"{config['target_images_per_second']:g} images/s?", _answer(record)))
+    if stages and (target := stages["target_images_per_second"]) is not None:
+        rows.append((f"{target:.4g} images/s?", _needed(stages)))
+    elif target is not None:
+        rows.append((f"{target:g} images/s?", _answer(record)))
+    if stages and stages["num_failed_blocks"]:
+        rows.append(("failed batches", str(stages["num_failed_blocks"])))
     return align(rows)
 
 
@@ -182,29 +155,10 @@ def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
     """The table with a row for each configuration of the runs that ended well."""
     ended_well = [record for record in records if record["status"] == OK]
     groups = group(ended_well, key_of=lambda record: tuple(configuration_of(record).items()))
-    rows = [_table_row(dict(settings), runs) for settings, runs in groups.items()]
-    return make_table(
-        rows, name="data", caption="Loading and encoding data", left=(RATE, PHASES_OF_IMAGE)
-    )
-
-
-def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Cell]:
-    rows = [make_row(record) for record in runs]
-    split_ms = [_median(rows, f"{phase}_ms_per_image") for phase in PHASES]
-    phases, wait = make_cell(None, unknown=NOT_APPLICABLE), _median(rows, "data_wait_percent")
-    if split_ms[0].value is not None:
-        phases = Cell(", ".join(cell.text for cell in split_ms), sum(c.value for c in split_ms))
-    if wait.value is not None:
-        wait = Cell(f"{wait.text} %", wait.value)
-    return {
-        **{name: make_cell(value, unknown=NOT_APPLICABLE) for name, value in settings.items()},
-        "runs": make_cell(len(runs)),
-        RATE: rates_cell(runs),
-        "images/s per core": _median(rows, "images_per_second_per_core"),
-        "MB/s": _median(rows, "megabytes_per_second"),
-        PHASES_OF_IMAGE: phases,
-        "trainer waits": wait,
-    }
+    rows = [{**dict(settings), "of": runs} for settings, runs in groups.items()]
+    settings = [name for name in (rows[0] if rows else ()) if name != "of"]
+    fields = [Field(name, name, unknown=NOT_APPLICABLE) for name in settings]
+    return tabulate([*fields, *FIGURES], rows, name="data", caption="Loading and encoding data")
 
 
 def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +188,6 @@ def _name_job(record: dict[str, Any]) -> str:
     return f"{kind_of(record)}, {actors}"
 
 
-def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:
-    return median_cell((row[column] for row in rows), num_digits=3, unknown=NOT_APPLICABLE)
-
-
 def _name_device(record: dict[str, Any]) -> str:
     """The device that did the work: data.py loads on the CPU."""
     return record["machine"]["cpu_name" if kind_of(record) == FEED else "device_name"]
@@ -246,3 +196,33 @@ def _name_device(record: dict[str, Any]) -> str:
 def _name_data(config: dict[str, Any]) -> str | None:
     """The data set as the user named it."""
     return next((config[name] for name in ("streams", "remote", "local") if config.get(name)), None)
+
+
+def _median(runs: Iterable[dict[str, Any]], name: str) -> Cell:
+    return summary_cell(runs, name, num_digits=3, unknown=NOT_APPLICABLE)
+
+
+def _phases_cell(row: dict[str, Any]) -> Cell:
+    """The medians of the phases, sorted by their sum."""
+    splits = [run["summary"].get("ms_per_image") or {} for run in row["of"]]
+    medians = [
+        median_cell((split.get(phase) for split in splits), num_digits=3) for phase in PHASES
+    ]
+    if medians[0].value is None:
+        return Cell(NOT_APPLICABLE, None)
+    return Cell(", ".join(cell.text for cell in medians), sum(cell.value for cell in medians))
+
+
+def _wait_cell(row: dict[str, Any]) -> Cell:
+    wait = _median(row["of"], "data_wait_percent")
+    return wait if wait.value is None else Cell(f"{wait.text} %", wait.value)
+
+
+FIGURES = (
+    Field("runs", lambda row: len(row["of"])),
+    Field("images/s (95 % interval)", lambda row: rates_cell(row["of"]), is_left=True),
+    Field("images/s per core", lambda row: _median(row["of"], "images_per_second_per_core")),
+    Field("MB/s", lambda row: _median(row["of"], "megabytes_per_second")),
+    Field(f"ms per image: {', '.join(PHASES)}", _phases_cell, is_left=True),
+    Field("trainer waits", _wait_cell),
+)

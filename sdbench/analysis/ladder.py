@@ -15,17 +15,12 @@ from typing import Any
 from sdbench.analysis.compare_sides import Row, row_of_run
 from sdbench.analysis.ladder_rungs import describe_flags, find_rung
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
-from sdbench.report.runs import describe_devices, describe_work
 from sdbench.settings.config import PRESETS, SETTINGS
 from sdbench.settings.data import ONLINE
 from sdbench.settings.setting import COMPILED, EMA, ENCODERS, GPU, RANKS, of_device
 
 SEED = PRESETS["seed"]
 THREADS = "num_threads"
-RANK_SETTINGS, EMA_SETTINGS = (
-    tuple(name for name, declared in SETTINGS.items() if declared.acts_with == condition)
-    for condition in (RANKS, EMA)
-)
 # Origins of a setting that the user chose.
 BY_USER = ("flag", "file")
 
@@ -59,11 +54,6 @@ class Configuration:
         return self.runs[0]["ranks"]["world_size"]
 
     @property
-    def device_type(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self.runs[0]["machine"]["device_type"]
-
-    @property
     def preset(self) -> str | None:
         """The preset of the runs, if none of its speed-ups was changed by a flag."""
         return next((name for run in self.runs if (name := pure_preset(run)) is not None), None)
@@ -88,21 +78,6 @@ class Ladder:
     fast: Configuration | None
     beyond: Sequence[Configuration]
 
-    @property
-    def caption(self) -> str:
-        """Device and work, in a line."""
-        run, config = self.base.runs[0], self.base.config
-        parts = [
-            describe_devices(run),
-            describe_work(image_size=config["image_size"], latents=place_of_encoders(config)),
-            run["workload"]["architecture"],
-            f"engine {config['engine']}",
-            f"global batch {config['batch_size']}",
-            f"micro-batch {config['device_train_microbatch_size']}",
-            "EMA" if config["use_ema"] else "no EMA",
-        ]
-        return ", ".join(parts)
-
 
 def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration]:
     """Group runs by configuration, in the order in which each was first seen.
@@ -111,55 +86,55 @@ def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration
     """
     groups = group(
         (record for record in records if SEED.keys() <= record["config"].keys()),
-        key_of=lambda record: (as_key(context_of(record)), as_key(added_to_seed(record))),
+        key_of=lambda record: (as_key(_context_of(record)), as_key(added_to_seed(record))),
     )
     return [
-        Configuration(runs, context_of(runs[0]), added_to_seed(runs[0])) for runs in groups.values()
+        Configuration(runs, _context_of(runs[0]), added_to_seed(runs[0]))
+        for runs in groups.values()
     ]
 
 
 def added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
     """Speed-ups of a run that differ from those of the preset seed and have an effect there."""
-    added = _changed_from(SEED, record)
-    if _has_own_threads(record):
-        added[THREADS] = record["config"][THREADS]
-    return added
+    return _changed_from(SEED, record) | _own_threads(record)
+
+
+def pure_preset(record: dict[str, Any]) -> str | None:
+    """The preset of a run, or None if the user changed one of its speed-ups."""
+    has_own = _own_speedups(record) or _own_threads(record)
+    return None if has_own else record["config"]["preset"]
+
+
+def describe_recipe(record: dict[str, Any]) -> str:
+    """The preset of a run, and the flags of speed-ups that the user set on top of it."""
+    chosen = {"preset": record["config"]["preset"], **_own_speedups(record)}
+    if record["origin"].get(THREADS) in BY_USER:
+        chosen[THREADS] = record["config"][THREADS]
+    return describe_flags(chosen)
+
+
+def _context_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Every setting of a run and its hardware, without speed-ups and the preset's name."""
+    left_out = {*SEED, "preset", THREADS}
+    return {name: value for name, value in settings_of(record).items() if name not in left_out}
 
 
 def _changed_from(preset: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """Speed-ups of a run that differ from a preset, without those that have no effect there."""
     config = record["config"]
     on_gpu = record["machine"]["device_type"] == GPU
-    idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
-    return {
-        name: config[name]
-        for name in SEED
-        if name not in idle and config[name] != of_device(preset[name], on_gpu=on_gpu)
-    }
-
-
-def context_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Every setting of a run and its hardware, without speed-ups and the preset's name."""
-    left_out = {*SEED, "preset", THREADS}
-    return {name: value for name, value in settings_of(record).items() if name not in left_out}
-
-
-def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
-    """Speed-ups that have no effect in a run, whatever their value."""
-    has = {
-        RANKS: num_ranks > 1,
+    acts = {
+        RANKS: record["ranks"]["world_size"] > 1,
         EMA: config["use_ema"],
         ENCODERS: place_of_encoders(config) == ONLINE,
         COMPILED: config["compile"] != "none",
         None: True,
     }
-    return {name for name, declared in SETTINGS.items() if not has[declared.acts_with]}
-
-
-def pure_preset(record: dict[str, Any]) -> str | None:
-    """The preset of a run, or None if the user changed one of its speed-ups."""
-    has_own = bool(_own_speedups(record)) or _has_own_threads(record)
-    return None if has_own else record["config"]["preset"]
+    return {
+        name: config[name]
+        for name in SEED
+        if acts[SETTINGS[name].acts_with] and config[name] != of_device(preset[name], on_gpu=on_gpu)
+    }
 
 
 def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
@@ -168,53 +143,47 @@ def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changed.items() if record["origin"].get(name) in BY_USER}
 
 
-def describe_recipe(record: dict[str, Any]) -> str:
-    """The preset of a run, and the flags of speed-ups that the user set on top of it."""
-    config = record["config"]
-    own = _own_speedups(record)
-    if record["origin"].get(THREADS) in BY_USER:
-        own[THREADS] = config[THREADS]
-    return describe_flags({"preset": config["preset"], **own})
+def _own_threads(record: dict[str, Any]) -> dict[str, Any]:
+    """The number of threads of a rank, if the user chose it."""
+    is_flag = record["origin"].get(THREADS) in BY_USER
+    has_own = is_flag or record["chosen"].get(THREADS) == "OMP_NUM_THREADS"
+    return {THREADS: record["config"][THREADS]} if has_own else {}
 
 
 def find_ladders(configurations: Sequence[Configuration]) -> list[Ladder]:
     """One ladder for every context in which the preset seed and a speed-up were measured."""
     ladders = []
     for base in configurations:
-        if base.added:
-            continue
         others = [one for one in configurations if one.context == base.context and one.added]
-        if others:
+        if others and not base.added:
             ladders.append(_make_ladder(base, others))
     return ladders
 
 
 def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder:
     fast = next((one for one in others if one.preset == "fast"), None)
-    chains = _find_chains(base, others)
-    to_fast = [chain for chain in chains if chain[-1] is fast]
-    chain = max(to_fast or chains, key=len)[1:]
-    rest = [one for one in others if one not in chain]
-    return Ladder(
-        base=base,
-        alone=[one for one in others if is_one_rung(one.added)],
-        chain=chain,
-        fast=fast,
-        beyond=[one for one in rest if fast is not None and _is_beside(fast, one)],
-    )
-
-
-def _find_chains(base: Configuration, others: Iterable[Configuration]) -> list[list[Configuration]]:
-    """The longest chain from the base to every configuration that has one.
-
-    Of chains of the same length, the first is the one whose last configuration was measured first.
-    """
+    # The longest chain from the base to each configuration. Of chains of the same length, the first
+    # is the one whose last configuration was measured first.
     chains = [[base]]
     for one in sorted(others, key=lambda other: len(other.added)):
         before = [chain for chain in chains if is_one_rung(difference(chain[-1], one))]
         if before:
             chains.append([*max(before, key=len), one])
-    return chains
+    to_fast = [chain for chain in chains if chain[-1] is fast]
+    chain = max(to_fast or chains, key=len)[1:]
+    return Ladder(
+        base=base,
+        alone=[one for one in others if is_one_rung(one.added)],
+        chain=chain,
+        fast=fast,
+        beyond=[
+            one
+            for one in others
+            if fast is not None
+            and one not in chain
+            and (is_one_rung(changes(fast, one)) or is_one_rung(changes(one, fast)))
+        ],
+    )
 
 
 def difference(before: Configuration, after: Configuration) -> dict[str, Any]:
@@ -228,11 +197,6 @@ def changes(before: Configuration, after: Configuration) -> dict[str, Any]:
     """The speed-ups in which two configurations differ, with the values of `after`."""
     names = {**after.added, **before.added}
     return {name: after.config[name] for name in names if before.config[name] != after.config[name]}
-
-
-def _is_beside(fast: Configuration, one: Configuration) -> bool:
-    """Whether a configuration has one rung more than fast, or one less."""
-    return is_one_rung(changes(fast, one)) or is_one_rung(changes(one, fast))
 
 
 def is_one_rung(added: Mapping[str, Any]) -> bool:
@@ -253,9 +217,3 @@ def families(
         )
 
     return list(group(configurations, key_of=key_of).values())
-
-
-def _has_own_threads(record: dict[str, Any]) -> bool:
-    """Whether the user chose the number of threads of a rank."""
-    is_flag = record["origin"].get(THREADS) in BY_USER
-    return is_flag or record["chosen"].get(THREADS) == "OMP_NUM_THREADS"

@@ -7,30 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import ANY_NUMBER, CPU, GPU, RANKS
-
-DEVICES = {CPU: "CPU", GPU: "GPU"}
+from sdbench.settings.setting import ANY_NUMBER, RANKS, Rung
 
 
-@dataclasses.dataclass(frozen=True)
-class Rung:
-    """A speed-up on top of the preset seed.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedRung(Rung):
+    """A declared rung with its settings by name, several where they are one idea.
 
-    Attributes:
-        settings: Name and value of each setting; more than one where they are one idea.
-        needs: Settings that these need to have an effect.
-        origin: Where the idea comes from.
-        devices: Types of device that have it.
-        needs_ranks: Whether it has an effect with several ranks only.
-        loss_tolerance: Largest relative difference of a loss; None without a bound of its own.
+    `needs_ranks` says whether it has an effect with several ranks only.
     """
 
     settings: Mapping[str, Any]
-    needs: Mapping[str, Any]
-    origin: str
-    devices: tuple[str, ...]
     needs_ranks: bool
-    loss_tolerance: float | None
 
     def is_part_of(self, added: Mapping[str, Any]) -> bool:
         """Whether these settings contain this rung, whatever number stands for `ANY_NUMBER`."""
@@ -45,20 +33,17 @@ def _in_order(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RUNGS = tuple(
-    Rung(
-        settings=_in_order({name: declared.value, **declared.together}),
-        needs=declared.needs,
-        origin=declared.origin,
-        devices=declared.devices,
-        needs_ranks=SETTINGS[name].acts_with == RANKS,
-        loss_tolerance=declared.loss_tolerance,
+    NamedRung(
+        **vars(rung),
+        settings=_in_order({name: rung.value, **rung.together}),
+        needs_ranks=declared.acts_with == RANKS,
     )
-    for name in SETTINGS
-    for declared in SETTINGS[name].rungs
+    for name, declared in SETTINGS.items()
+    for rung in declared.rungs
 )
 
 
-def find_rung(added: Mapping[str, Any]) -> Rung | None:
+def find_rung(added: Mapping[str, Any]) -> NamedRung | None:
     """The rung that has these settings, with or without those that it needs; None without one."""
     for rung in RUNGS:
         rest = {name: value for name, value in added.items() if name not in rung.settings}
@@ -67,21 +52,9 @@ def find_rung(added: Mapping[str, Any]) -> Rung | None:
     return None
 
 
-def own_settings(added: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a rung without those that it needs."""
-    rung = find_rung(added)
-    needs = {} if rung is None else rung.needs
-    return {name: value for name, value in added.items() if name not in needs}
-
-
 def describe_flags(settings: Mapping[str, Any]) -> str:
     """Settings as the flags of benchmark.py, e.g. ``--compile unet --cuda_graph``."""
     return " ".join(_as_flag(name, value) for name, value in settings.items())
-
-
-def describe_effect(settings: Mapping[str, Any]) -> str:
-    """What the settings do, in the words of --help."""
-    return "; ".join(SETTINGS[name].help for name in settings)
 
 
 def _as_flag(name: str, value: Any) -> str:

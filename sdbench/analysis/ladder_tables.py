@@ -1,4 +1,4 @@
-"""Tables of the gain of each speed-up, alone and on top of the others.
+"""Tables of what speed-ups, Composer, the EMA, micro-batches and ranks gain or cost.
 
 A gain is the result of `python -m sdbench compare` for the runs of both configurations: a ratio of
 geometric means with a 95 % interval, or the reason why there is no interval.
@@ -7,32 +7,47 @@ geometric means with a 95 % interval, or the reason why there is no interval.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sdbench.analysis.compare_match import APART, MACHINE_CHANGED, compare_rows
-from sdbench.analysis.ladder import Configuration, Ladder, changes, difference, find_ladders
-from sdbench.analysis.ladder_rungs import (
-    DEVICES,
-    RUNGS,
-    describe_effect,
-    describe_flags,
-    find_rung,
-    own_settings,
+from sdbench.analysis.ladder import (
+    THREADS,
+    Configuration,
+    Ladder,
+    changes,
+    describe_recipe,
+    difference,
+    families,
+    find_ladders,
 )
-from sdbench.report.runs import notes_cell, peak_memory_cell, rates_cell, summary_cell
-from sdbench.report.tables import EMPTY, Cell, Table, make_table
-from sdbench.statistics.intervals import Comparison
+from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
+from sdbench.record.configuration import place_of_encoders
+from sdbench.report.runs import (
+    describe_devices,
+    describe_work,
+    notes_cell,
+    peak_memory_cell,
+    rates_cell,
+    summary_cell,
+)
+from sdbench.report.tables import EMPTY, Cell, Field, Table, make_table, tabulate
+from sdbench.settings.config import SETTINGS
+from sdbench.settings.setting import CPU, EMA, GPU, RANKS
 
-NOT_MEASURED = Cell("not measured", None)
+DEVICES = {CPU: "CPU", GPU: "GPU"}
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"
+MICRO_BATCH = "device_train_microbatch_size"
+CHECKPOINTING = "activation_checkpointing"
+# A configuration and the one that it is set against, if there is one.
+Pair = tuple[Configuration, Configuration | None]
 
 
 def make_ladder_tables(configurations: Sequence[Configuration]) -> list[Table]:
     """A table for each context in which the preset seed and a speed-up were measured."""
     return [
-        make_table(
-            _ladder_rows(ladder), name=f"ladder-{number}", caption=ladder.caption
+        tabulate(
+            LADDER, _climb(ladder), name=f"ladder-{number}", caption=_describe_context(ladder.base)
         ).without_empty_columns()
         for number, ladder in enumerate(find_ladders(configurations), 1)
     ]
@@ -45,12 +60,12 @@ def make_pending_tables(configurations: Sequence[Configuration]) -> list[Table]:
         measured = [
             one.added
             for one in configurations
-            if one.device_type == device and (one.num_ranks > 1) == has_ranks
+            if one.runs[0]["machine"]["device_type"] == device and (one.num_ranks > 1) == has_ranks
         ]
         rows = [
             {
                 "rung": describe_flags(rung.settings),
-                "what it does": describe_effect(rung.settings),
+                "what it does": _describe_effect(rung.settings),
                 "from": rung.origin,
                 "gain": "not measured",
             }
@@ -66,82 +81,89 @@ def make_pending_tables(configurations: Sequence[Configuration]) -> list[Table]:
     return tables
 
 
-def _ladder_rows(ladder: Ladder) -> Iterable[dict[str, Any]]:
-    base, fast = ladder.base, ladder.fast
-    yield {
-        "rung": "--preset seed",
-        "what it does": f"the recipe of {SEED_ORIGIN}",
-        **_figures(base, together=base),
-        "alone, images/s": rates_cell(base.runs),
-        "from": SEED_ORIGIN,
-        "notes": notes_cell(base.runs),
+def make_pair_tables(configurations: Sequence[Configuration]) -> dict[str, Table]:
+    """The tables by the names of their places; one may have no rows.
+
+    Each compares configurations that differ in its subject only.
+    """
+    tables = (
+        ("engines", "Composer and the lean engine", ENGINES, _pair_engines),
+        ("ema", "A step with and without the EMA", EMAS, _pair_emas),
+        ("micro-batches", "Micro-batches", MICRO_BATCHES, _pair_micro_batches),
+        ("ranks", "One rank and several", SEVERAL_RANKS, _pair_ranks),
+    )
+    return {
+        name: tabulate(fields, pair(configurations), name=name, caption=caption)
+        for name, caption, fields, pair in tables
     }
+
+
+class _Step(NamedTuple):
+    """A row of a ladder.
+
+    Attributes:
+        alone: The rung on top of the preset seed.
+        together: The rung on top of `above`.
+        is_climbed: Whether it is in the chain, where each rung should be measured alone too.
+    """
+
+    name: str
+    effect: str
+    origin: str | None
+    base: Configuration
+    alone: Configuration | None = None
+    together: Configuration | None = None
+    above: Configuration | None = None
+    is_climbed: bool = False
+
+    @property
+    def known(self) -> list[Sequence[dict[str, Any]]]:
+        """The runs of either configuration."""
+        return [one.runs for one in (self.alone, self.together) if one is not None]
+
+
+def _climb(ladder: Ladder) -> Iterator[_Step]:
+    """The rows of a ladder: the seed, the chain, fast and what lies beside it, then the others."""
+    base, fast = ladder.base, ladder.fast
+    effect = f"the recipe of {SEED_ORIGIN}"
+    yield _Step("--preset seed", effect, SEED_ORIGIN, base, together=base)
     climbed = []
     for above, after in itertools.pairwise([base, *ladder.chain]):
         rung = difference(above, after)
         climbed.append(rung)
-        alone = next((one for one in ladder.alone if own_settings(one.added) == rung), None)
-        row = _rung_row(rung, base, alone=alone, together=after, above=above)
-        yield row if alone is not None else {**row, "alone, images/s": NOT_MEASURED}
+        alone = next((one for one in ladder.alone if _own_settings(one.added) == rung), None)
+        step = _make_step(rung, base, alone=alone, together=after, above=above)
+        yield step._replace(is_climbed=True)
     if fast is not None:
-        yield {
-            "rung": "--preset fast",
-            "what it does": f"seed {describe_flags(fast.added)}",
-            **_figures(base, together=fast),
-            "from": "this suite",
-            "notes": notes_cell(fast.runs),
-        }
+        effect = f"seed {describe_flags(fast.added)}"
+        yield _Step("--preset fast", effect, "this suite", base, together=fast)
         for one in ladder.beyond:
             rung = changes(fast, one)
-            row = _rung_row(rung, base, together=one, above=fast)
-            row["rung"] = f"--preset fast {row['rung']}"
-            if find_rung(rung) is None:
-                row["from"] = _origin(changes(one, fast))
-            yield row
+            step = _make_step(rung, base, together=one, above=fast)
+            origin = step.origin if find_rung(rung) else _origin(changes(one, fast))
+            yield step._replace(name=f"--preset fast {step.name}", origin=origin)
     for alone in ladder.alone:
-        if own_settings(alone.added) not in climbed:
-            yield _rung_row(alone.added, base, alone=alone)
+        if _own_settings(alone.added) not in climbed:
+            yield _make_step(alone.added, base, alone=alone)
 
 
-def _rung_row(
-    rung: Mapping[str, Any],
-    base: Configuration,
-    *,
-    alone: Configuration | None = None,
-    together: Configuration | None = None,
-    above: Configuration | None = None,
-) -> dict[str, Any]:
-    return {
-        "rung": describe_flags(rung),
-        "what it does": describe_effect(rung),
-        **_figures(base, alone=alone, together=together, above=above),
-        "from": _origin(rung),
-        "notes": notes_cell([run for one in (alone, together) if one for run in one.runs]),
-    }
+def _make_step(
+    rung: Mapping[str, Any], base: Configuration, **configurations: Configuration | None
+) -> _Step:
+    name, effect = describe_flags(rung), _describe_effect(rung)
+    return _Step(name, effect, _origin(rung), base, **configurations)
 
 
-def _figures(
-    base: Configuration,
-    *,
-    alone: Configuration | None = None,
-    together: Configuration | None = None,
-    above: Configuration | None = None,
-) -> dict[str, Cell]:
-    """Rates, gains, step times and memory of a rung on the preset seed, and on those above it."""
-    known = [one.runs for one in (alone, together) if one is not None]
-    return {
-        "alone, images/s": rates_cell(alone.runs) if alone else EMPTY,
-        "alone, over seed": ratio_cell(alone, base),
-        "with those above, images/s": rates_cell(together.runs) if together else EMPTY,
-        "over the one above": ratio_cell(together, above),
-        "over seed": ratio_cell(together, base),
-        "step p50, s": _join([summary_cell(runs, "step_time_p50_s") for runs in known]),
-        "peak memory, GiB": _join([peak_memory_cell(runs) for runs in known]),
-    }
+def _own_settings(added: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a rung without those that it needs."""
+    rung = find_rung(added)
+    needs = {} if rung is None else rung.needs
+    return {name: value for name, value in added.items() if name not in needs}
 
 
-def _join(cells: Sequence[Cell]) -> Cell:
-    return Cell("; ".join(cell.text for cell in cells), cells[-1].value)
+def _describe_effect(settings: Mapping[str, Any]) -> str:
+    """What the settings do, in the words of --help."""
+    return "; ".join(SETTINGS[name].help for name in settings)
 
 
 def _origin(rung: Mapping[str, Any]) -> str | None:
@@ -149,22 +171,183 @@ def _origin(rung: Mapping[str, Any]) -> str | None:
     return None if found is None else found.origin
 
 
-def ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cell:
+def _describe_context(base: Configuration) -> str:
+    """Device and work of a ladder, in a line."""
+    run, config = base.runs[0], base.config
+    parts = [
+        describe_devices(run),
+        describe_work(image_size=config["image_size"], latents=place_of_encoders(config)),
+        run["workload"]["architecture"],
+        f"engine {config['engine']}",
+        f"global batch {config['batch_size']}",
+        f"micro-batch {config[MICRO_BATCH]}",
+        "EMA" if config["use_ema"] else "no EMA",
+    ]
+    return ", ".join(parts)
+
+
+def _pair_engines(configurations: Sequence[Configuration]) -> Iterator[Pair]:
+    """The same settings on Composer and on the engine torch, there with a CUDA graph too."""
+    for family in families(configurations, without=("engine", "cuda_graph")):
+        by_engine = {one.config["engine"]: one for one in reversed(family)}
+        if {"composer", "torch"} <= by_engine.keys():
+            for one in sorted(family, key=lambda other: other.config["engine"]):
+                yield one, by_engine["composer"]
+
+
+def _pair_emas(configurations: Sequence[Configuration]) -> Iterator[Pair]:
+    """A run without an EMA, and the same with one of each implementation."""
+    for family in families(configurations, without=("use_ema", *_acting_with(EMA))):
+        plain = next((one for one in family if not one.config["use_ema"]), None)
+        if plain is not None and any(one.config["use_ema"] for one in family):
+            for one in sorted(family, key=lambda other: other.config["use_ema"]):
+                yield one, plain
+
+
+def _pair_micro_batches(configurations: Sequence[Configuration]) -> Iterator[Pair]:
+    """Micro-batches, with and without activation checkpointing."""
+    for family in families(configurations, without=(MICRO_BATCH, "batch_size", CHECKPOINTING)):
+        if len({one.config[MICRO_BATCH] for one in family}) > 1:
+            names = (CHECKPOINTING, MICRO_BATCH)
+            for one in sorted(family, key=lambda other: [other.config[name] for name in names]):
+                yield one, None
+
+
+def _pair_ranks(configurations: Sequence[Configuration]) -> Iterator[Pair]:
+    """One rank, and several that share its work, with the same number of threads in all."""
+
+    def num_threads(one: Configuration) -> int:
+        return one.num_ranks * one.config[THREADS]
+
+    without = ("num_devices", "num_nodes", MICRO_BATCH, THREADS, *_acting_with(RANKS))
+    for family in families(configurations, without=without):
+        if len({one.num_ranks for one in family}) > 1:
+            by_threads = {num_threads(one): one for one in family if one.num_ranks == 1}
+            for one in sorted(family, key=lambda other: other.num_ranks):
+                yield one, by_threads.get(num_threads(one)) if one.num_ranks > 1 else None
+
+
+def _acting_with(condition: str) -> list[str]:
+    """The settings that have an effect in runs of this kind only."""
+    return [name for name, declared in SETTINGS.items() if declared.acts_with == condition]
+
+
+def _ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cell:
     """Rate over that of a baseline, with how sure that is.
 
     Empty if one of the two is missing, and for the baseline itself.
     """
     if one is None or baseline is None or one is baseline:
         return EMPTY
+    return _comparison_cell(one, baseline, lambda ratio: f"{ratio:.2f}", unit="x")
+
+
+def _added_time_cell(pair: Pair) -> Cell:
+    """How much longer the steps are than those without an EMA, in percent."""
+    one, plain = pair
+    if one is plain:
+        return EMPTY
+    text, ratio = _comparison_cell(plain, one, lambda ratio: f"{100 * (ratio - 1):.1f}")
+    return Cell(text, 100 * (ratio - 1))
+
+
+def _comparison_cell(
+    one: Configuration, baseline: Configuration, form: Callable[[float], str], *, unit: str = ""
+) -> Cell:
+    """A ratio; in brackets its interval or the reason why there is none, but for single runs."""
     comparison = compare_rows(baseline.rows, one.rows)
-    sure = how_sure(comparison, lambda ratio: f"{ratio:.2f}")
-    return Cell(f"{comparison.ratio:.2f}x{sure}", comparison.ratio)
-
-
-def how_sure(comparison: Comparison, form: Callable[[float], str]) -> str:
-    """The interval, or the reason why there is none, in brackets; empty for single runs."""
+    text = f"{form(comparison.ratio)}{unit}"
     if comparison.interval is not None:
-        return f" ({form(comparison.interval.low)} to {form(comparison.interval.high)})"
-    if comparison.verdict in (APART, MACHINE_CHANGED):
-        return f" ({comparison.verdict.partition(': ')[2]})"
-    return ""
+        text += f" ({form(comparison.interval.low)} to {form(comparison.interval.high)})"
+    elif comparison.verdict in (APART, MACHINE_CHANGED):
+        text += f" ({comparison.verdict.partition(': ')[2]})"
+    return Cell(text, comparison.ratio)
+
+
+def _rates_alone(step: _Step) -> Cell:
+    if step.alone is None and step.together is not step.base:
+        return Cell("not measured", None) if step.is_climbed else EMPTY
+    return rates_cell((step.alone or step.base).runs)
+
+
+def _join(cells: Sequence[Cell]) -> Cell:
+    return Cell("; ".join(cell.text for cell in cells), cells[-1].value)
+
+
+def _step_time_cell(runs: Sequence[dict[str, Any]]) -> Cell:
+    return summary_cell(runs, "step_time_p50_s")
+
+
+def _describe_ema(pair: Pair) -> str:
+    config = pair[0].config
+    if not config["use_ema"]:
+        return "none"
+    num_steps = config["ema_interval_batches"]
+    return config["ema_impl"] + (f", every {num_steps} steps" if num_steps > 1 else "")
+
+
+def _setting(heading: str, name: str) -> Field:
+    return Field(heading, lambda pair: pair[0].config[name])
+
+
+LADDER = (
+    Field("rung", lambda step: step.name),
+    Field("what it does", lambda step: step.effect),
+    Field("alone, images/s", _rates_alone),
+    Field("alone, over seed", lambda step: _ratio_cell(step.alone, step.base)),
+    Field(
+        "with those above, images/s",
+        lambda step: rates_cell(step.together.runs) if step.together else EMPTY,
+    ),
+    Field("over the one above", lambda step: _ratio_cell(step.together, step.above)),
+    Field("over seed", lambda step: _ratio_cell(step.together, step.base)),
+    Field("step p50, s", lambda step: _join(list(map(_step_time_cell, step.known)))),
+    Field("peak memory, GiB", lambda step: _join(list(map(peak_memory_cell, step.known)))),
+    Field("from", lambda step: step.origin),
+    Field("notes", lambda step: notes_cell(list(itertools.chain(*step.known)))),
+)
+PLACE = (
+    Field("device", lambda pair: describe_devices(pair[0].runs[0])),
+    Field("encoders", lambda pair: place_of_encoders(pair[0].config)),
+    _setting("px", "image_size"),
+)
+WORK = (*PLACE, Field("recipe", lambda pair: describe_recipe(pair[0].runs[0])))
+RATE = Field("images/s", lambda pair: rates_cell(pair[0].runs))
+COST = (
+    Field("step p50, s", lambda pair: _step_time_cell(pair[0].runs)),
+    Field("peak memory per rank, GiB", lambda pair: peak_memory_cell(pair[0].runs)),
+    Field("notes", lambda pair: notes_cell(pair[0].runs), is_left=True),
+)
+ENGINE = _setting("engine", "engine")
+HAS_EMA = _setting("EMA", "use_ema")
+SIZES = (_setting("global batch", "batch_size"), _setting("micro-batch", MICRO_BATCH))
+ENGINES = (
+    *(*WORK, HAS_EMA, *SIZES, ENGINE, RATE),
+    Field("torch over Composer", lambda pair: _ratio_cell(*pair)),
+    *COST,
+)
+EMAS = (
+    *PLACE,
+    # That of the run without an EMA: the EMA has a column of its own.
+    Field("recipe", lambda pair: describe_recipe(pair[1].runs[0])),
+    ENGINE,
+    Field(
+        "images per rank and step", lambda pair: pair[0].config["batch_size"] // pair[0].num_ranks
+    ),
+    Field("EMA", _describe_ema),
+    RATE,
+    Field("adds to a step, %", _added_time_cell),
+    *COST,
+)
+MICRO_BATCHES = (
+    *(*WORK, ENGINE, HAS_EMA, _setting("activation checkpointing", CHECKPOINTING)),
+    *(*SIZES, RATE, *COST),
+)
+SEVERAL_RANKS = (
+    *(*WORK, ENGINE, SIZES[0]),
+    Field("ranks", lambda pair: pair[0].num_ranks),
+    _setting("threads per rank", THREADS),
+    RATE,
+    Field("over one rank with as many threads", lambda pair: _ratio_cell(*pair)),
+    *COST,
+)

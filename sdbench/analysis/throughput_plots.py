@@ -20,9 +20,6 @@ from sdbench.report.terminal import format_number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Gives the arguments of `Axes.plot` for the line of a series.
-Style = Callable[["Series"], dict[str, Any]]
-
 MICRO_BATCH = "sd_p4de_p5"
 SPEED_UP = "p5-model-scaling-stable-diff"
 SCALING = "p5-model-scaling-stable-diff-throughput"
@@ -41,11 +38,10 @@ LEGEND_LINE_INCHES = 0.17
 
 
 class Point(NamedTuple):
-    """Images/s at one micro-batch or number of GPUs.
+    """The median images/s at one micro-batch or number of GPUs.
 
-    Attributes:
-        rate: The median of the runs; `low` and `high` are the outermost ends of their intervals.
-        note: The figure in words, and its runs with the command of the first, or its source.
+    `low` and `high` are the outermost ends of the intervals of the runs; `note` has the figure in
+    words, and its runs with the command of the first, or its source.
     """
 
     rate: float
@@ -105,11 +101,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
         (MICRO_BATCH, f"{against} per GPU type, with and without EMA", seed_panels),
         (OTHER_MICRO_BATCHES, f"{against}, other work", other_panels),
     )
-    return [
-        _draw(name, title, panels, _draw_micro_batch_panel, "micro-batch {}".format)
-        for name, title, panels in charts
-        if panels
-    ]
+    return [_draw(*chart, "micro-batch {}".format) for chart in charts if chart[-1]]
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
@@ -128,18 +120,18 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
         ],
     )
     panels = {describe_work(image_size=size, latents=latents): of for (size, latents), of in found}
-    from_smallest = {title: _from_smallest(series) for title, series in panels.items()}
-    from_smallest = {title: series for title, series in from_smallest.items() if series}
+    from_smallest = {}
+    for title, series in panels.items():
+        # A speed-up is that over the smallest number of GPUs of all.
+        smallest = min(min(one.points) for one in series)
+        lines = [one for one in series if smallest in one.points and len(one.points) > 1]
+        if lines:
+            from_smallest[title] = lines
     charts = (
         (SPEED_UP, "Speed-up against GPU count, with the ideal line", from_smallest),
         (SCALING, "Throughput against GPU count", panels),
     )
-    draw_panel = {SPEED_UP: _draw_speed_up_panel, SCALING: _draw_scaling_panel}
-    return [
-        _draw(name, title, of_chart, draw_panel[name], _count_devices)
-        for name, title, of_chart in charts
-        if of_chart
-    ]
+    return [_draw(*chart, _count_devices) for chart in charts if chart[-1]]
 
 
 def _collect(
@@ -174,12 +166,6 @@ def _collect(
         key=lambda item: (item[0][:2] != SEED_PANEL[:2], -sum(len(s.points) for s in item[1]))
     )
     return panels
-
-
-def _from_smallest(series: Sequence[Series]) -> list[Series]:
-    """The lines that begin at the smallest number of GPUs of all."""
-    smallest = min(min(one.points) for one in series)
-    return [one for one in series if smallest in one.points and len(one.points) > 1]
 
 
 def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
@@ -239,38 +225,11 @@ def _label_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return labelled
 
 
-def _draw(
-    name: str,
-    title: str,
-    panels: Panels,
-    draw_panel: Callable[[Axes, Sequence[Series], Style], None],
-    describe_x: Callable[[int], str],
-) -> Plot:
+def _draw(name: str, title: str, panels: Panels, describe_x: Callable[[int], str]) -> Plot:
     shown = {key: panels[key][:MAX_SERIES] for key in list(panels)[:MAX_PANELS]}
     every_series = [one for series in shown.values() for one in series]
     colours = _number(one.device for one in every_series)
     sources = _number(one.source for one in every_series)
-    notes: dict[str, list[str]] = {}
-
-    def style_of(series: Series) -> dict[str, Any]:
-        gid = f"{name}-{len(notes) + 1}"
-        notes[gid] = [
-            f"{series.label}\n{describe_x(x)}: {point.note}" for x, point in series.points.items()
-        ]
-        colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
-        is_hollow = series.has_ema is False
-        return {
-            "color": colour,
-            "marker": MARKERS[series.kind],
-            "markerfacecolor": "white" if is_hollow else colour,
-            "markersize": 8 if is_hollow else 5,
-            "linestyle": "--" if is_hollow else "-",
-            # A hollow marker goes behind a full one at the same place.
-            "zorder": 2 if is_hollow else 3,
-            "label": shorten(series.label, length=80) + f" [{sources[series.source]}]",
-            "gid": gid,
-        }
-
     footnotes = [f"[{number}] {source}" for source, number in sources.items()]
     left_out = sum(map(len, panels.values())) - len(every_series)
     if left_out:
@@ -282,44 +241,61 @@ def _draw(
         gap=0.9 + legend_inches,
         below=0.55 + legend_inches,
     )
-    for ax, (panel_title, series) in zip(axes, shown.items(), strict=True):
+    notes: dict[str, list[str]] = {}
+    for ax, (panel_title, panel) in zip(axes, shown.items(), strict=True):
         ax.set_title(shorten(panel_title, length=90))
-        draw_panel(ax, series, style_of)
+        smallest = min(min(series.points) for series in panel)
+        if name == SPEED_UP:
+            largest = max(max(series.points) for series in panel)
+            ends = [smallest, largest], [1, largest / smallest]
+            ax.plot(*ends, color="#666666", linestyle=":", label="ideal")
+        for series in panel:
+            gid = f"{name}-{len(notes) + 1}"
+            notes[gid] = [
+                f"{series.label}\n{describe_x(x)}: {point.note}"
+                for x, point in series.points.items()
+            ]
+            colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
+            label = shorten(series.label, length=80) + f" [{sources[series.source]}]"
+            scale = 1 / series.points[smallest].rate if name == SPEED_UP else 1.0
+            _draw_line(ax, series, scale=scale, color=colour, label=label, gid=gid)
+        if name in (SPEED_UP, SCALING):
+            _label_gpu_counts(ax, panel)
+        else:
+            _label_micro_batches(ax, panel)
+        ax.set_ylabel(f"speed-up over {smallest} GPUs" if name == SPEED_UP else "images/s")
         # Below the axes, where it covers no line.
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
     return render(figure, name=name, title=title, notes=notes)
 
 
-def _draw_micro_batch_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
-    _draw_lines(ax, panel, style_of)
+def _draw_line(ax: Axes, series: Series, *, scale: float, color: str, **style: Any) -> None:
+    """Draw a series with its intervals, times a scale."""
+    places, points = list(series.points), series.points.values()
+    is_hollow = series.has_ema is False
+    ax.plot(
+        places,
+        [point.rate * scale for point in points],
+        color=color,
+        marker=MARKERS[series.kind],
+        markerfacecolor="white" if is_hollow else color,
+        markersize=8 if is_hollow else 5,
+        linestyle="--" if is_hollow else "-",
+        # A hollow marker goes behind a full one at the same place.
+        zorder=2 if is_hollow else 3,
+        **style,
+    )
+    lows, highs = ([getattr(point, end) * scale for point in points] for end in ("low", "high"))
+    ax.vlines(places, lows, highs, color=color, linewidth=1)
+
+
+def _label_micro_batches(ax: Axes, panel: Sequence[Series]) -> None:
     micro_batches = sorted({x for series in panel for x in series.points})
     if len(micro_batches) <= MAX_TICKS:
         ax.set_xticks(micro_batches)
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("micro-batch per device, images")
-    ax.set_ylabel("images/s")
-
-
-def _draw_speed_up_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
-    smallest = min(min(series.points) for series in panel)
-    largest = max(max(series.points) for series in panel)
-    ax.plot(
-        [smallest, largest],
-        [1, largest / smallest],
-        color="#666666",
-        linestyle=":",
-        label="ideal",
-    )
-    _draw_lines(ax, panel, style_of, relative_to=smallest)
-    _label_gpu_counts(ax, panel)
-    ax.set_ylabel(f"speed-up over {smallest} GPUs")
-
-
-def _draw_scaling_panel(ax: Axes, panel: Sequence[Series], style_of: Style) -> None:
-    _draw_lines(ax, panel, style_of)
-    _label_gpu_counts(ax, panel)
-    ax.set_ylabel("images/s")
 
 
 def _label_gpu_counts(ax: Axes, panel: Sequence[Series]) -> None:
@@ -336,23 +312,6 @@ def _label_gpu_counts(ax: Axes, panel: Sequence[Series]) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     ax.set_xlabel("GPUs")
-
-
-def _draw_lines(
-    ax: Axes, panel: Sequence[Series], style_of: Style, *, relative_to: int | None = None
-) -> None:
-    """Draw each series with its intervals, or both over its figure at `relative_to`."""
-    for series in panel:
-        style, points = style_of(series), series.points.values()
-        scale = 1.0 if relative_to is None else 1 / series.points[relative_to].rate
-        ax.plot(list(series.points), [point.rate * scale for point in points], **style)
-        ax.vlines(
-            list(series.points),
-            [point.low * scale for point in points],
-            [point.high * scale for point in points],
-            color=style["color"],
-            linewidth=1,
-        )
 
 
 def _number(names: Iterable[str]) -> dict[str, int]:

@@ -215,9 +215,9 @@ def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:
     return Cell(format_rates([run["summary"] for run in runs]), median.value)
 
 
-def summary_cell(runs: Iterable[dict[str, Any]], name: str, *, num_digits: int = 4) -> Cell:
-    """Median over the runs of a figure of their summaries."""
-    return median_cell((run["summary"].get(name) for run in runs), num_digits=num_digits)
+def summary_cell(runs: Iterable[dict[str, Any]], name: str, **form: Any) -> Cell:
+    """Median over the runs of a figure of their summaries; `form` as of `median_cell`."""
+    return median_cell((run["summary"].get(name) for run in runs), **form)
 
 
 def peak_memory_cell(runs: Iterable[dict[str, Any]]) -> Cell:

@@ -26,35 +26,20 @@ class Cell(NamedTuple):
 EMPTY = Cell("", None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
+class Field(NamedTuple):
     """A column of a table.
 
     Attributes:
         name: Its heading.
-        is_number: Whether its cells are right-aligned.
-        is_extra: Whether only an HTML page has it, hidden until a reader chooses it.
-    """
-
-    name: str
-    is_number: bool = False
-    is_extra: bool = False
-
-
-class Field(NamedTuple):
-    """The declaration of a column of a table.
-
-    Attributes:
-        heading: Its heading.
         value: Key of the value in a record, or a function of the record. A `Cell` is shown as it
             is.
         digits: Significant figures of a float.
         unknown: Text of None.
-        is_left: Whether a column of numbers is left-aligned, as text always is.
-        is_extra: See `Column`.
+        is_left: Whether its cells are left-aligned; those of a column with a text always are.
+        is_extra: Whether only an HTML page has it, hidden until a reader chooses it.
     """
 
-    heading: str
+    name: str
     value: str | Callable[[Any], Any]
     digits: int = 4
     unknown: str = NOT_KNOWN
@@ -82,7 +67,7 @@ class Table:
 
     name: str
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[Field]
     rows: Sequence[Sequence[Cell]]
 
     @property
@@ -165,14 +150,11 @@ def tabulate(
     Records are mappings, or whatever the functions of the fields take.
     """
     rows = [[field.cell_of(record) for field in fields] for record in records]
-    cells = zip(*rows, strict=True) if rows else [()] * len(fields)
     columns = [
-        Column(
-            field.heading,
-            not field.is_left and not any(isinstance(cell.value, str) for cell in of_column),
-            field.is_extra,
+        field._replace(
+            is_left=field.is_left or any(isinstance(row[index].value, str) for row in rows)
         )
-        for field, of_column in zip(fields, cells, strict=True)
+        for index, field in enumerate(fields)
     ]
     return Table(name, caption, columns, rows)
 
@@ -225,7 +207,7 @@ def to_markdown(table: Table) -> str:
         *([cell.text for cell in row] for row in table.rows),
     ]
     heading, *rows = (f"| {' | '.join(map(for_markdown, line))} |" for line in lines)
-    marks = ("---:" if column.is_number else "---" for column in table.columns)
+    marks = ("---" if column.is_left else "---:" for column in table.columns)
     return "\n".join([heading, f"|{'|'.join(marks)}|", *rows])
 
 
@@ -254,7 +236,7 @@ def to_terminal(table: Table) -> str:
     return "\n".join(
         "  "
         + "  ".join(
-            cell.rjust(width) if column.is_number else cell.ljust(width)
+            cell.ljust(width) if column.is_left else cell.rjust(width)
             for cell, width, column in zip(line, widths, table.columns, strict=True)
         ).rstrip()
         for line in lines
