@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
@@ -43,16 +43,16 @@ def fit(
     if config.precision == "amp_fp16":
         scaler = torch.amp.GradScaler(device.type, enabled=True)  # torch 2.7 wants the word on CPUs
         training.state.use_scaler(scaler)
-    microbatches = MicroBatches(batches, training)
+    microbatches = _MicroBatches(batches, training)
     handlers = contextlib.ExitStack()
-    model = Diffusion(training, batches, handlers=handlers, scaler=scaler)
+    model = _Diffusion(training, batches, handlers=handlers, scaler=scaler)
     plugins: list[Any] = []
     if scaler is not None:
         plugins.append(MixedPrecision("16-mixed", device.type, scaler))
     strategy = SingleDeviceStrategy(device)
     if ranks.world_size > 1:
         strategy = RanksStrategy(config)
-        plugins.append(RanksEnvironment(ranks))
+        plugins.append(RanksEnvironment())
     with _quiet_lightning():
         trainer = lightning.Trainer(
             strategy=strategy,
@@ -94,41 +94,11 @@ def _quiet_lightning() -> Iterator[None]:
         yield
 
 
-class RanksEnvironment(LightningEnvironment):
-    """Tells Lightning the rank of this process; nodes may have different numbers of ranks.
+class RanksEnvironment(TorchElasticEnvironment):
+    """Tells Lightning the rank of this process, which Ray Train sets in the environment."""
 
-    Lightning would compute them from devices and nodes.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks = ranks
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: Lightning starts no ranks."""
-        return True
-
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._ranks.world_size
-
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self._ranks.rank
-
-    def local_rank(self) -> int:
-        """Rank of this process on its node."""
-        return self._ranks.local_rank
-
-    def set_world_size(self, size: int) -> None:
-        """Do nothing."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing."""
-
-    def teardown(self) -> None:
-        """Do nothing: the process goes on with its rank."""
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Do nothing: nodes may have different numbers of ranks."""
 
 
 class RanksStrategy(DDPStrategy):
@@ -166,7 +136,7 @@ class RanksStrategy(DDPStrategy):
         return super().block_backward_sync()
 
 
-class MicroBatches:
+class _MicroBatches:
     """The micro-batches of a run, in order.
 
     The length is known: Lightning would fetch one ahead without it, and the position in the data
@@ -188,7 +158,7 @@ class MicroBatches:
             yield from split_batch(next(self._batches), self._size)
 
 
-class Diffusion(lightning.LightningModule):
+class _Diffusion(lightning.LightningModule):
     """The job's model, loss and optimizer as a module of Lightning, whose events it passes on."""
 
     def __init__(
@@ -208,23 +178,20 @@ class Diffusion(lightning.LightningModule):
         self._losses: list[Tensor] = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer; its schedule is stepped at the end of a step."""
         return self._training.optimizer
 
     def transfer_batch_to_device(
         self, batch: MicroBatch, device: torch.device, dataloader_idx: int
     ) -> MicroBatch:
-        """The batch, which is on the device."""
-        return batch
+        return batch  # it is on the device
 
     def on_train_start(self) -> None:
-        """The loop is about to begin; nothing else draws random numbers any more."""
         self._handlers.close()
+        # Nothing else draws random numbers before the loop.
         self._training.state.restore_random_state()
         self._training.watch.loop_begins()
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
-        """A micro-batch begins."""
         if not self._losses:
             self._training.state.is_skipped = False
         if self._training.is_sharded:
@@ -239,15 +206,12 @@ class Diffusion(lightning.LightningModule):
         return loss * self.trainer.accumulate_grad_batches
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """The gradients of a micro-batch are about to be computed."""
         self._training.last_gradient.backward_begins()
 
     def on_after_backward(self) -> None:
-        """The gradients are there; in the last micro-batch they are averaged over all ranks."""
         self._training.last_gradient.backward_ends()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """All gradients of the step are there, and the update is next."""
         self._training.watch.phases.switch(phases.OPTIMIZER)
         # Lightning leaves the scale of fp16 to fused optimizers, which take it away in their step.
         if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -260,7 +224,6 @@ class Diffusion(lightning.LightningModule):
         """Do nothing: gradients are freed when the step ends, not held during the next one."""
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
-        """A micro-batch is done, and with the last one the step."""
         if batch.is_last:
             loss, self._losses = self._step_loss(), []
             self._training.optimizer.zero_grad(set_to_none=True)

@@ -101,9 +101,6 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
         RunError: No cluster answers.
     """
     check(request, declarations(RaySettings))
-    told = ray_cluster.describe_job_stop(os.environ)
-    if told is not None:
-        print(told, flush=True)
     ray_cluster.connect(request.config.ray_address)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

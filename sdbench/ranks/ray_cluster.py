@@ -24,22 +24,6 @@ ANSWER_WITHIN_S = 20.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
-def describe_job_stop(environment: Mapping[str, str]) -> str | None:
-    """A sentence about the 3 s that `ray job stop` gives a job; None if it is given more.
-
-    Ray reads the time in the environment of the process that stops the job, which is also that of
-    the program (ray 2.60, job_supervisor.py).
-    """
-    is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment
-    if not is_job or "RAY_JOB_STOP_WAIT_TIME_S" in environment:
-        return None
-    return (
-        "`ray job stop` kills this job 3 s after it has asked it to end, with what has not been "
-        "saved. To give it longer: ray job submit --runtime-env-json "
-        '\'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}\' ...'
-    )
-
-
 def check_installed() -> None:
     """Raise ConfigError without the packages of requirements-ray.txt."""
     missing = [name for name in ("ray", "lightning") if importlib.util.find_spec(name) is None]

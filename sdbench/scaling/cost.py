@@ -18,30 +18,19 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
 from sdbench.record.store import describe_fault, load_schema
-from sdbench.report.figures import as_text, find_name
+from sdbench.report.figures import find_name
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
+from sdbench.scaling import points
 from sdbench.scaling.points import (
-    COUNTS,
-    IMAGE_SIZE,
-    MODELLED,
-    OUT_HELP,
-    RATE,
     Amount,
     Row,
     TableFlags,
-    check_one_kind,
-    describe_sources,
     first_known,
-    known_values,
     range_field,
-    rate_of,
-    read_rows,
-    show,
     swap_ends,
     value_field,
     whole_field,
-    write_rows,
 )
 from sdbench.settings.kinds import PATH, POSITIVE_NUMBER, TEXT, Kind
 from sdbench.settings.setting import REQUIRED, setting
@@ -53,17 +42,17 @@ RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 PRICES_FILE = Path(__file__).with_name("prices.yaml")
 
 DESCRIPTION = """\
-Days, GPU-hours, cost and energy of a whole training at the throughput of a table, or at one that
-you give. Days are those of training alone: no evaluation, checkpoints or broken nodes. Prices and
-powers are those of prices.yaml, which you edit; energy is that of the GPU boards at the most that
-they may draw, without hosts and cooling. Intervals of the throughput are carried through.
+Days, GPU-hours, cost and energy of a whole training at the throughput of a table. Days are those of
+training alone: no evaluation, checkpoints or broken nodes. Prices and powers are those of
+prices.yaml, which you edit; energy is that of the GPU boards at the most that they may draw,
+without hosts and cooling. Intervals of the throughput are carried through.
 """
 
 EPILOG = """\
 examples:
   python -m sdbench scaling cost results/quoted/mosaicml_diffusion_a100.csv --recipe mosaicml
-  python -m sdbench scaling cost --images_per_second 256=4439 512=1420 --num_gpus 32 \\
-      --gpu A100-80GB --recipe seed002 --price p4de-on-demand
+  python -m sdbench scaling cost results/quoted/mosaicml_diffusion_benchmark_a100.csv \\
+      --where num_gpus=128 --recipe mosaicml-all-512 --price 4.50
 """
 
 
@@ -97,39 +86,27 @@ class RecipeFlags:
 class CostFlags(RecipeFlags, TableFlags):
     """Flags of cost."""
 
-    images_per_second: tuple[Row, ...] = setting(
-        RATE, (), "images/s of all GPUs together, instead of a table", takes_several=True
-    )
-    num_gpus: tuple[int, ...] | None = setting(
-        COUNTS, None, "only these (default: all of the table)"
-    )
-    gpu: str | None = setting(TEXT, None, "GPU to look up (default: that of the figures)")
-    out: Path | None = setting(PATH, None, OUT_HELP)
+    out: Path | None = setting(PATH, None, points.OUT_HELP)
 
 
 class Tariff(NamedTuple):
-    """The price of a GPU-hour in dollars or the power of a GPU board in watts.
-
-    ``source`` has a date; ``others`` are the names of other rows for this GPU.
-    """
+    """The price of a GPU-hour in dollars or the power of a GPU board in watts, and its source."""
 
     value: float
     source: str
-    others: tuple[str, ...] = ()
 
 
 def run(arguments: CostFlags) -> None:
     """Print time, cost and energy of a recipe, and write them to the file of --out."""
     recipe = load_recipe(arguments)
-    rows = _given_rows(arguments) if arguments.images_per_second else read_rows(arguments)
-    check_one_kind(rows)
-    gpu = arguments.gpu or first_known(rows, "gpu")
+    rows = points.read_rows(arguments)
+    points.check_one_kind(rows)
+    gpu = first_known(rows, "gpu")
     price, power = load_price(gpu, arguments), load_power(gpu, arguments)
-    sizes = {stage["image_size"] for stage in recipe["stages"]}
-    rates, left_out = _find_rates(rows, sizes, num_gpus=arguments.num_gpus)
+    rates, left_out = _find_rates(rows, {stage["image_size"] for stage in recipe["stages"]})
     common = {
-        "source": f"recipe {recipe['name']} at {describe_sources(rows)}",
-        "kind": MODELLED,
+        "source": f"recipe {recipe['name']} at {points.describe_sources(rows)}",
+        "kind": points.MODELLED,
         "gpu": gpu,
         "recipe": recipe["name"],
         "latents": first_known(rows, "latents"),
@@ -139,8 +116,8 @@ def run(arguments: CostFlags) -> None:
         for num_gpus in sorted(rates)
     ]
     lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
-    show(lines, tabulate(COST, found))
-    write_rows(arguments.out, found)
+    points.show(lines, tabulate(COST, found))
+    points.write_rows(arguments.out, found)
 
 
 def estimate(
@@ -155,16 +132,6 @@ def estimate(
 
     Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
     """
-    sizes = [stage["image_size"] for stage in recipe["stages"]]
-    missing = [size for size in sizes if size not in rates]
-    if missing:
-        raise ConfigError(
-            f"{num_gpus} GPUs have no figure at {missing[0]} px, which the recipe {recipe['name']} "
-            "needs",
-            value=sorted(rates),
-            allowed="figures at " + " and ".join(f"{size} px" for size in sizes),
-            flag="TABLE, --images_per_second or --recipe",
-        )
     seconds = sum(
         stage["num_images"] / swap_ends(rates[stage["image_size"]]) for stage in recipe["stages"]
     )
@@ -201,13 +168,12 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
                 f"{'/'.join(PRICES_FILE.parts[-3:])}, or in a file like it given with --prices"
             )
             continue
-        others = f"; --price chooses {' or '.join(tariff.others)}" if tariff.others else ""
-        lines.append(f"{title}: {format_number(tariff.value)} {unit} ({tariff.source}{others})")
+        lines.append(f"{title}: {format_number(tariff.value)} {unit} ({tariff.source})")
     return lines
 
 
 def load_recipe(arguments: RecipeFlags) -> Row:
-    """Read the recipe with this key, or with the only key that begins so, from a YAML file."""
+    """Read the recipe with this name, or with the only name that begins so."""
     recipes = _read_file(arguments.recipes, like=RECIPES_FILE, flag="--recipes")
     name = find_name(
         arguments.recipe, list(recipes), what="there is no such recipe", flag="--recipe"
@@ -253,8 +219,9 @@ def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
     found = [row for row in rows if any(name in row["gpus"] for name in names)]
     if not found:
         return None
-    others = tuple(row["name"] for row in found[1:] if "name" in row)
-    return Tariff(float(found[0]["value"]), source_of(found[0]), others)
+    others = " or ".join(row["name"] for row in found[1:] if "name" in row)
+    source = source_of(found[0]) + (f"; --price chooses {others}" if others else "")
+    return Tariff(float(found[0]["value"]), source)
 
 
 def _find_row(name: str, rows: Sequence[Row], *, what: str, flag: str) -> Row:
@@ -277,54 +244,32 @@ def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
     return content
 
 
-def _given_rows(arguments: CostFlags) -> list[Row]:
-    if arguments.tables:
-        raise ConfigError(
-            "both a throughput and a table are given",
-            value=" ".join(map(str, arguments.tables)),
-            allowed="one of the two",
-            flag="TABLE or --images_per_second",
-        )
-    if len(arguments.num_gpus or ()) != 1:
-        raise ConfigError(
-            "a given throughput is for one number of GPUs",
-            value=arguments.num_gpus,
-            allowed="one number",
-            flag="--num_gpus",
-        )
-    return [{**row, "num_gpus": arguments.num_gpus[0]} for row in arguments.images_per_second]
-
-
 def _find_rates(
-    rows: Sequence[Row], sizes: Collection[int], *, num_gpus: Collection[int] | None
+    rows: Sequence[Row], sizes: Collection[int]
 ) -> tuple[dict[int, dict[int, Amount]], list[str]]:
     """Find images/s by number of GPUs and by resolution, in pixels.
 
     Returns:
-        The rates for each number of GPUs with all resolutions, or for every number if none has all;
-        and a line about each number of GPUs that is left out.
+        The rates for each number of GPUs with all resolutions, and a line about each number of GPUs
+        that is left out.
     """
-    chosen = [row for row in rows if num_gpus is None or row["num_gpus"] in num_gpus]
-    if not chosen:
-        raise ConfigError(
-            "no figure has this number of GPUs",
-            value=num_gpus,
-            allowed=", ".join(map(as_text, known_values(rows, "num_gpus"))),
-            flag="--num_gpus; python -m sdbench scaling predict makes figures of others",
-        )
-    rates: dict[int, dict[int, Amount]] = {}
-    for count, of_count in group(chosen, key_of=lambda row: row["num_gpus"]).items():
-        by_size = group(of_count, key_of=lambda row: row.get(IMAGE_SIZE))
-        rates[count] = {size: rate_of(runs) for size, runs in by_size.items() if size in sizes}
-    complete = {count: found for count, found in rates.items() if found.keys() >= set(sizes)}
+    complete: dict[int, dict[int, Amount]] = {}
+    left_out = []
+    for count, of_count in group(rows, key_of=lambda row: row["num_gpus"]).items():
+        by_size = group(of_count, key_of=lambda row: row.get(points.IMAGE_SIZE))
+        if missing := sorted(set(sizes) - by_size.keys()):
+            lacks = " and ".join(f"{size} px" for size in missing)
+            left_out.append(f"left out: {count} GPUs, without a figure at {lacks}")
+        else:
+            complete[count] = {size: points.rate_of(by_size[size]) for size in sizes}
     if not complete:
-        return rates, []
-    return complete, [
-        f"left out: {count} GPUs, without a figure at "
-        + " and ".join(f"{size} px" for size in sorted(set(sizes) - rates[count].keys()))
-        for count in rates
-        if count not in complete
-    ]
+        raise ConfigError(
+            "no number of GPUs has a figure at each resolution of the recipe",
+            value="; ".join(left_out),
+            allowed="figures at " + " and ".join(f"{size} px" for size in sorted(sizes)),
+            flag="TABLE or --recipe",
+        )
+    return complete, left_out
 
 
 COST = (

@@ -13,16 +13,23 @@ machines.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sdbench.analysis import feed_table
+from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
+from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
+from sdbench.report.figures import MEASURED
+from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import NOT_KNOWN, format_number
+from sdbench.scaling import points
 from sdbench.scaling.cost import (
     RecipeFlags,
     describe_recipe,
@@ -31,35 +38,26 @@ from sdbench.scaling.cost import (
     source_of,
 )
 from sdbench.scaling.points import (
-    MODELLED,
-    OUT_HELP,
+    IMAGE_SIZE,
+    RATE,
     Amount,
     Row,
-    in_words,
     range_field,
-    show,
     swap_ends,
     value_field,
     whole_field,
-    write_rows,
 )
-from sdbench.scaling.worker_rates import (
-    DECODER,
-    ENCODER,
-    ENCODING_TRAINER,
-    TRAINER,
-    Rates,
-    RatesFlags,
-    read_rates,
-)
+from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.kinds import (
     NOT_NEGATIVE_NUMBER,
     PATH,
     POSITIVE,
     TEXT,
+    Kind,
     number,
     whole_number,
 )
+from sdbench.settings.ray import RAY
 from sdbench.settings.setting import REQUIRED, setting, shared
 
 DESCRIPTION = """\
@@ -84,6 +82,11 @@ examples:
 
 # More than 1 is not scaling: the rates were measured badly.
 EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
+RATE_OR_RECORD = Kind(
+    f"{RATE.allowed}, or a record",
+    lambda text: (RATE if points.GIVEN_RATE.fullmatch(text) else PATH).parse(text),
+    "TEXT",
+)
 SECONDS_PER_HOUR = 3600
 # Relative rounding error of a quotient that is a whole number.
 ROUNDING = 1e-9
@@ -93,14 +96,59 @@ IN_STEP = "encoders in the step"
 PRECOMPUTED_ONCE = "latents made once, before"
 TRAINERS, ENCODERS, DECODERS = "trainers", "encoders", "decoders"
 COUNTS = ("num_trainers", "num_encoders", "num_decoders")
+# A worker of each kind, and what measures its rate, by the flag of the rates.
+TRAINER, ENCODING_TRAINER = "trainer_rates", "in_step_rates"
+ENCODER, DECODER = "encoder_rates", "decoder_rates"
+WORKERS = {
+    TRAINER: ("one trainer on latents", "benchmark.py --latents precomputed"),
+    ENCODING_TRAINER: (
+        "one trainer with encoders in the step",
+        "benchmark.py with encoders in the step",
+    ),
+    ENCODER: ("one encoder", "precompute without Ray, or data.py --engine ray"),
+    DECODER: (
+        "one decoder",
+        "data.py on pictures, with --engine ray or without --emulate_step_seconds",
+    ),
+}
+# Where the encoders of a record of benchmark.py are.
+PLACES = {TRAINER: PRECOMPUTED, ENCODING_TRAINER: ONLINE}
+# Images/s of one worker by its flag and by resolution, in pixels.
+Rates = Mapping[str, Mapping[int, Amount]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MachinesFlags(RatesFlags):
+class MachinesFlags:
     """Flags of machines."""
 
     recipe: str = shared(RecipeFlags, "recipe")
     recipes: Path | None = shared(RecipeFlags, "recipes")
+    trainer_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
+        REQUIRED,
+        "images/s of one trainer that is given latents: records of benchmark.py, or SIZE=RATE, or "
+        "SIZE=RATE:LOW:HIGH",
+        takes_several=True,
+    )
+    encoder_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
+        REQUIRED,
+        "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
+        takes_several=True,
+    )
+    decoder_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
+        REQUIRED,
+        "images/s of one CPU worker with a core of its own: records of data.py, or so",
+        takes_several=True,
+    )
+    in_step_rates: tuple[Row | Path, ...] = setting(
+        RATE_OR_RECORD,
+        (),
+        "images/s of one trainer that encodes in its step: records of benchmark.py, or so "
+        "(default: this way is left out)",
+        takes_several=True,
+    )
     num_trainers: int = setting(POSITIVE, REQUIRED, "GPUs that train")
     scaling_efficiency: float = setting(
         EFFICIENCY,
@@ -114,47 +162,142 @@ class MachinesFlags(RatesFlags):
         NOT_NEGATIVE_NUMBER, 0.1, "share by which encoders and decoders may do more than is taken"
     )
     trainer_machine: str = setting(TEXT, REQUIRED, "a row under machines in --prices")
-    encoder_machine: str = setting(TEXT, REQUIRED, "likewise")
-    decoder_machine: str | None = setting(
-        TEXT, None, "likewise (default: the CPU cores of the encoders' machines)"
-    )
+    encoder_machine: str = setting(TEXT, REQUIRED, "likewise; its CPU cores decode")
     num_dataset_images: int | None = setting(
         whole_number(1, 10**12),
         None,
         "pictures that are encoded if that is done once (default: those of each stage, none twice)",
     )
     prices: Path | None = shared(RecipeFlags, "prices")
-    out: Path | None = setting(PATH, None, OUT_HELP)
+    out: Path | None = setting(PATH, None, points.OUT_HELP)
+
+
+class Machines(NamedTuple):
+    """Machines of one kind."""
+
+    row: Row
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.number} x {self.row['name']}"
 
 
 def run(flags: MachinesFlags) -> None:
     """Print the machines that a training takes, by where its pictures are encoded."""
     recipe = load_recipe(flags)
     stages = recipe["stages"]
-    rates = read_rates(flags, {stage["image_size"] for stage in stages})
-    machines = {
-        name: load_machine(chosen, flag=f"--{name}_machine", path=flags.prices)
-        for name in ("trainer", "encoder", "decoder")
-        if (chosen := getattr(flags, f"{name}_machine")) is not None
-    }
-    feedings = [_feed(stage["image_size"], rates, machines, flags) for stage in stages]
-    ways = _plan_ways(stages, rates, machines, flags, feedings)
+    rates = _read_rates(flags, {stage["image_size"] for stage in stages})
+    trainer, encoder = (
+        load_machine(chosen, flag=flag, path=flags.prices)
+        for chosen, flag in (
+            (flags.trainer_machine, "--trainer_machine"),
+            (flags.encoder_machine, "--encoder_machine"),
+        )
+    )
+    feedings = [_feed(stage["image_size"], rates, encoder, flags) for stage in stages]
+    ways = _plan_ways(stages, rates, trainer, flags, feedings)
     sums = {way: {"way": way, **_sum(jobs)} for way, jobs in ways.items()}
     jobs = [{"way": way, **job} for way, of_way in ways.items() for job in of_way]
-    lines = describe_recipe(recipe) + _describe_machines(machines, flags) + _describe_rates(rates)
+    lines = [*describe_recipe(recipe), *_describe_machines(trainer, encoder, flags)]
     tables = ((FEEDING, feedings), (JOB, jobs), (WAY, sums.values()))
-    show(lines, *(tabulate(fields, rows) for fields, rows in tables))
+    points.show(
+        lines + _describe_rates(rates), *(tabulate(fields, rows) for fields, rows in tables)
+    )
     print()
     for amount, word, unit in (("cost_usd", "cheapest", "USD"), ("hours", "fastest", "hours")):
         print(_advise({way: row[amount] for way, row in sums.items()}, word=word, unit=unit))
     source = f"recipe {recipe['name']} at rates of one worker"
-    common = {"source": source, "kind": MODELLED, "recipe": recipe["name"]}
-    write_rows(flags.out, [{**common, **job} for job in jobs])
+    common = {"source": source, "kind": points.MODELLED, "recipe": recipe["name"]}
+    points.write_rows(flags.out, [{**common, **job} for job in jobs])
 
 
-def _feed(
-    size: int, rates: Rates, machines: Mapping[str, Row], flags: MachinesFlags
-) -> dict[str, Any]:
+def _read_rates(flags: MachinesFlags, sizes: Collection[int]) -> Rates:
+    """Read the rates of all workers at these resolutions, in pixels, from their flags.
+
+    Three or more records of a resolution give an interval between runs. A record that cannot be
+    read, or has no such rate, is named on stderr and left out.
+    """
+    found: dict[str, dict[int, Amount]] = {}
+    for worker in WORKERS:
+        given = getattr(flags, worker)
+        files = [one for one in given if isinstance(one, Path)]
+        rows, _ = use_each(files, functools.partial(_read_row, worker=worker))
+        rows += [one for one in given if not isinstance(one, Path)]
+        by_size = group(rows, key_of=lambda row: row[IMAGE_SIZE])
+        for size, of_size in by_size.items():
+            configurations = {row.get("configuration") for row in of_size}
+            if len(of_size) > 1 and (len(configurations) > 1 or None in configurations):
+                raise ConfigError(
+                    f"several rates at {size} px are not from runs of one configuration",
+                    value=" ".join(row["source"] for row in of_size),
+                    allowed="one rate for each resolution, or runs that differ in nothing",
+                    flag=f"--{worker}",
+                )
+        if given and not by_size.keys() >= set(sizes):
+            raise ConfigError(
+                f"--{worker} lacks a resolution of the recipe",
+                value=" and ".join(f"{size} px" for size in by_size),
+                allowed="rates at " + " and ".join(f"{size} px" for size in sorted(sizes)),
+                flag=f"--{worker}",
+            )
+        found[worker] = {size: points.rate_of(of_size) for size, of_size in by_size.items()}
+    return found
+
+
+def _read_row(path: Path, *, worker: str) -> Row:
+    record = read_record(path, flag=f"--{worker}")
+    size = record["config"]["image_size"]
+    found = _find_rate(record, worker) if record["status"] == OK else None
+    # A record of several resolutions has a text here.
+    if found is None or not isinstance(size, int):
+        raise ConfigError(
+            "a record has no rate of such a worker at one resolution",
+            value=f"{path}: {kind_of(record)}, {record['status']}, {size} px",
+            allowed=f"records of {WORKERS[worker][1]} that ended well, or SIZE=RATE",
+            flag=f"--{worker}",
+        )
+    rate, interval = found
+    is_training = kind_of(record) == BENCHMARK
+    settings = settings_of(record) if is_training else feed_table.configuration_of(record)
+    return {
+        "source": str(path),
+        "kind": MEASURED,
+        IMAGE_SIZE: size,
+        "images_per_second": rate,
+        "images_per_second_low": interval.get("low"),
+        "images_per_second_high": interval.get("high"),
+        "configuration": as_key(settings),
+    }
+
+
+def _find_rate(
+    record: Mapping[str, Any], worker: str
+) -> tuple[float, Mapping[str, float | None]] | None:
+    """The rate of one worker in a record, and its interval; None if the record has no such rate."""
+    kind, config, summary = kind_of(record), record["config"], record["summary"]
+    name = f"images_per_second_per_{worker.removesuffix('_rates')}"
+    stages = summary.get("ray") or {}
+    if kind == FEED and stages.get(name):
+        return stages[name], stages[f"{name}_interval"] or {}
+    if kind == FEED and worker == DECODER and config["latents"] == ONLINE:
+        name = "images_per_second_per_core"
+    elif (kind == BENCHMARK and place_of_encoders(config) == PLACES.get(worker)) or (
+        # With Ray the rate is that of decoders, encoders and the process together.
+        kind == PRECOMPUTE and worker == ENCODER and config.get("engine") != RAY
+    ):
+        name = "images_per_second_per_device"
+    else:
+        return None
+    # With an emulated step the rate is that of the trainer, and the record has none of a core.
+    if summary[name] is None:
+        return None
+    interval = summary.get("images_per_second_interval") or {}
+    share = summary[name] / summary["images_per_second"]
+    ends = {end: interval.get(end) for end in ("low", "high")}
+    return summary[name], {end: value and share * value for end, value in ends.items()}
+
+
+def _feed(size: int, rates: Rates, encoder: Row, flags: MachinesFlags) -> dict[str, Any]:
     """The encoders and decoders that keep the trainers busy at a resolution, and their machines."""
     trained = flags.num_trainers * flags.scaling_efficiency * rates[TRAINER][size]
     wanted = trained * (1 + flags.margin)
@@ -164,13 +307,8 @@ def _feed(
     )
     num_encoders = flags.num_encoders or int(encoders[0])
     num_decoders = flags.num_decoders or int(decoders[0])
-    encoding = machines["encoder"]
-    decoding = machines.get("decoder", encoding)
-    for_encoders = math.ceil(num_encoders / encoding["num_devices"])
-    for_decoders = math.ceil(num_decoders / decoding["num_cpu_cores"])
-    beside = [(encoding, for_encoders), (decoding, for_decoders)]
-    if "decoder" not in machines:  # the decoders are on the cores of the encoders' machines
-        beside = [(encoding, max(for_encoders, for_decoders))]
+    for_encoders = math.ceil(num_encoders / encoder["num_devices"])
+    for_decoders = math.ceil(num_decoders / encoder["num_cpu_cores"])
     return {
         "image_size": size,
         "trained": trained,
@@ -178,14 +316,14 @@ def _feed(
         "decoders_needed": decoders,
         "num_encoders": num_encoders,
         "num_decoders": num_decoders,
-        "machines": beside,
+        "machines": Machines(encoder, max(for_encoders, for_decoders)),
     }
 
 
 def _plan_ways(
     stages: Sequence[Row],
     rates: Rates,
-    machines: Mapping[str, Row],
+    trainer: Row,
     flags: MachinesFlags,
     feedings: Sequence[Mapping[str, Any]],
 ) -> dict[str, list[Row]]:
@@ -194,9 +332,8 @@ def _plan_ways(
     Encoders in the step are left out if their rate is not known.
     """
     ways: dict[str, list[Row]] = {ONLINE_PREPROCESSING: [], IN_STEP: [], PRECOMPUTED_ONCE: []}
-    trainer = machines["trainer"]
-    trainers = (trainer, math.ceil(flags.num_trainers / trainer["num_devices"]))
-    num_own_decoders = trainers[1] * trainer["num_cpu_cores"]
+    trainers = Machines(trainer, math.ceil(flags.num_trainers / trainer["num_devices"]))
+    num_own_decoders = trainers.number * trainer["num_cpu_cores"]
     training_ranks = {"num_trainers": flags.num_trainers}
     for stage, feeding in zip(stages, feedings, strict=True):
         size = stage["image_size"]
@@ -207,7 +344,7 @@ def _plan_ways(
         # Workers whose number follows from the need are fast enough.
         at_work = training | (encoding if flags.num_encoders else {})
         at_work |= decoding if flags.num_decoders else {}
-        both = [trainers, *feeding["machines"]]
+        both = [trainers, feeding["machines"]]
         ways[ONLINE_PREPROCESSING].append(_make_job(stage, at_work, both, training_ranks | beside))
         if size in rates[ENCODING_TRAINER]:
             rate = flags.num_trainers * flags.scaling_efficiency * rates[ENCODING_TRAINER][size]
@@ -216,10 +353,10 @@ def _plan_ways(
             ways[IN_STEP].append(_make_job(stage, at_work, [trainers], counts))
         once = {**stage, "num_images": flags.num_dataset_images or stage["num_images"]}
         ways[PRECOMPUTED_ONCE] += [
-            _make_job(once, encoding | decoding, feeding["machines"], beside),
+            _make_job(once, encoding | decoding, [feeding["machines"]], beside),
             _make_job(stage, training, [trainers], training_ranks),
         ]
-    if len(ways[IN_STEP]) < len(stages):
+    if not ways[IN_STEP]:
         del ways[IN_STEP]
     return ways
 
@@ -227,7 +364,7 @@ def _plan_ways(
 def _make_job(
     stage: Row,
     at_work: Mapping[str, Amount],
-    machines: Sequence[tuple[Row, int]],
+    machines: Sequence[Machines],
     counts: Mapping[str, int],
 ) -> Row:
     """A stage of the training, or the encoding of its data set, at the pace of the slowest.
@@ -239,18 +376,18 @@ def _make_job(
     # Comparisons with NaN are False: without an interval no other worker counts as the slowest.
     slowest = [names[0], *(name for name in names[1:] if at_work[name][1] < lowest[2])]
     # NaN for an end that one of them lacks.
-    rate = reduce(np.minimum, at_work.values())
+    rate = functools.reduce(np.minimum, at_work.values())
     hours = stage["num_images"] / swap_ends(rate) / SECONDS_PER_HOUR
     work = "train" if "num_trainers" in counts else "encode"
     return {
         "job": f"{work} at {stage['image_size']} px",
         **stage,
         **{name: counts.get(name, 0) for name in COUNTS},
-        "machines": _count_machines(machines),
+        "machines": ", ".join(map(str, machines)),
         "images_per_second": rate,
         "slowest": " or ".join(slowest),
         "hours": hours,
-        "cost_usd": hours * sum(number * machine["value"] for machine, number in machines),
+        "cost_usd": hours * sum(each.number * each.row["value"] for each in machines),
     }
 
 
@@ -261,8 +398,8 @@ def _sum(jobs: Sequence[Row]) -> Row:
     }
 
 
-def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> list[str]:
-    by_name = {machine["name"]: machine for machine in machines.values()}
+def _describe_machines(trainer: Row, encoder: Row, flags: MachinesFlags) -> list[str]:
+    by_name = {machine["name"]: machine for machine in (trainer, encoder)}
     return [
         f"assumed: scaling efficiency {flags.scaling_efficiency:g} of {flags.num_trainers} "
         f"trainers, and a margin of {flags.margin:.0%} for encoders and decoders",
@@ -276,9 +413,9 @@ def _describe_machines(machines: Mapping[str, Row], flags: MachinesFlags) -> lis
 
 def _describe_rates(rates: Rates) -> list[str]:
     return [
-        f"images/s of {worker.name}: "
+        f"images/s of {WORKERS[worker][0]}: "
         + ", ".join(
-            f"{format_number(rate[0])} ({in_words(rate, unknown=NOT_KNOWN)}) at {size} px"
+            f"{format_number(rate[0])} ({points.in_words(rate, unknown=NOT_KNOWN)}) at {size} px"
             for size, rate in sorted(by_size.items())
         )
         for worker, by_size in rates.items()
@@ -298,10 +435,6 @@ def _advise(amounts: Mapping[str, Amount], *, word: str, unit: str) -> str:
     return f"{sentence}."
 
 
-def _count_machines(machines: Sequence[tuple[Row, int]]) -> str:
-    return ", ".join(f"{number} x {machine['name']}" for machine, number in machines)
-
-
 FEEDING = (
     Field("px", "image_size"),
     value_field("trainers take, images/s", "trained", digits=5),
@@ -311,7 +444,7 @@ FEEDING = (
     whole_field("decoders needed", "decoders_needed"),
     range_field("low to high", "decoders_needed", unknown=NOT_KNOWN),
     Field("planned", lambda row: f"{row['num_encoders']} encoders, {row['num_decoders']} decoders"),
-    Field("on", lambda row: _count_machines(row["machines"])),
+    Field("on", "machines"),
 )
 HOURS = (
     value_field("hours", "hours", digits=5),

@@ -18,17 +18,8 @@ from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
 from sdbench.report.tables import Cell, Table, make_table
-from sdbench.scaling.points import (
-    MODELLED,
-    OUT_HELP,
-    BatchFlags,
-    Row,
-    make_setups,
-    phase_seconds,
-    setup_columns,
-    show,
-    write_rows,
-)
+from sdbench.scaling import points
+from sdbench.scaling.points import BatchFlags, Row
 from sdbench.scaling.predict import SETUP
 from sdbench.settings.kinds import (
     NOT_NEGATIVE_NUMBER,
@@ -116,7 +107,7 @@ class OverheadFlags(BatchFlags):
     network_gb_per_s: float = setting(
         POSITIVE_NUMBER, 50.0, "what a GPU sends to other nodes, in GB/s"
     )
-    out: Path | None = setting(PATH, None, OUT_HELP)
+    out: Path | None = setting(PATH, None, points.OUT_HELP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,18 +137,18 @@ class Step:
 def run(arguments: OverheadFlags) -> None:
     """Print what changes of the overhead give, and write it to the file of --out."""
     step = _read_step(arguments)
-    setups = make_setups(
+    setups = points.make_setups(
         arguments, global_batch=arguments.global_batch, micro_batch=step.micro_batch
     )
-    common = {"source": step.source, "kind": MODELLED}
+    common = {"source": step.source, "kind": points.MODELLED}
     rows = [
         {**common, "change": name, "with_those_above": is_together, **row}
         for index, name in enumerate((AS_IT_IS, *arguments.changes))
         for is_together, made in ((False, (name,)), (True, arguments.changes[:index]))
         for row in _add_efficiency([_forecast(step, arguments, made, one) for one in setups])
     ]
-    show(_describe(step, arguments, setups), _tabulate(rows))
-    write_rows(arguments.out, rows)
+    points.show(_describe(step, arguments, setups), _tabulate(rows))
+    points.write_rows(arguments.out, rows)
 
 
 def _add_efficiency(forecasts: Sequence[Row]) -> list[Row]:
@@ -202,7 +193,7 @@ def _forecast(step: Step, links: OverheadFlags, made: Collection[str], setup: Se
     work_s = setup.num_micro_batches * step.of_micro_batch(*WORK)
     step_time_s = work_s + sum(overhead_s.values())
     return {
-        **setup_columns(setup),
+        **points.setup_columns(setup),
         "images_per_second": setup.images_per_step / step_time_s,
         "step_time_s": step_time_s,
         **{f"{part}_s": value for part, value in overhead_s.items()},
@@ -271,7 +262,7 @@ def _read_step(arguments: OverheadFlags) -> Step:
             gradient_bytes=4 * arguments.num_parameters,
         )
     record = read_record(arguments.record, flag="--record")
-    seconds = phase_seconds(record)
+    seconds = points.phase_seconds(record)
     if seconds is None:
         raise ConfigError(
             "the record does not say how long the phases of a step take",

@@ -13,30 +13,9 @@ from collections.abc import Mapping, Sequence
 from sdbench.base.errors import ConfigError
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
-from sdbench.scaling.cost import (
-    COST,
-    PRICES_FILE,
-    RecipeFlags,
-    describe_recipe,
-    describe_tariffs,
-    estimate,
-    load_power,
-    load_price,
-    load_recipe,
-)
-from sdbench.scaling.points import (
-    COUNTS,
-    IMAGE_SIZE,
-    Row,
-    check_one_kind,
-    first_known,
-    in_words,
-    known_values,
-    parse_counts,
-    read_rows,
-    show,
-    split_batch,
-)
+from sdbench.scaling import cost, points
+from sdbench.scaling.cost import RecipeFlags
+from sdbench.scaling.points import IMAGE_SIZE, Row
 from sdbench.scaling.predict import FitFlags, fit_to_predict
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER
 from sdbench.settings.setting import setting
@@ -68,7 +47,7 @@ class PlanFlags(RecipeFlags, FitFlags):
     """Flags of plan."""
 
     num_gpus: tuple[int, ...] | None = setting(
-        COUNTS, None, f"numbers to try (default: {DEFAULT_GPU_COUNTS}, up to the batch)"
+        points.COUNTS, None, f"numbers to try (default: {DEFAULT_GPU_COUNTS}, up to the batch)"
     )
     global_batch: int | None = setting(POSITIVE, None, "(default: that of the recipe)")
     max_days: float | None = setting(POSITIVE_NUMBER, None, "longest that it may take")
@@ -84,18 +63,18 @@ def run(arguments: PlanFlags) -> None:
             allowed="a number of days or a sum",
             flag="--max_days or --max_cost",
         )
-    recipe = load_recipe(arguments)
+    recipe = cost.load_recipe(arguments)
     limits = {"days_to_train": arguments.max_days, "cost_usd": arguments.max_cost}
-    rows = read_rows(arguments)
-    check_one_kind(rows)
-    gpu = first_known(rows, "gpu")
-    price, power = load_price(gpu, arguments), load_power(gpu, arguments)
+    rows = points.read_rows(arguments)
+    points.check_one_kind(rows)
+    gpu = points.first_known(rows, "gpu")
+    price, power = cost.load_price(gpu, arguments), cost.load_power(gpu, arguments)
     if arguments.max_cost is not None and price is None:
         raise ConfigError(
             "a maximum cost is set and the price of this GPU is unknown",
             value=gpu,
             allowed="a GPU with a row under prices, or a price",
-            flag=f"--price, or a row for it in {(arguments.prices or PRICES_FILE).name}",
+            flag=f"--price, or a row for it in {(arguments.prices or cost.PRICES_FILE).name}",
         )
     laws = _fit_stages(rows, recipe, arguments)
     global_batch = arguments.global_batch or recipe["global_batch"]
@@ -106,7 +85,7 @@ def run(arguments: PlanFlags) -> None:
             for size, law in laws.items()
         }
         rates = {size: one.images_per_second for size, one in fastest.items()}
-        found = estimate(recipe, rates, num_gpus=num_gpus, price=price, power=power)
+        found = cost.estimate(recipe, rates, num_gpus=num_gpus, price=price, power=power)
         predictions = list(fastest.values())
         candidates.append(
             {
@@ -125,16 +104,16 @@ def run(arguments: PlanFlags) -> None:
         return "<- best " * (row is best) + "extrapolated" * row["extrapolated"]
 
     fields = (
-        *COST,
+        *cost.COST,
         Field("micro-batch", lambda row: ", ".join(row["micro_batches"])),
         Field("images/step", "images_per_step"),
         Field("fits", "fits"),
         Field("note", note),
     )
     described = _describe_limits(limits)
-    lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power)]
+    lines = [*cost.describe_recipe(recipe), *cost.describe_tariffs(gpu, price, power)]
     lines += [f"limits: {described}", f"global batch: {global_batch}"]
-    show(lines, tabulate(fields, candidates))
+    points.show(lines, tabulate(fields, candidates))
     print(f"\n{_advise(candidates, best, limits=described)}")
 
 
@@ -147,7 +126,7 @@ def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[
             raise ConfigError(
                 f"the recipe {recipe['name']} has a stage at {size} px, and the tables have no "
                 "figure there",
-                value=known_values(rows, IMAGE_SIZE),
+                value=points.known_values(rows, IMAGE_SIZE),
                 allowed="figures at every resolution of the recipe",
                 flag="TABLE, --where or --recipe",
             )
@@ -156,7 +135,7 @@ def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[
 
 
 def _gpu_counts(arguments: PlanFlags, global_batch: int) -> Sequence[int]:
-    default = parse_counts(DEFAULT_GPU_COUNTS)
+    default = points.parse_counts(DEFAULT_GPU_COUNTS)
     counts = arguments.num_gpus or [count for count in default if count <= global_batch]
     return counts or default  # which a smaller batch cannot be divided among
 
@@ -167,7 +146,7 @@ def _predict_fastest(
     """The prediction with this micro-batch, or with the fastest of the figures."""
     sizes = law.micro_batches if micro_batch is None else [micro_batch]
     setups = [
-        split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=size)
+        points.split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=size)
         for size in sizes
     ]
     return max(map(law.predict, setups), key=lambda one: one.images_per_second[0])
@@ -208,7 +187,7 @@ def _describe(row: Row) -> str:
     sizes = " and ".join(dict.fromkeys(row["micro_batches"]))
     text = "1 GPU" if row["num_gpus"] == 1 else f"{row['num_gpus']} GPUs"
     text += f" with micro-batch {sizes}: {format_number(row['days_to_train'][0])} days"
-    if interval := in_words(row["days_to_train"], unknown=""):
+    if interval := points.in_words(row["days_to_train"], unknown=""):
         text += f" ({interval})"
     if math.isnan(row["cost_usd"][0]):
         return f"{text}, {row['gpu_hours'][0]:,.0f} GPU-hours"

@@ -9,27 +9,18 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError
 from sdbench.report.figures import as_text
 from sdbench.report.tables import Cell, Field, tabulate
+from sdbench.scaling import points
 from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
-    MODELLED,
-    OUT_HELP,
     BatchFlags,
     Row,
     TableFlags,
-    check_one_kind,
-    describe_sources,
     first_known,
     known_values,
-    make_amount,
-    make_points,
-    make_setups,
     range_field,
-    read_rows,
     setup_columns,
-    show,
     value_field,
-    write_rows,
 )
 from sdbench.settings.kinds import PATH, POSITIVE
 from sdbench.settings.setting import setting, shared
@@ -99,29 +90,29 @@ class PredictFlags(FitFlags, BatchFlags):
     global_batch: int | None = shared(
         BatchFlags, "global_batch", help="strong scaling (default: that of the figures)"
     )
-    out: Path | None = setting(PATH, None, OUT_HELP)
+    out: Path | None = setting(PATH, None, points.OUT_HELP)
 
 
 def run_fit(arguments: FitFlags) -> None:
     """Fit the law, and print the constants and the error at each figure."""
-    rows = read_rows(arguments)
+    rows = points.read_rows(arguments)
     law = _fit(rows, arguments)
     constants = [{"constant": term, "seconds": law.constant(term)} for term in law.terms]
     errors = law.errors()
-    points = [
+    figures = [
         {
             **setup_columns(point.setup),
             "step_time_s": point.step_time_s,
-            "images_per_second": make_amount(point.images_per_second),
+            "images_per_second": points.make_amount(point.images_per_second),
             "law": point.setup.images_per_step / law.step_time_s(point.setup),
             "error": Cell(f"{error:+.1%}", error),
         }
         for point, error in zip(law.points, errors, strict=True)
     ]
-    show(
+    points.show(
         _describe_figures(rows, law),
         tabulate(CONSTANT, constants),
-        tabulate((*FIGURE, *LAW), points),
+        tabulate((*FIGURE, *LAW), figures),
     )
     largest = max(map(abs, errors))
     print(f"\nerror of {len(errors)} figures: mean {law.mean_error:.2%}, max {largest:.2%}")
@@ -134,17 +125,17 @@ def run_fit(arguments: FitFlags) -> None:
 
 def run_predict(arguments: PredictFlags) -> None:
     """Print the predictions for other GPU counts, and write them to the file of --out."""
-    rows = read_rows(arguments)
+    rows = points.read_rows(arguments)
     law = fit_to_predict(rows, arguments)
     global_batch = _global_batch(rows, arguments)
-    setups = make_setups(
+    setups = points.make_setups(
         arguments, global_batch=global_batch, micro_batch=_micro_batch(law, arguments)
     )
     predictions = [law.predict(setup) for setup in setups]
     names = " and ".join(path.name for path in arguments.tables)
     common = {
-        "source": f"step law fitted to {names} ({describe_sources(rows)})",
-        "kind": MODELLED,
+        "source": f"step law fitted to {names} ({points.describe_sources(rows)})",
+        "kind": points.MODELLED,
         **{column: first_known(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)},
     }
     found = [
@@ -154,8 +145,8 @@ def run_predict(arguments: PredictFlags) -> None:
     kind = f"strong scaling: a global batch of {global_batch}"
     if global_batch is None:
         kind = f"weak scaling: {arguments.device_batch} images of each GPU in a step"
-    show([*_describe_figures(rows, law), kind], tabulate((*FIGURE, *PREDICTION), found))
-    write_rows(arguments.out, found)
+    points.show([*_describe_figures(rows, law), kind], tabulate((*FIGURE, *PREDICTION), found))
+    points.write_rows(arguments.out, found)
 
 
 def fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
@@ -173,9 +164,9 @@ def fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
 
 
 def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
-    check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
-    points = make_points(rows, micro_batch=arguments.micro_batch)
-    return fit_law(points, gpus_per_node=arguments.num_gpus_per_node)
+    points.check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
+    figures = points.make_points(rows, micro_batch=arguments.micro_batch)
+    return fit_law(figures, gpus_per_node=arguments.num_gpus_per_node)
 
 
 def _micro_batch(law: StepLaw, arguments: FitFlags) -> int:

@@ -35,6 +35,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,17 +108,12 @@ class Point:
         return self.setup.images_per_step / self.images_per_second
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The prediction of a law for a setup.
 
-    Attributes:
-        setup: The setup.
-        step_time_s: Seconds of a step.
-        images_per_second: Images/s of all GPUs, and the ends of the 95 % interval of a figure
-            measured there; NaN if there is no bound but 0.
-        is_extrapolated: True if GPUs, images of a GPU, micro-batch, or their leverage on all terms
-            lie beyond the figures.
+    ``images_per_second`` are those of all GPUs and the ends of the 95 % interval of a figure
+    measured there; NaN if there is no bound but 0. It ``is_extrapolated`` if GPUs, images of a GPU,
+    micro-batch, or their leverage on all terms lie beyond the figures.
     """
 
     setup: Setup
@@ -137,11 +133,9 @@ class StepLaw:
         relative_error: Standard deviation of a figure from the law, as a fraction.
         degrees_of_freedom: Number of figures minus that of the constants above 0 in the fit of all
             terms (Meyer and Woodroofe, 2000, on least squares of constants that are not negative).
-        gpus_per_node: GPUs of a node, for the communication term.
-        points: The points that were fitted.
-        equations: Rows and targets of the points for all terms, by the hidden share.
-        limit: The largest sum of squares of constants that agree with the points.
-        notes: Terms that the points do not determine, in words.
+        figures: What was fitted.
+        limit: The largest sum of squares of constants that agree with the figures.
+        notes: Terms that the figures do not determine, in words.
     """
 
     terms: tuple[str, ...]
@@ -149,11 +143,14 @@ class StepLaw:
     hidden_share: float
     relative_error: float
     degrees_of_freedom: int
-    gpus_per_node: int
-    points: tuple[Point, ...]
-    equations: dict[float, tuple[np.ndarray, np.ndarray]]
+    figures: _Figures
     limit: float
     notes: tuple[str, ...]
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """The points that were fitted."""
+        return self.figures.points
 
     def constant(self, term: str) -> tuple[float, float, float]:
         """Return the constant of a term and the ends of its 95 % interval, in seconds.
@@ -168,7 +165,7 @@ class StepLaw:
             if term == OVERHEAD_WITH_COMMUNICATION:
                 most = max((point.setup for point in self.points), key=lambda one: one.num_gpus)
                 overhead = np.array([one == OVERHEAD for one in ALL_TERMS], dtype=float)
-                return overhead + _factors(most, self.gpus_per_node, hidden_share)[1]
+                return overhead + self.figures.factors(most, hidden_share)[1]
             counts = {term: 1.0}
             if term == MICRO_BATCH:
                 counts[COMMUNICATION] = hidden_share
@@ -189,7 +186,7 @@ class StepLaw:
 
     def step_time_s(self, setup: Setup) -> float:
         """Return the seconds of a step by the law."""
-        factors = self._factors(setup, self.hidden_share)
+        factors = self.figures.factors(setup, self.hidden_share).sum(axis=0)
         return float(factors[_columns(self.terms)] @ np.asarray(self.seconds))
 
     def predict(self, setup: Setup) -> Prediction:
@@ -210,7 +207,7 @@ class StepLaw:
             )
         step_time_s = self.step_time_s(setup)
         low_s, high_s = self._ends(
-            step_time_s, lambda share: self._factors(setup, share, hides_in=share)
+            step_time_s, lambda share: self.figures.factors(setup, share, share).sum(axis=0)
         )
         doublings = self._doublings_beyond(setup)
         own = t_quantile(self.degrees_of_freedom) * self.relative_error * math.hypot(1, doublings)
@@ -233,7 +230,7 @@ class StepLaw:
         """Return the ends over all regions, from a function of the hidden share to factors."""
         ranges = [
             find_range(*equations, factors(share), limit=self.limit)
-            for share, equations in self.equations.items()
+            for share, equations in self.figures.regions.items()
         ]
         lows, highs = zip(*filter(None, ranges), strict=True)
         return min(value, *lows), max(value, *highs)
@@ -247,11 +244,6 @@ class StepLaw:
             for values in [[getattr(point.setup, name) for point in self.points]]
         )
 
-    def _factors(
-        self, setup: Setup, hidden_share: float = 0.0, *, hides_in: float = 0.0
-    ) -> np.ndarray:
-        return _factors(setup, self.gpus_per_node, hidden_share, hides_in).sum(axis=0)
-
     def _is_within(self, setup: Setup) -> bool:
         """Return True if a setup has at most the largest leverage of a figure.
 
@@ -259,12 +251,14 @@ class StepLaw:
         law. It finds extrapolation that no single number shows (Montgomery, Peck and Vining,
         Introduction to Linear Regression Analysis, section 3.8).
         """
-        rows, _ = self.equations[0.0]
+        rows, _ = self.figures.regions[0.0]
         # A term that no figure has makes a setup that has it lie far beyond them.
         sizes = np.maximum(np.linalg.norm(rows, axis=0), ROUNDING**2)
         inverse = np.linalg.pinv(rows / sizes, rcond=ROUNDING)
         setups = (setup, *(point.setup for point in self.points))
-        factors = [self._factors(one) / self.step_time_s(one) / sizes for one in setups]
+        factors = [
+            self.figures.factors(one).sum(axis=0) / self.step_time_s(one) / sizes for one in setups
+        ]
         told = np.linalg.norm(factors[0] @ inverse @ (rows / sizes))
         leverages = np.linalg.norm(factors @ inverse, axis=1) ** 2
         is_told = told >= (1 - ROUNDING) * np.linalg.norm(factors[0])
@@ -328,12 +322,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         hidden_share=law.hidden_share,
         relative_error=relative_error,
         degrees_of_freedom=degrees,
-        gpus_per_node=gpus_per_node,
-        points=tuple(points),
-        equations={
-            share: figures.equations(ALL_TERMS, share, hides_in=share)
-            for share in figures.hidden_shares
-        },
+        figures=figures,
         limit=limit,
         notes=tuple(notes),
     )
@@ -355,25 +344,52 @@ class _Figures:
     """Points as linear equations in the constants of terms."""
 
     def __init__(self, points: Sequence[Point], gpus_per_node: int) -> None:
-        self._points, self._gpus_per_node = points, gpus_per_node
-        self.nums_nodes = sorted({_num_nodes(point.setup, gpus_per_node) for point in points})
+        self.points, self._gpus_per_node = tuple(points), gpus_per_node
+        self.nums_nodes = sorted({self._num_nodes(point.setup) for point in points})
         self.have_phases = any(point.communication_s is not None for point in points)
         # The exposed share, one more than hides, is linear between two of these hidden shares.
         self.hidden_shares = [
             0.0,
             *(communication_share(number) for number in self.nums_nodes if number > 1),
         ]
+        # All terms, by the share that hides.
+        self.regions = {
+            share: self.equations(ALL_TERMS, share, share) for share in self.hidden_shares
+        }
+
+    def _num_nodes(self, setup: Setup) -> int:
+        return math.ceil(setup.num_gpus / self._gpus_per_node)
+
+    def factors(self, setup: Setup, hidden_share: float = 0.0, hides_in: float = 0.0) -> np.ndarray:
+        """Return the factors of `ALL_TERMS` in what a GPU computes and waits for, (2, terms).
+
+        With `hides_in`, a share of the communication, in every micro-batch, the constant of a
+        micro-batch is the time beyond that. It is not negative: no more can hide.
+        """
+        work = {
+            MICRO_BATCH: setup.num_micro_batches,
+            IMAGE: setup.device_batch,
+            OVERHEAD: 1,
+            COMMUNICATION: hides_in * setup.num_micro_batches,
+        }
+        share = communication_share(self._num_nodes(setup))
+        waiting = {
+            NODE: communication_share(min(setup.num_gpus, self._gpus_per_node)),
+            COMMUNICATION: max(0.0, share - hidden_share),
+            LATENCY: setup.num_gpus - 1,
+        }
+        return np.array([[part.get(term, 0.0) for term in ALL_TERMS] for part in (work, waiting)])
 
     def equations(
-        self, terms: Sequence[str], hidden_share: float = 0.0, *, hides_in: float = 0.0
+        self, terms: Sequence[str], hidden_share: float = 0.0, hides_in: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return factors of the constants, (equations, terms), and their sums, over the step time.
 
         A point is one equation, or two if its communication is known.
         """
         rows, targets = [], []
-        for point in self._points:
-            factors = _factors(point.setup, self._gpus_per_node, hidden_share, hides_in)
+        for point in self.points:
+            factors = self.factors(point.setup, hidden_share, hides_in)
             seconds = [point.step_time_s]
             if point.communication_s is None:
                 factors = factors.sum(axis=0, keepdims=True)
@@ -389,11 +405,9 @@ class _Figures:
         sizes = np.linalg.norm(rows, axis=0)
         return bool(sizes.all()) and np.linalg.matrix_rank(rows / sizes) == len(terms)
 
-    def fit(
-        self, terms: Sequence[str], hidden_share: float = 0.0, *, hides_in: float = 0.0
-    ) -> _Fit:
+    def fit(self, terms: Sequence[str], hidden_share: float = 0.0, hides_in: float = 0.0) -> _Fit:
         """Fit the constants of these terms."""
-        rows, targets = self.equations(terms, hidden_share, hides_in=hides_in)
+        rows, targets = self.equations(terms, hidden_share, hides_in)
         seconds, square_sum = fit_non_negative(rows, targets)
         kept = seconds > NO_TIME_S
         rows, seconds = rows[:, kept], seconds[kept]
@@ -431,46 +445,19 @@ class _Figures:
 
     def uncertainty(self, law: _Fit) -> tuple[float, float, int]:
         """Return the limit of the regions, the relative error of a figure and its degrees."""
-        fits = [self.fit(ALL_TERMS, share, hides_in=share) for share in self.hidden_shares]
+        fits = [self.fit(ALL_TERMS, share, share) for share in self.hidden_shares]
         best = min(fits, key=lambda fit: fit.square_sum)
         square_sum, degrees = best.square_sum, best.degrees_of_freedom - (best.hidden_share > 0)
         if degrees < 1:
             square_sum, degrees = law.square_sum, law.degrees_of_freedom
         variance = square_sum / degrees
-        doubt = max(t_quantile(degrees) ** 2 * variance, len(self._points) * ROUNDING**2)
+        doubt = max(t_quantile(degrees) ** 2 * variance, len(self.points) * ROUNDING**2)
         return best.square_sum + doubt, math.sqrt(variance), degrees
 
 
 def _columns(terms: Sequence[str]) -> list[int]:
     names = {OVERHEAD_WITH_COMMUNICATION: OVERHEAD}
     return [ALL_TERMS.index(names.get(term, term)) for term in terms]
-
-
-def _factors(
-    setup: Setup, gpus_per_node: int, hidden_share: float, hides_in: float = 0.0
-) -> np.ndarray:
-    """Return the factors of `ALL_TERMS` in what a GPU computes and what it waits for, (2, terms).
-
-    With `hides_in`, a share of the communication, in every micro-batch, the constant of a
-    micro-batch is the time beyond that. It is not negative: no more can hide.
-    """
-    share = communication_share(_num_nodes(setup, gpus_per_node))
-    work = {
-        MICRO_BATCH: setup.num_micro_batches,
-        IMAGE: setup.device_batch,
-        OVERHEAD: 1,
-        COMMUNICATION: hides_in * setup.num_micro_batches,
-    }
-    waiting = {
-        NODE: communication_share(min(setup.num_gpus, gpus_per_node)),
-        COMMUNICATION: max(0.0, share - hidden_share),
-        LATENCY: setup.num_gpus - 1,
-    }
-    return np.array([[part.get(term, 0.0) for term in ALL_TERMS] for part in (work, waiting)])
-
-
-def _num_nodes(setup: Setup, gpus_per_node: int) -> int:
-    return math.ceil(setup.num_gpus / gpus_per_node)
 
 
 def communication_share(num_nodes: int) -> float:

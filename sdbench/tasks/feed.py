@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
+from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.plan.draft import Draft
+from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
@@ -28,6 +31,8 @@ from sdbench.settings.request import Request
 
 # The seeds' number of workers, where there are as many cores.
 MAX_DEFAULT_WORKERS = 8
+# Batches that wait at a trainer of Ray Data: the one it takes, and the next one.
+NUM_AT_TRAINER = 2
 
 
 class Feed(Task):
@@ -55,16 +60,24 @@ class Feed(Task):
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
         self._settings = _resolve(self.request, machine, ranks)
+        options: dict[str, Any] = {}
         if self._settings.engine == RAY:
-            from sdbench.tasks import ray_feed
-
-            self._source = ray_feed.make_source(self._settings, machine=machine, ranks=ranks)
-        else:
-            self._source = SourceConfig.from_settings(
-                self._settings,
-                device_batch_size=self._settings.batch_size,
-                pin_memory=machine.device_type == "cuda",
-            )
+            architecture = _architecture(self._settings)
+            architecture.check_image_size(self._settings.image_size)
+            options = {
+                "num_workers": 0,
+                "rank": ranks.rank,
+                "world_size": ranks.world_size,
+                "tokenizer_folder": architecture.tokenizer_folder,
+                "pad_token_id": architecture.tokenizer["pad_token_id"],
+                "text_embedding_dim": architecture.text_encoder["hidden_size"],
+            }
+        self._source = SourceConfig.from_settings(
+            self._settings,
+            device_batch_size=self._settings.batch_size // ranks.world_size,
+            pin_memory=machine.device_type == "cuda",
+            **options,
+        )
         self._num_samples = data.check(self._source)
 
     def make_folder(self) -> Path:
@@ -77,19 +90,24 @@ class Feed(Task):
 
     def for_person(self) -> str:
         """The source and the window."""
-        if self._settings.engine == RAY:
-            from sdbench.tasks import ray_feed
-
-            return ray_feed.describe(self._settings, self._source)
         settings = self._settings
         place = settings.streams or settings.remote or settings.local
+        where = f" from {place!r}" if place else ""
+        window = f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured"
+        if settings.engine == RAY:
+            return (
+                f"Ray Data reads {settings.data_format} images{where} and encodes them by "
+                f"{settings.model_name} at {settings.image_size} px: num_decoders "
+                f"{settings.num_decoders}, num_encoders {settings.num_encoders}; "
+                f"{self._source.world_size} emulated trainers of "
+                f"{self._source.device_batch_size} images a step; {window} steps"
+            )
         kind = "latents" if self._source.wants_latents else "images"
         size = "" if self._num_samples is None else f" ({self._num_samples} samples)"
         return (
-            f"Reading {settings.data_format} {kind}{f' from {place!r}' if place else ''}{size} at "
-            f"{settings.image_size} px: batch_size {settings.batch_size}, num_workers "
-            f"{settings.num_workers}, prefetch_factor {settings.prefetch_factor}; "
-            f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured batches"
+            f"Reading {settings.data_format} {kind}{where}{size} at {settings.image_size} px: "
+            f"batch_size {settings.batch_size}, num_workers {settings.num_workers}, "
+            f"prefetch_factor {settings.prefetch_factor}; {window} batches"
         )
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
@@ -101,15 +119,50 @@ class Feed(Task):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Measure."""
-        if self._settings.engine == RAY:
-            from sdbench.tasks import ray_feed
-
-            measured = ray_feed.measure(self._settings, self._source, ranks=self._ranks, run=run)
-        else:
-            measured = _measure(self._settings, self._source, self._machine)
+        measured = self._measure(run)
         is_first = self._ranks.rank == 0
         facts = describe_data_or_warn(self._settings) if is_first else None
         return {"summary": measured, "data": facts}
+
+    def _measure(self, run: Run) -> dict[str, Any]:
+        """The figures of the measured window."""
+        from sdbench.measure.feed import measure_feed, summarize_feed
+
+        settings, ranks, is_on_ray = self._settings, self._ranks, self._settings.engine == RAY
+        step_s = settings.emulate_step_seconds or 0.0
+        num_batches, num_warmup = settings.num_batches, settings.num_warmup_batches
+        if is_on_ray:
+            from sdbench.tasks.ray_feed import OnlineFeed
+
+            loader: Any = OnlineFeed(
+                settings,
+                self._source,
+                architecture=_architecture(settings),
+                num_stored=_count_stored(settings, ranks),
+                ranks=ranks,
+                heartbeat=run.heartbeat,
+            )
+        else:
+            loader = data.build(self._source)
+        num_images = (num_warmup + num_batches) * settings.batch_size
+        with Progress(num_images, unit="image", enabled=ranks.rank == 0) as progress:
+            feed = measure_feed(
+                loader,
+                num_warmup_batches=num_warmup,
+                num_batches=num_batches,
+                max_seconds=settings.max_seconds or math.inf,
+                step_s=step_s,
+                observe=lambda: progress.advance(settings.batch_size),
+            )
+        if is_on_ray:
+            return loader.summarize(feed, folder=run.folder)
+        return summarize_feed(
+            feed,
+            num_workers=settings.num_workers,
+            num_cpu_cores=self._machine.num_cpu_cores,
+            step_s=step_s,
+            target_images_per_second=settings.target_images_per_second,
+        )
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
@@ -127,13 +180,15 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
         print("No --remote, --local or --streams: measuring synthetic data.")
     draft.chosen.pop("data_format", None)
     if settings.engine == RAY:
-        from sdbench.tasks import ray_feed
-
-        ray_feed.check(settings, ranks)
+        _check_trainers(settings, ranks)
+        num_stored = _count_stored(settings, ranks)
         if settings.encoder_dtype is None:
-            dtype = ray_feed.choose_encoder_dtype(settings, machine)
+            from sdbench.tasks.encode.ray_stream import encoder_resources
+
+            ray_cluster.connect(settings.ray_address)
+            device_type = "cuda" if "GPU" in encoder_resources(settings) else "cpu"
+            dtype = machine.fast_dtype(device_type, on_ray=True)
             draft.choose("encoder_dtype", dtype, "the device of the encoders")
-        num_stored = ray_feed.count_stored_batches(settings, num_trainers=ranks.world_size)
     else:
         num_workers = min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)
         draft.choose_if_open("num_workers", num_workers, "the cores")
@@ -155,26 +210,43 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
     return settings
 
 
-def _measure(settings: FeedSettings, source: SourceConfig, machine: Machine) -> dict[str, Any]:
-    """The figures of the measured window."""
-    from sdbench.measure.feed import measure_feed, summarize_feed
-
-    step_s = settings.emulate_step_seconds or 0.0
-    num_batches, num_warmup = settings.num_batches, settings.num_warmup_batches
-    num_images = (num_warmup + num_batches) * settings.batch_size
-    with Progress(num_images, unit="image") as progress:
-        feed = measure_feed(
-            data.build(source),
-            num_warmup_batches=num_warmup,
-            num_batches=num_batches,
-            max_seconds=settings.max_seconds or math.inf,
-            step_s=step_s,
-            observe=lambda: progress.advance(settings.batch_size),
+def _check_trainers(settings: FeedSettings, ranks: Ranks) -> None:
+    """Check that Ray Train started the ranks that the settings ask for."""
+    if ray_cluster.RAY_RESTARTS not in os.environ:
+        raise ConfigError(
+            "The trainers of data.py --engine ray are started by Ray Train alone",
+            value=f"{ranks.world_size} ranks of another launcher",
+            allowed="the same command without a launcher, and --num_ray_workers",
+            flag="RANK (in the environment)",
         )
-    return summarize_feed(
-        feed,
-        num_workers=settings.num_workers,
-        num_cpu_cores=machine.num_cpu_cores,
-        step_s=step_s,
-        target_images_per_second=settings.target_images_per_second,
+    if settings.batch_size % ranks.world_size:
+        raise ConfigError(
+            "The images of a batch cannot be shared out among the trainers",
+            value=settings.batch_size,
+            allowed=f"a multiple of {ranks.world_size}",
+            flag="--batch_size or --num_ray_workers",
+        )
+    if settings.max_seconds is not None and ranks.world_size > 1:
+        raise ConfigError(
+            "Several trainers end after the same batch, not after a time",
+            value=settings.max_seconds,
+            allowed="--num_batches, or one trainer",
+            flag="--max_seconds or --num_ray_workers",
+        )
+
+
+def _count_stored(settings: FeedSettings, ranks: Ranks) -> int:
+    """Batches of Ray Data that may be ready or in flight before they are requested."""
+    from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT
+
+    num_actors = settings.num_decoders + settings.num_encoders
+    num_rows = (settings.prefetch_factor + NUM_IN_FLIGHT) * num_actors
+    return math.ceil(num_rows / ranks.world_size) + NUM_AT_TRAINER
+
+
+def _architecture(settings: FeedSettings) -> Architecture:
+    return resolve_architecture(
+        settings.model_name,
+        revision=settings.model_revision,
+        random_weights=settings.random_weights,
     )

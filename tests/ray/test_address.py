@@ -7,7 +7,7 @@ import time
 import pytest
 
 import benchmark
-from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S, describe_job_stop
+from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S
 from tests.ports import free_port
 from tests.ray.conftest import ADDRESS_LEFT
 
@@ -32,10 +32,3 @@ def test_nobody_at_the_address(by_variable, tmp_path, monkeypatch, capsys):
 def test_a_cluster_that_runs_here_is_not_joined_unasked(address_here):
     """`ray start` leaves its address in a file, which Ray reads where it is given none."""
     assert address_here != ADDRESS_LEFT
-
-
-def test_a_job_that_ray_would_kill_after_3_s_is_told_so():
-    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
-    assert "RAY_JOB_STOP_WAIT_TIME_S" in describe_job_stop(job)
-    assert describe_job_stop(job | {"RAY_JOB_STOP_WAIT_TIME_S": "120"}) is None
-    assert describe_job_stop({}) is None

@@ -11,10 +11,12 @@ from sdbench.analysis.feed_table import format_feed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.settings.feed import FeedSettings
-from sdbench.tasks import ray_feed
+from sdbench.settings.request import parse
+from sdbench.tasks.feed import Feed
 from sdbench.tasks.ray_feed import read_stages
 from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
+from tests.machines import make_cpu_machine
 from tests.refusals import printed_refusal, refused
 from tests.schemas import validate
 
@@ -58,39 +60,37 @@ def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("options", "flag"),
+    ("argv", "flag"),
     [
-        ({"batch_size": 3}, "--batch_size or --num_ray_workers"),
-        ({"max_seconds": 1.0}, "--max_seconds or --num_ray_workers"),
+        ("--num_workers 2", "--num_workers or --engine"),
+        ("--latents precomputed", "--latents or --engine"),
+        ("--model_name sd2-base --image_size 100", "--image_size"),
+        ("", "RANK (in the environment)"),
     ],
 )
-def test_what_two_trainers_cannot_do_is_refused(options, flag, monkeypatch):
-    monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
-    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
-    with refused(flag):
-        ray_feed.check(FeedSettings(engine="ray", **options), ranks)
+def test_what_ray_data_does_not_do_is_refused_in_a_rank(argv, flag, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    if argv:  # else it is a rank of another launcher
+        monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
+    dtype = ("--encoder_dtype", "fp32")  # or Ray would be asked for its GPUs
+    assert script.main([*TINY, "--use_synth_data", *dtype, *argv.split()]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (("--num_workers", "2"), "--num_workers or --engine"),
-        (("--latents", "precomputed"), "--latents or --engine"),
-        (("--model_name", "sd2-base", "--image_size", "100"), "--image_size"),
+        ("--batch_size 3", "--batch_size or --num_ray_workers"),
+        ("--max_seconds 1", "--max_seconds or --num_ray_workers"),
     ],
 )
-def test_what_ray_data_does_not_do_is_refused_in_a_rank(argv, flag, capsys, monkeypatch):
-    for name in ("RANK", "SDBENCH_RAY_RESTARTS"):
-        monkeypatch.setenv(name, "0")
-    dtype = ("--encoder_dtype", "fp32")  # or Ray would be asked for its GPUs
-    assert script.main([*TINY, "--use_synth_data", *dtype, *argv]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == flag
-
-
-def test_another_launcher_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert script.main([*TINY, "--use_synth_data"]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == "RANK (in the environment)"
+def test_what_two_trainers_cannot_do_is_refused(argv, flag, monkeypatch):
+    monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
+    words = [*TINY, "--use_synth_data", *argv.split()]
+    request = parse(FeedSettings, words, description="", epilog="")
+    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    with refused(flag):
+        Feed(request, None).resolve(make_cpu_machine(), ranks)
 
 
 @pytest.mark.parametrize("flag", ["--num_decoders=2", "--num_ray_workers=2", "--model_name=tiny"])

@@ -26,8 +26,6 @@ machines:
      per: machine-hour, source: a, date: 2026-11-22}
   - {name: encoder, gpus: [X10], num_devices: 2, num_cpu_cores: 3, value: 2, unit: USD,
      per: machine-hour, source: b, date: 2026-11-22}
-  - {name: cpu, gpus: [], num_devices: 1, num_cpu_cores: 8, value: 0.5, unit: USD,
-     per: machine-hour, source: c, date: 2026-11-22}
 """
 BESIDE, IN_STEP = "encoders beside the trainers", "encoders in the step"
 ONCE = "latents made once, before"
@@ -113,15 +111,11 @@ def test_the_other_ways_to_encode(plan):
     assert amounts(train, "hours") == pytest.approx((10, 8, 100 / 9))
     assert train["cost_usd"] == pytest.approx(300)
     # Without rates of trainers that encode; a data set that is seen often is encoded once.
-    ways = plan(in_step_rates=None, num_dataset_images=360_000, decoder_machine="cpu")
+    ways = plan(in_step_rates=None, num_dataset_images=360_000)
     assert list(ways) == [BESIDE, ONCE]
     encode, train = ways[ONCE]
     assert encode["hours"] == pytest.approx(360_000 / 120 / 3600)
     assert train["hours"] == pytest.approx(10)
-    # Decoders have machines of their own.
-    (row,) = ways[BESIDE]
-    assert row["machines"] == "3 x trainer, 9 x encoder, 5 x cpu"
-    assert row["cost_usd"] == pytest.approx(10 * (30 + 18 + 2.5))
 
 
 @pytest.mark.parametrize(

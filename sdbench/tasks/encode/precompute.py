@@ -386,15 +386,15 @@ class Precompute(Task):
     def _encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
         """The encoded batches of shards, in order."""
         if self._config.engine == RAY:
-            from sdbench.tasks.encode.ray_shards import EncodingOnRay
+            from sdbench.tasks.encode.ray_shards import encode_on_ray
 
-            encoding = EncodingOnRay(
+            return encode_on_ray(
                 self._job,
+                numbers,
                 settings=self._config,
                 num_samples=self._reader.num_samples,
                 num_ahead=self._num_ahead,
             )
-            return encoding.encode(numbers)
         from sdbench.tasks.encode.shards import encode_here
 
         if self._keeps_memory:

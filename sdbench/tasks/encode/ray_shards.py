@@ -1,8 +1,7 @@
-"""`EncodingOnRay`: the encoded batches of precompute from actors of Ray Data."""
+"""`encode_on_ray`: the encoded batches of precompute from actors of Ray Data."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -43,41 +42,36 @@ class EncodePiecesStage(Stage):
         return encoded
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodingOnRay:
-    """Encodes in actors of Ray Data, while this process writes; Ray is connected.
+def encode_on_ray(
+    job: EncodeJob,
+    numbers: Sequence[int],
+    *,
+    settings: ActorSettings,
+    num_samples: int,
+    num_ahead: int,
+) -> Generator[EncodedBatch]:
+    """Encode the batches of shards in actors, in order, while this process writes.
 
-    About `num_ahead` batches are kept ready.
+    Ray is connected. About `num_ahead` batches are kept ready. Errors are those of `encode_here`.
     """
-
-    job: EncodeJob
-    settings: ActorSettings
-    num_samples: int
-    num_ahead: int
-
-    def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """Encode the batches of shards, in order; errors as of `shards.encode_here`."""
-        job, settings = self.job, self.settings
-        pieces = [piece for number in numbers for piece in job.pieces(number)]
-        read = functools.partial(
-            ReadStage, configs=job.configs, pieces=pieces, num_samples=self.num_samples
-        )
-        reading = Pool(read, num_actors=settings.num_decoders, resources={"CPU": 1.0})
-        stream = make_stream(
-            (reading, encoder_pool(EncodePiecesStage, settings, job=job)),
-            num_rows=len(pieces),
-            row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
-            num_ahead=self.num_ahead,
-        )
-        end = StreamEnd(stream.iterator(), timeout_s=job.configs[0].data_timeout_s)
-        try:
-            for number in range(len(pieces)):
-                started_s = time.perf_counter()
-                row = end.take()
-                assert row is not None and row.number == number, row
-                if isinstance(row.content, Failure):
-                    raise RunError(row.content.reason)
-                row.content.step.seconds["data_wait"] = time.perf_counter() - started_s
-                yield row.content
-        finally:
-            end.close()
+    pieces = [piece for number in numbers for piece in job.pieces(number)]
+    read = functools.partial(ReadStage, configs=job.configs, pieces=pieces, num_samples=num_samples)
+    reading = Pool(read, num_actors=settings.num_decoders, resources={"CPU": 1.0})
+    stream = make_stream(
+        (reading, encoder_pool(EncodePiecesStage, settings, job=job)),
+        num_rows=len(pieces),
+        row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
+        num_ahead=num_ahead,
+    )
+    end = StreamEnd(stream.iterator(), timeout_s=job.configs[0].data_timeout_s)
+    try:
+        for number in range(len(pieces)):
+            started_s = time.perf_counter()
+            row = end.take()
+            assert row is not None and row.number == number, row
+            if isinstance(row.content, Failure):
+                raise RunError(row.content.reason)
+            row.content.step.seconds["data_wait"] = time.perf_counter() - started_s
+            yield row.content
+    finally:
+        end.close()
