@@ -10,10 +10,10 @@ Milliseconds per picture on one core of a Xeon (medians of 9 x 10 pictures of Op
     torchvision, torch    0.65  1.34  1.17    0.93
 
 so torchvision decodes what it decodes as PIL does, and torch resizes that. PIL does the rest:
-whatever has transparency, a palette, a colour profile or an orientation, and upright JPEG files at
-least four times as large as needed, which it decodes at a half, a quarter or an eighth of their
-size. A factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own
-reduction is a mean of blocks, and a picture made by it alone differs visibly from a resized one.
+whatever has transparency, a palette, a colour profile or an orientation, and JPEG files at least
+four times as large as needed, which it decodes at a half, a quarter or an eighth of their size. A
+factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own reduction is
+a mean of blocks, and a picture made by it alone differs visibly from a resized one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Decoded(NamedTuple):
-    """An upright picture of RGB that PIL has decoded, perhaps at a fraction of its size.
+    """An upright picture of RGB that PIL has decoded, and where the file's pixels lie in it.
 
     A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
     """
 
     image: Image.Image
-    size: tuple[int, int]  # of the picture, in the file's pixels
-    scale: float  # the file's pixels to one of the image, along a side
+    size: tuple[int, int]  # of the upright picture, in the file's pixels
+    scale: float = 1.0  # the file's pixels to one of the image, along a side
+    # Where the picture begins in the image; a fraction where it was turned.
+    left: float = 0.0
+    top: float = 0.0
 
 
 def decode_image(
@@ -164,24 +167,33 @@ def _cut_out_fast(
 
 def _decode_any(image: Image.Image, *, image_size: int) -> Decoded:
     """Decode a picture of any mode, a JPEG reduced as far as it may be."""
-    size, reduced = image.size, None
-    # Turned, a cut last column or row would come first.
-    if image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
-        reduced = image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
+    width, height = image.size
+    reduced = image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
     _load(image)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     rgb = to_rgb(ImageOps.exif_transpose(image))
     if reduced is None:
-        return Decoded(rgb, rgb.size, 1.0)
-    return Decoded(rgb, size, size[0] / reduced[1][2])
+        return Decoded(rgb, rgb.size)
+    _, (_, _, box_width, box_height) = reduced
+    # The last four of the eight orientations exchange width and height. Those named here have the
+    # right and the bottom end of the rows and columns of the file at the left and at the top.
+    if orientation in (5, 6, 7, 8):
+        width, height, box_width, box_height = height, width, box_height, box_width
+    left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
+    top = rgb.height - box_height if orientation in (3, 4, 7, 8) else 0.0
+    return Decoded(rgb, (width, height), width / box_width, left, top)
 
 
 def _cut_out(decoded: Decoded, *, image_size: int, crop: tuple[float, float] | None) -> np.ndarray:
     """Cut out the square, whose edges may lie between pixels, and resize it."""
     left, top, side = (value / decoded.scale for value in find_square(*decoded.size, crop=crop))
+    left, top = left + decoded.left, top + decoded.top
     # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
     right, bottom = min(left + side, decoded.image.width), min(top + side, decoded.image.height)
     small = decoded.image.resize(
-        (image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom)
+        (image_size, image_size),
+        Image.Resampling.BICUBIC,
+        box=(max(left, 0.0), max(top, 0.0), right, bottom),
     )
     return np.array(small).transpose(2, 0, 1)
 
