@@ -1,12 +1,13 @@
 """Streaming's classes with safe copies of shards, and with failed copies that raise.
 
-Both override methods that are no public interface. Nothing else here touches a private name of that
-package.
+Both override methods that are no public interface, as read in mosaicml-streaming 0.13.0. Nothing
+else here touches a private name of that package.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,6 @@ from streaming.base.world import World
 
 from sdbench.base import shared_memory
 from sdbench.base.cache import private_folder
-
-# Whose methods are overridden below.
-STREAMING_VERSION = "0.13.0"
-if streaming.__version__ != STREAMING_VERSION:
-    raise ImportError(
-        f"mosaicml-streaming {streaming.__version__} is installed, and {STREAMING_VERSION} is "
-        "needed: pip install -r requirements.txt"
-    )
 
 assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
 assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
@@ -129,3 +122,26 @@ class CheckedStreamingDataset(StreamingDataset):
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
         self.epoch, num_samples = super()._resume_incr_epoch()
         return self.epoch, num_samples
+
+
+def check_overridden() -> None:
+    """Raise an ImportError if a method that is overridden here takes other arguments there."""
+    for ours in (
+        CheckedStream.set_up_local,
+        CheckedStream.prepare_shard,
+        CheckedStream._decompress_shard_part,
+        CheckedStreamingDataset.prepare_shard,
+        CheckedStreamingDataset._resume_incr_epoch,
+    ):
+        kind, name = ours.__qualname__.removeprefix("Checked").split(".")
+        theirs = getattr(getattr(streaming, kind), name, None)
+        wanted = [*inspect.signature(ours).parameters]
+        found = theirs and [*inspect.signature(theirs).parameters]
+        if found != wanted:
+            raise ImportError(
+                f"{kind}.{name} of the installed mosaicml-streaming takes {found}, not {wanted}: "
+                "pip install -r requirements.txt"
+            )
+
+
+check_overridden()
