@@ -18,6 +18,7 @@ from streaming import MDSWriter
 import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.data import compat
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import verify
 from sdbench.data.source import SourceConfig
@@ -273,3 +274,10 @@ def test_streams_may_name_their_columns_differently(folder, tmp_path):
     found = indices(list(data.build(config)))
     assert found.count(50) == 24
     assert len(found) == 96
+
+
+def test_a_release_of_streaming_with_other_methods_is_refused(monkeypatch):
+    for changed in (lambda self, shard, retries: 0, None):
+        monkeypatch.setattr(compat.Stream, "prepare_shard", changed)
+        with pytest.raises(ImportError, match="Stream.prepare_shard"):
+            compat.check_overridden()
