@@ -40,3 +40,18 @@ def only_record(results: Path) -> dict[str, Any]:
     """The record of the one run in a results folder."""
     (path,) = results.glob("*/record.json")
     return load_record(path)
+
+
+def follow_rate(record: dict[str, Any]) -> dict[str, Any]:
+    """Set the figures of a record of benchmark.py that follow from its images/s; returns it."""
+    summary = record["summary"]
+    if summary is None or "kind" in record:
+        return record
+    rate = summary["images_per_second"]
+    num_images = record["config"]["batch_size"] * summary["num_measured_steps"]
+    summary["window_s"] = num_images / rate
+    summary["images_per_second_per_device"] = rate / record["ranks"]["world_size"]
+    interval = summary["images_per_second_interval"]
+    if interval is not None and not interval["low"] <= rate <= (interval["high"] or rate):
+        interval |= {"low": 0.9 * rate, "high": 1.1 * rate}
+    return record

@@ -26,6 +26,7 @@ from sdbench.base.escape import without_controls
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
+from sdbench.record.contradictions import find_contradictions
 from sdbench.record.row import format_csv
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
@@ -161,7 +162,7 @@ def load_record(path: Path) -> dict[str, Any]:
     Raises:
         OSError: The file cannot be read.
         ValueError: It is not JSON within bounds (`sdbench.base.outside`), has another schema
-            version or an unknown kind, or does not match its schema.
+            version or an unknown kind, does not match its schema, or contradicts itself.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:
@@ -181,6 +182,8 @@ def load_record(path: Path) -> dict[str, Any]:
     fault = next(load_schema(SCHEMA_FILES[kind_of(record)]).iter_errors(record), None)
     if fault is not None:
         raise ValueError(f"{file}: {describe_fault(fault)}")
+    for contradiction in find_contradictions(record, file.with_name(STEPS_NAME)):
+        raise ValueError(f"{file} contradicts itself: {contradiction}")
     if kind_of(record) == BENCHMARK:
         record["config"] = {**CAME_LATER, **record["config"]}
     return record

@@ -166,7 +166,7 @@ def _tabulate(rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = shown.setdefault(
             (row["change"], row["num_gpus"]),
-            {"change": row["change"], **{field.heading: field.cell_of(row) for field in SETUP}},
+            {"change": row["change"], **{field.name: field.cell_of(row) for field in SETUP}},
         )
         which = "with those above" if row["with_those_above"] else "alone"
         cells[f"{which}: step, ms"] = 1000 * row["step_time_s"]

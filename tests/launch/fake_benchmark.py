@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from sdbench.base.cause import LOST, report_cause  # noqa: E402
 from sdbench.base.errors import ConfigError, MemoryEstimateError  # noqa: E402
 from sdbench.record.store import OOM, UNFINISHED_REASON, RunFolder  # noqa: E402
+from tests.runs import follow_rate  # noqa: E402
 
 OOM_FROM = 8
 
@@ -64,6 +65,7 @@ def main() -> int:
     if arguments.seed == 6:
         record["schema_version"] = 0
     record["summary"]["images_per_second"] = 10 * (1 - 0.5 / micro_batch)
+    follow_rate(record)
     ended = dict(record)
     record |= {"status": "failed", "reason": UNFINISHED_REASON, "summary": None}
     duration_s, record["duration_s"] = record["duration_s"], None

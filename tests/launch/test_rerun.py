@@ -24,6 +24,7 @@ from sdbench.settings.config import parse_request
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
 from tests.refusals import refusal_of
+from tests.runs import follow_rate
 
 RUNS = Path(__file__).resolve().parents[2] / "results" / "runs"
 SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--num_threads", "1")
@@ -65,7 +66,7 @@ def changed(run, tmp_path, **changes):
     for name, value in changes.items():
         record[name] = {**record[name], **value} if isinstance(value, dict) else value
     path = tmp_path / "record.json"
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(follow_rate(record)))
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jsonschema
+import pandas
 import pytest
 
 from sdbench.base.errors import ConfigError, RunError
@@ -23,7 +25,7 @@ from sdbench.run.outcome import RunRecord, explain
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
-from tests.refusals import refused
+from tests.refusals import refusal_of, refused
 from tests.report import test_feed_table
 from tests.schemas import validate
 
@@ -267,3 +269,35 @@ def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monke
 )
 def test_the_type_that_encoders_are_fast_in(machine, device_type, on_ray, dtype):
     assert machine.fast_dtype(device_type, on_ray=on_ray) == dtype
+
+
+@pytest.mark.parametrize(
+    ("figure", "factor", "contradicts"),
+    [
+        ("images_per_second", 1000.0, "outside of its interval"),
+        ("images_per_second_per_device", 2.0, "1 times images_per_second_per_device"),
+        ("window_s", 0.5, "steps of 2 images"),
+        (None, 0.5, "the steps of steps.csv"),
+    ],
+)
+def test_a_record_whose_figures_contradict_each_other_is_refused(
+    tmp_path, figure, factor, contradicts
+):
+    """The rate of a published run, and the same in its interval, window, devices and steps."""
+    published = next(RESULTS.glob("runs/20261121T055223Z_*"))
+    run = shutil.copytree(published, tmp_path / published.name)
+    record = load_record(run)
+    if figure is None:
+        rows = pandas.read_csv(run / "steps.csv")
+        rows["step_time_s"] *= factor
+        rows.to_csv(run / "steps.csv", index=False)
+    else:
+        record["summary"][figure] *= factor
+        (run / "record.json").write_text(json.dumps(record))
+    for command in ("publish", "rerun", "compare"):
+        more = ["--folder", tmp_path / "results"] if command == "publish" else []
+        more = [published] if command == "compare" else more
+        refusal = refusal_of(command, run, *more)
+        if command != "compare":  # which names the records that it leaves out, each in a line
+            assert "contradicts itself: images_per_second is" in refusal.what
+            assert contradicts in refusal.what

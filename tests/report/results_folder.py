@@ -15,6 +15,7 @@ from sdbench.report.markers import BEGIN, END
 from sdbench.report.tables import Table
 from sdbench.settings.config import PRESETS
 from sdbench.settings.setting import PerDevice
+from tests.runs import follow_rate
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PARTS_S = {
@@ -47,7 +48,7 @@ def make_record(**changes: Any) -> dict[str, Any]:
         *folders, name = path.split("__")
         place = functools.reduce(dict.__getitem__, folders, record)
         place[name] = value
-    return record
+    return follow_rate(record)
 
 
 def make_gpu_record(**changes: Any) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def make_recipe(
     record["origin"].update(dict.fromkeys(values, "preset"), num_threads="default")
     record["origin"].update(dict.fromkeys(settings, "flag"))
     record["summary"].update(images_per_second=rate, step_time_p50_s=2 / rate)
-    return record
+    return follow_rate(record)
 
 
 def rows_of(table: Table) -> list[dict[str, str]]:
@@ -104,12 +105,14 @@ def make_results(results: Path, *records: dict[str, Any], quoted: bool = True) -
     if quoted:
         shutil.copytree(RESULTS / "quoted", results / "quoted")
     steps = (
-        "index,phase,step_time_s,data_wait_s,loss\n0,warmup,9.0,0.1,1.0\n1,measured,4.0,0.1,0.9\n"
+        "index,phase,step_time_s,data_wait_s,loss\n0,warmup,9.0,0.1,1.0\n1,measured,{},0.1,0.9\n"
     )
     for number, record in enumerate(records):
         record = {**record, "run_id": f"{number:04d}{record['run_id'][4:]}"}
         folder = results / "runs" / record["run_id"]
         folder.mkdir(parents=True)
         (folder / "record.json").write_text(json.dumps(record))
-        (folder / "steps.csv").write_text(steps)
+        if record["summary"] is not None:
+            step_time_s = record["config"]["batch_size"] / record["summary"]["images_per_second"]
+            (folder / "steps.csv").write_text(steps.format(step_time_s))
     return results

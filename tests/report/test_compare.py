@@ -17,6 +17,7 @@ from scipy import stats
 from sdbench.analysis.compare import EPILOG
 from sdbench.cli import main
 from tests.refusals import refusal_of
+from tests.runs import follow_rate
 
 HOSTILE = "=cmd|' /C calc'!A0\n<script>alert(1)</script> \u4e2d\u6587 \x1b[2J"
 RATES = (100.0, 101.0, 99.0)
@@ -57,7 +58,7 @@ def write_runs(tmp_path, a_record):
                 record |= {"status": status, "reason": "it did not end well", "summary": None}
             run = tmp_path / name / ("deep/" * index) / f"run-{number}"
             run.mkdir(parents=True)
-            (run / "record.json").write_text(json.dumps(record))
+            (run / "record.json").write_text(json.dumps(follow_rate(record)))
         return tmp_path / name
 
     return write
@@ -427,7 +428,7 @@ def test_copies_of_a_run_are_one_run(compare, gate, write_runs):
     # Two contents under one run id are no copies. Files are read in the order of their names.
     record = json.loads(file_of(b).read_text())
     record["summary"]["images_per_second"] = 200.0
-    (b / "copy-0" / "record.json").write_text(json.dumps(record))
+    (b / "copy-0" / "record.json").write_text(json.dumps(follow_rate(record)))
     assert refusal_of("compare", a, b).value == f"{record['run_id']}: 200.0 and 100.0"
 
 

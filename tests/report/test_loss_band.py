@@ -105,7 +105,7 @@ def test_runs_on_other_data_or_another_device_are_not_compared():
 def write_run(folder, record, num_steps):
     folder.mkdir(parents=True)
     lines = ["index,phase,step_time_s,data_wait_s,loss"]
-    lines += [f"{step},measured,1.0,0.0,{1.0 / (1 + step)}" for step in range(num_steps)]
+    lines += [f"{step},measured,2.0,0.0,{1.0 / (1 + step)}" for step in range(num_steps)]
     (folder / "steps.csv").write_text("\n".join(lines) + "\n")
     (folder / "record.json").write_text(json.dumps(record))
     (folder / "stdout.log").write_text("")

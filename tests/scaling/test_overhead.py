@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.refusals import refusal_of
+from tests.runs import follow_rate
 
 # 36 ms of micro-batch, 12 of optimizer and average, 12 of the rest, and 4 GB of gradients.
 PHASES = (
@@ -57,7 +58,7 @@ def overhead_of(overhead, tmp_path):
     """A function from a record and flags to the forecasts."""
 
     def run(record, *arguments):
-        (tmp_path / "record.json").write_text(json.dumps(record))
+        (tmp_path / "record.json").write_text(json.dumps(follow_rate(record)))
         return overhead("--record", tmp_path / "record.json", *arguments)
 
     return run

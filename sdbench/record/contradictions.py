@@ -1,0 +1,70 @@
+"""Finds figures of a record that cannot all be true, such as a rate outside its own interval."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# The window and the steps have clocks of their own: host times at the edges of the window, events
+# of the GPU in between. In the published records they agree to 0.1 %.
+MAX_CLOCK_DIFFERENCE = 0.02
+
+
+def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator[str]:
+    """Yield, as a sentence each, the rates that differ from the rate of a record's summary.
+
+    Args:
+        record: A record that satisfies its schema.
+        steps_file: steps.csv of its run, which need not exist.
+    """
+    summary = record["summary"]
+    if summary is None or summary.get("images_per_second") is None:
+        return
+    rate = summary["images_per_second"]
+    interval = summary.get("images_per_second_interval")
+    if interval is not None:
+        low = interval["low"] * (1 - MAX_CLOCK_DIFFERENCE)
+        high = (interval["high"] or math.inf) * (1 + MAX_CLOCK_DIFFERENCE)
+        if not low <= rate <= high:
+            yield (
+                f"images_per_second is {rate:.6g}, which is outside of its interval, "
+                f"{interval['low']:.6g} to {interval['high'] or math.inf:.6g}"
+            )
+    images_per_step = None
+    if "kind" not in record:  # a run of benchmark.py
+        images_per_step = record["config"]["batch_size"]
+        num_devices = record["ranks"]["world_size"]
+        of_devices = num_devices * summary["images_per_second_per_device"]
+        if not math.isclose(of_devices, rate, rel_tol=1e-6):
+            yield (
+                f"images_per_second is {rate:.6g}, but {num_devices} times "
+                f"images_per_second_per_device is {of_devices:.6g}"
+            )
+        num_steps = summary["num_measured_steps"]
+        of_window = images_per_step * num_steps / summary["window_s"]
+        if not math.isclose(of_window, rate, rel_tol=1e-6):
+            yield (
+                f"images_per_second is {rate:.6g}, but {num_steps} steps of {images_per_step} "
+                f"images in {summary['window_s']:.6g} s are {of_window:.6g}"
+            )
+        times_s = _read_step_times(steps_file)
+        if times_s and not math.isclose(
+            images_per_step * len(times_s) / sum(times_s), rate, rel_tol=MAX_CLOCK_DIFFERENCE
+        ):
+            yield (
+                f"images_per_second is {rate:.6g}, but the steps of {steps_file.name} give "
+                f"{images_per_step * len(times_s) / sum(times_s):.6g}"
+            )
+
+
+def _read_step_times(file: Path) -> list[float]:
+    """The times of the measured steps in seconds; empty without a table that has them."""
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows = [row for row in csv.DictReader(lines) if row["phase"] == "measured"]
+            return [float(row["step_time_s"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        return []  # what draws the steps names the fault
