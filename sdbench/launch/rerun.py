@@ -7,6 +7,7 @@ speed reach the command: no program, no `pipe:` command, no path in a variable, 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,18 @@ OF_THE_RUN = {"results_dir", "resume", "max_failures", "ray_storage_path", "stop
 # For a record without ranks: data.py is one process, unless Ray starts its trainers.
 ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 CHOOSES_GPUS = "CUDA_VISIBLE_DEVICES"
+# Values that a record may give a variable: a number or a switch for any variable of speed, and a
+# word for those below. Others might name a library or a program that is then loaded.
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?|true|false|yes|no|on|off", re.IGNORECASE)
+WORDS = re.compile(r"[A-Za-z0-9_^][A-Za-z0-9_^:;,.=+-]*")
+TAKES_WORDS = {
+    *("OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"),
+    *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_LIBRARY", "MKL_DYNAMIC", "ONEDNN_MAX_CPU_ISA"),
+    *("DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_NET"),
+    *("GLOO_SOCKET_IFNAME", "FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("MALLOC_CONF", "GLIBC_TUNABLES", "TORCH_DISTRIBUTED_DEBUG"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,9 +306,9 @@ def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str
     assigned, told = {}, []
     for name, value in record["environment"].items():
         changes_speed = name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
-        # A path may also name a library that is loaded.
-        is_of_machine = "/" in value or (name == CHOOSES_GPUS and on_gpu)
-        if changes_speed and (here.get(name) == value or not is_of_machine):
+        form = WORDS if name in TAKES_WORDS else NUMBER
+        is_taken = form.fullmatch(value) and not (name == CHOOSES_GPUS and on_gpu)
+        if changes_speed and (here.get(name) == value or is_taken):
             assigned[name] = value
         else:
             why = "it is of its machine" if changes_speed else "it does not change speed"

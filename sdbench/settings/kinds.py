@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sdbench.base.names import nearest
@@ -196,6 +196,13 @@ def _parse_word(value: Any) -> str:
     return value
 
 
+def _parse_name(value: Any) -> str:
+    path = PurePath(_parse_text(value))
+    if path.is_absolute() or not path.parts or ".." in path.parts:
+        raise ValueError
+    return value
+
+
 def _parse_path(value: Any) -> Path:
     return Path(_parse_text(value))
 
@@ -230,6 +237,7 @@ POSITIVE = whole_number(1)
 NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
 WORD = Kind("a word", _parse_word, "WORD")
+NAME = Kind("a name, without / at its beginning and without ..", _parse_name, "NAME")
 PATH = Kind("a path", _parse_path, "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)

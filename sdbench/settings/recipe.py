@@ -12,6 +12,7 @@ from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
     DURATION,
     FRACTION,
+    NAME,
     NOT_NEGATIVE,
     NOT_NEGATIVE_NUMBER,
     PARTS,
@@ -83,7 +84,7 @@ class LengthSettings:
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
     )
     run_name: str | None = setting(
-        TEXT, None, "folder of the run below --results_dir (default: time, machine and model)"
+        NAME, None, "folder of the run below --results_dir (default: time, machine and model)"
     )
     resume: str = setting(
         one_of("never", "auto"),

@@ -294,12 +294,17 @@ def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_fo
 
 
 def test_a_library_of_a_record_is_not_loaded(run_of_folder, tmp_path, capsys, monkeypatch):
-    variables = {"LD_PRELOAD": "./evil.so", "MALLOC_CONF": "narenas:1"}
-    record = changed(run_of_folder[0], tmp_path, environment=variables)
-    words, told = planned(capsys, record)
-    assert "MALLOC_CONF=narenas:1" in words
-    assert not [word for word in words if word.startswith("LD_PRELOAD=")]
-    assert "  LD_PRELOAD=./evil.so is not set: it is of its machine\n" in told
+    taken = {"MALLOC_CONF": "narenas:1", "NCCL_ALGO": "^Tree", "TORCH_NCCL_AVOID": "1"}
+    left_out = {
+        **{"LD_PRELOAD": "evil.so", "NCCL_NET_PLUGIN": "evil", "OMP_TOOL_LIBRARIES": "evil.so"},
+        **{"NCCL_ALGO": "Tree/x", "TORCH_LOGS": "+evil", "MALLOC_CONF": "a b"},
+    }
+    for variables, is_taken in ((taken, True), (left_out, False)):
+        record = changed(run_of_folder[0], tmp_path, environment=variables)
+        words, told = planned(capsys, record)
+        for name, value in variables.items():
+            assert (f"{name}={value}" in words) == is_taken
+            assert (f"  {name}={value} is not set: it is of its machine\n" in told) != is_taken
     monkeypatch.setenv("OMP_TOOL_LIBRARIES", "./mine.so")
     record = changed(run_of_folder[0], tmp_path, environment={"OMP_TOOL_LIBRARIES": "./mine.so"})
     words, told = planned(capsys, record)
