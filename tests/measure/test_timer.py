@@ -14,10 +14,10 @@ from sdbench.measure.summary import (
 from sdbench.measure.timer import (
     CLOSE,
     NUM_AT_FIRST,
-    Period,
-    PeriodTimer,
     WARM_UP,
     Losses,
+    Period,
+    PeriodTimer,
     StepTimer,
     WindowPolicy,
     merge_ranks,

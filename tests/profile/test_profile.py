@@ -16,6 +16,7 @@ from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters
 from sdbench.models.flops import count_flops
+from sdbench.models.replay import Step
 from sdbench.profile.printout import add_figures
 from sdbench.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
 from sdbench.profile.steps import PhaseMarks, StepEvents
@@ -69,7 +70,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     content, operators = profile_tiny(tmp_path / "out", *recipe, *two_microbatches, "--top", "5")
     step, phases = content["step"], content["phases"]
     architecture = resolve_architecture("tiny")
-    model_gflop = 4 * sum(count_flops(architecture, image_size=64)) / 1e9
+    model_gflop = 4 * count_flops(Step(architecture=architecture, image_size=64)) / 1e9
     counted_gflop = model_gflop + attention_flop_done_twice(operators) / 1e9
     assert step["model_gflop"] == pytest.approx(model_gflop, rel=1e-12)
     assert step["counted_gflop"] == pytest.approx(counted_gflop, rel=1e-12)
