@@ -118,12 +118,12 @@ class StepProfile:
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
         trained_start: Index of the first operation of a trained sub-model.
-        trained_weights: Bytes of the trained weights, and so of all their gradients.
-        frozen_weights: Bytes of the other weights.
-        frozen_beside: Bytes of frozen weights beside LoRA, included in `frozen_weights`.
-        gathered_weights: Bytes of the trained weights that FSDP gathers at the same time: those
-            outside of blocks, and two blocks, one of which is gathered ahead.
-        gathered_beside: The same for the frozen weights beside LoRA.
+        trained_weights: The trained weights, and so all their gradients.
+        frozen_weights: The other weights.
+        frozen_beside: Frozen weights beside LoRA, included in `frozen_weights`.
+        gathered_weights: Trained weights that FSDP gathers at the same time: those outside of
+            blocks, and two blocks, one of which is gathered ahead.
+        gathered_beside: The same of the frozen weights beside LoRA.
     """
 
     timeline: list[tuple[int, int, int]]

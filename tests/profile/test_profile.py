@@ -99,7 +99,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     peak_tflops = content["ceilings"]["tflops"]["float32"]
     assert step["ideal_floor_ms"] == pytest.approx(model_gflop / peak_tflops)
     # Read: a gradient of 2 bytes, a weight and two moments of 4; written: these, and 2 bytes.
-    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    num_trained = count_parameters(architecture)["unet"]
     update_ms = 28 * num_trained / content["ceilings"]["gb_per_s"] / 1e6
     assert step["needed_floor_ms"] == pytest.approx(step["ideal_floor_ms"] + update_ms)
 
@@ -117,7 +117,7 @@ def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path)
     content, operators = profile_tiny(tmp_path / "out", *recipe)
     rows = [row for row in operators if row["operator"] == "sdbench::adamw_one_pass"]
     architecture = resolve_architecture("tiny")
-    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    num_trained = count_parameters(architecture)["unet"]
     assert sum(float(row["gb"]) for row in rows) == pytest.approx(28 * num_trained / 1e9)
     assert {row["phase"] for row in rows} == {"backward"}
     assert all(float(row["time_ms"]) > 0 for row in rows)
