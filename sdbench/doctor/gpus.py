@@ -10,7 +10,7 @@ from typing import Any
 
 from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 from sdbench.measure.gpu_monitor import CLOCK_REASONS, NORMAL_REASON
-from sdbench.measure.hardware import ask, open_nvml
+from sdbench.measure.host import ask, open_nvml
 
 # The version of the running kernel's driver, which a container sees even without its GPUs.
 KERNEL_DRIVER = Path("/sys/module/nvidia/version")

@@ -26,7 +26,7 @@ from sdbench.doctor.finding import (
     show_gib,
 )
 from sdbench.doctor.gpus import read_gpus
-from sdbench.measure.hardware import num_cpu_cores
+from sdbench.measure.host import num_cpu_cores
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_versions
 

@@ -19,7 +19,7 @@ from sdbench.base.escape import for_terminal, without_controls
 from sdbench.data.command_output import PIPE
 from sdbench.launch.child import check_suite_is_here, refuse_flag, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
-from sdbench.measure.hardware import ask, num_cpu_cores, open_nvml, read_cpu
+from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
 from sdbench.record.provenance import (

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sdbench.measure.hardware import ask, open_nvml
+from sdbench.measure.host import ask, open_nvml
 
 PERIOD_S = 1.0
 

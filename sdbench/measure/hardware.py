@@ -1,8 +1,4 @@
-"""Reads facts of the machine and its device: names, memory, peak rates, driver.
-
-torch is imported only where it is asked, so that launchers can ask the CPU and NVML, NVIDIA's
-library about GPUs.
-"""
+"""Reads facts of the machine and its device: names, memory, peak rates, driver."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
+from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
@@ -185,44 +182,3 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         key: round(value, 2) if isinstance(value, float) else value
         for key, value in dataclasses.asdict(machine).items()
     } | {"slug": machine.slug}
-
-
-def num_cpu_cores() -> int:
-    """Cores that this process may run on."""
-    import psutil
-
-    return len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count()
-
-
-def read_cpu() -> tuple[str, tuple[str, ...]]:
-    """Name of the CPU and flags that matter, from /proc/cpuinfo; elsewhere the name only."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() or platform.machine(), ()
-    text = info.read_text()
-    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, flags=re.MULTILINE))
-    name = re.sub(r"\((R|TM)\)", "", fields.get("model name", platform.machine()))
-    flags = set(fields.get("flags", "").split())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
-    return " ".join(name.split()), tuple(flag for flag in wanted if flag in flags)
-
-
-def open_nvml() -> Any | None:
-    """The initialised module ``pynvml``, which opens no CUDA context; None without a driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def ask(nvml: Any, name: str, *arguments: Any) -> Any:
-    """Call a function of NVML; None if the GPU, the driver or this pynvml does not support it."""
-    try:
-        return getattr(nvml, name)(*arguments)
-    except (nvml.NVMLError, AttributeError, TypeError):
-        return None
