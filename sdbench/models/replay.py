@@ -1,4 +1,4 @@
-"""`profile_step`: the memory that a training step allocates, operation by operation.
+"""`profile_step` and `count_flops`: the memory and the arithmetic of a training step.
 
 A step is replayed on torch's fake tensors, without memory or arithmetic, and every allocation is
 counted. A replay takes seconds, so it is cached on disk by step, code and libraries. torch's own
@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError
@@ -244,6 +245,28 @@ def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
     rules = _CudaAutocastRules if step.on_cuda else None
     checkpoint_activations(model.unet, which=step.activation_checkpointing, recompute=rules)
     return model
+
+
+@functools.cache  # counting takes about a second
+def count_flops(step: Step) -> int:
+    """Count matrix products and convolutions of a step on one image, without computing them.
+
+    A multiply-add counts as two. Neither number formats, kernels nor recomputation change the
+    count; weights without gradients take no work for these.
+    """
+    # On the meta device attention is two matrix products. For fused attention torch's counter gives
+    # zero on a CPU; on a GPU it includes the recomputation of flash attention.
+    plain = dataclasses.replace(
+        step,
+        **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
+        **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False},
+    )
+    model = build_model(plain, device="meta")
+    with torch.device("meta"):
+        batch = make_batch(plain, num_images=1)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(*model(batch)).backward()
+    return counter.get_total_flops()
 
 
 def _replay_step(step: Step) -> StepProfile:

@@ -12,10 +12,9 @@ from sdbench.data.pipeline import pairs
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
-from sdbench.models.flops import count_flops
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
-from sdbench.models.replay import Step
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.prompts import make_tokenizer

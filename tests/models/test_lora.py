@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_part
 from sdbench.models.drawing import make_sampler
-from sdbench.models.flops import count_flops
 from sdbench.models.lora import Lora, is_lora
 from sdbench.models.lora_files import WRITERS, check_lora_files, fuse_lora_files, lora_weights
-from sdbench.models.replay import Step
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
 from sdbench.settings.lora import LoraFile

@@ -14,9 +14,8 @@ from sdbench.models import memory, replay
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.components import count_parameters, make_part
-from sdbench.models.flops import count_flops
 from sdbench.models.memory import RankOptions, estimate_peak_memory
-from sdbench.models.replay import Step
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.weights import Weights
 
 resolve_cached = functools.cache(lambda name: resolve_architecture(name))

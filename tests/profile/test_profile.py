@@ -15,8 +15,7 @@ from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters
-from sdbench.models.flops import count_flops
-from sdbench.models.replay import Step
+from sdbench.models.replay import Step, count_flops
 from sdbench.profile.printout import add_figures
 from sdbench.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
 from sdbench.profile.steps import PhaseMarks, StepEvents

@@ -11,9 +11,8 @@ from sdbench import data
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.autoencoder import build_autoencoder
-from sdbench.models.flops import count_flops
 from sdbench.models.objective import Objective
-from sdbench.models.replay import Step
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver
 from sdbench.plan.resolve import Plan
 from sdbench.tasks import pretrain
