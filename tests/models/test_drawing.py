@@ -12,14 +12,17 @@ from PIL import Image
 
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.drawing import DrawingSettings, draw, make_grid, make_sampler
+from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
 from sdbench.models.objective import SAMPLERS, Objective, check_sampler
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.ranks.distributed import Ranks
+from tests.forked import run_in_group
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")
 PROMPTS = ["a red circle", "", "a blue square on white"]
 SETTINGS = DrawingSettings(image_size=64, num_steps=4, batch_size=2)
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 ZERO_TERMINAL_SNR = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
 
 
@@ -109,6 +112,24 @@ def test_drawing_leaves_no_trace_in_training(tokenize) -> None:
     assert model.unet.training and model.text_encoder.training and not model.vae.training
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path) -> None:
+    prompts = [*PROMPTS, "a green star", "a cat"]  # three batches for two ranks
+
+    def samples(ranks: Ranks) -> np.ndarray:
+        pictures = draw_samples(
+            model, prompts, seed=9, tokenize=tokenize, settings=SETTINGS, ranks=ranks
+        )
+        return pixels(pictures)
+
+    def run(rank: int, folder) -> None:
+        np.save(folder / f"{rank}.npy", samples(Ranks.from_environment()))
+
+    alone = samples(ALONE)
+    run_in_group(lambda rank: run(rank, tmp_path), tmp_path)
+    assert np.array_equal(alone, np.load(tmp_path / "0.npy"))
+    assert np.array_equal(alone, np.load(tmp_path / "1.npy"))
 
 
 @pytest.mark.parametrize("objective", [{"prediction_type": "sample"}, ZERO_TERMINAL_SNR])
