@@ -43,21 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from sdbench.models.components import ParameterCount, count_parameters
-    from sdbench.record.row import format_csv
+    from sdbench.models.components import count_parameters
 
-    rows = count_parameters(architecture)
-    total = ParameterCount(
-        "total", sum(row.total for row in rows), sum(row.trainable for row in rows)
-    )
+    counts = count_parameters(architecture)
+    total, trainable = sum(counts.values()), counts["unet"]
     if flags.csv:
-        table = [row._asdict() for row in (*rows, total)]
-        print(format_csv(table, columns=ParameterCount._fields), end="")
+        print("sub_model,total,trainable")
+        for part, number in counts.items():
+            print(f"{part},{number},{number if part == 'unet' else 0}")
+        print(f"total,{total},{trainable}")
     else:
-        print(
-            f"Model has {total.total / 1e6} M parameters and "
-            f"{total.trainable / 1e6} M trainable_params"
-        )
+        print(f"Model has {total / 1e6} M parameters and {trainable / 1e6} M trainable_params")
     return 0
 
 

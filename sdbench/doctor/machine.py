@@ -88,10 +88,9 @@ def check_model(job: Job) -> Seen:
     architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
-    rows = count_parameters(architecture)
+    counts = count_parameters(architecture)
     job.architecture = architecture
-    job.num_trainable = sum(row.trainable for row in rows)
-    num_parameters = sum(row.total for row in rows)
+    job.num_trainable, num_parameters = counts["unet"], sum(counts.values())
     found = f"{architecture.name}, {job.num_trainable:,} of {num_parameters:,} parameters trained"
     yield OK, found
     folder = architecture.weights_folder

@@ -95,7 +95,7 @@ class TrainJob:
         ema: The moving average of the trained weights, or None.
         images_per_step: Global batch.
         num_steps: Maximum number of optimizer steps; the watch may end the run earlier.
-        flops_per_image: Model FLOPs of one image; a multiply-add counts as two.
+        flops_per_image: As `replay.count_flops`.
         num_parameters: Weights of all sub-models.
         num_trainable_parameters: Trained weights.
         prepare: Applied to the whole batch of a step on the device, without gradients, before it is

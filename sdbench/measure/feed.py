@@ -48,8 +48,8 @@ def measure_feed(
         step_s: Time of an emulated step after each batch, also in the warm-up, so that the window
             begins with as many prefetched batches as a trainer would find.
         observe: Called after each batch.
-        clock: The host's.
-        sleep: As of `time`.
+        clock: Monotonic, in seconds.
+        sleep: Waits for some seconds of it.
     """
     step_times_s: list[float] = []
     waits_s: list[float] = []

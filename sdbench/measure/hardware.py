@@ -23,18 +23,14 @@ class Machine:
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.
-        device_name: Name of the GPU model, or of the CPU.
+        device_name: The model of GPU, or of the CPU.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
-        free_memory_gib: Free device memory.
+        free_memory_gib: Device memory that nobody uses.
         held_memory_gib: Device memory that this process uses.
         num_cpu_cores: Cores that this process may run on.
-        cpu_name: Name of the CPU.
-        memory_gib: Memory of the machine.
         cpu_flags: Vector instruction sets that matter to training.
-        platform: Operating system and architecture.
         compute_capability: Of the GPU, e.g. ``9.0``.
-        driver: Version of the GPU's driver.
         cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
     """
 

@@ -48,14 +48,10 @@ class Observer(Protocol):
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """A step has ended.
+        """A step, counted from 0, has ended; its phase is as in `timer.Step`.
 
-        Args:
-            index: Of the step, from 0.
-            phase: Of the step, see `timer.Step`.
-            loss: Reads the loss; waits for the device unless this or a later loss has been read. To
-                be called every ten seconds at most.
-            num_steps: Length of the run, as decided so far.
+        `loss` reads the loss, and waits for the device unless this or a later loss has been read:
+        to be called every ten seconds at most. The run has `num_steps`, as decided so far.
         """
 
 

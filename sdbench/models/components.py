@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -105,18 +105,9 @@ def _make_text_encoder(
         return CLIPTextModel(config)
 
 
-class ParameterCount(NamedTuple):
-    """Numbers of all and of trained weights of one sub-model."""
-
-    sub_model: str
-    total: int
-    trainable: int
-
-
-def count_parameters(architecture: Architecture) -> list[ParameterCount]:
-    """Count the weights of U-Net (all trained), VAE and text encoder (frozen), by their shapes."""
-    counts = []
-    for part in PARTS:
-        number = sum(weight.numel() for weight in make_part(part, architecture).parameters())
-        counts.append(ParameterCount(part, number, number if part == "unet" else 0))
-    return counts
+def count_parameters(architecture: Architecture) -> dict[str, int]:
+    """Count the weights of each sub-model by their shapes."""
+    return {
+        part: sum(weight.numel() for weight in make_part(part, architecture).parameters())
+        for part in PARTS
+    }

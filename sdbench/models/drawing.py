@@ -143,19 +143,11 @@ def draw_share(
     """Generate this rank's share of the pictures.
 
     The batches are the same for any number of ranks, and so are the pictures to the bit. All ranks
-    call the model equally often, which sharded weights need: some generate a batch again, and drop
-    it. Every rank has to call, and to go on to the end.
+    call the model, the same or a sharded one, equally often, which sharded weights need: some
+    generate a batch again, and drop it. Every rank has to call, and to go on to the end.
 
-    Args:
-        model: The same on every rank, or sharded.
-        prompts: One per picture, of all ranks.
-        seed: Of the first picture; picture i has the seed `seed` + i.
-        ranks: The place of this process.
-        settings: How to generate.
-        **options: `tokenize` and `check` of `draw`.
-
-    Yields:
-        Numbers of prompts, and their pictures; each number on one rank.
+    Picture i has the i-th prompt and the seed `seed` + i; `options` are `tokenize` and `check` of
+    `draw`. Yields numbers of prompts, and their pictures; each number on one rank.
     """
     size = settings.batch_size
     numbers = range(len(prompts))

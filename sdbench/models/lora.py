@@ -86,10 +86,7 @@ class Lora:
                         matrix.to_empty(device="cpu")
                     layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
                 for matrix in matrices:
-                    if seed is None:
-                        weights.hold_places(matrix)
-                    else:
-                        weights.place(matrix)
+                    weights.place(matrix)
                     matrix.requires_grad_()
                     change_class(matrix, _LinearInTypeOfInput)
                 layer.cast_input_dtype_enabled = False

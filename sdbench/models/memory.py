@@ -31,14 +31,13 @@ class RankOptions:
 
     Attributes:
         micro_batch: Images per forward pass.
-        num_microbatches: Forward passes per optimizer step; with more than one the gradients
-            outlive the backward pass.
+        num_microbatches: Forward passes per optimizer step.
         encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
             encoders run in each micro-batch.
-        optimizer: `adamw`, `adamw_fused` or `adamw_one_pass`.
+        optimizer: A value of --optimizer.
         master_weights: Whether the optimizer holds fp32 copies of the weights.
         use_ema: Whether a moving average of the trained weights is kept, in fp32.
-        num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
+        num_ranks: Of the run.
         gradient_as_bucket_view: Whether gradients are views of DDP's buckets.
         sharding: A value of --sharding; measured with `tiny` only.
         num_sharing_ranks: Ranks that hold one copy of the sharded state together.
@@ -56,11 +55,6 @@ class RankOptions:
     num_sharing_ranks: int = 1
 
     @property
-    def is_fsdp(self) -> bool:
-        """Whether FSDP shards the weights."""
-        return self.sharding in FSDP
-
-    @property
     def num_shards(self) -> int:
         """Ranks that share the optimizer's state and the average."""
         return self.num_sharing_ranks if self.sharding != "none" else 1
@@ -68,19 +62,12 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Peak memory of one rank by use, in GiB.
+    """Memory of one rank by use at the time of its peak, in GiB.
 
-    Attributes:
-        process: Libraries on a CPU; CUDA context and workspaces on a GPU.
-        trained_weights: Weights that get gradients.
-        frozen_weights: Other weights in the step.
-        optimizer_state: The two moments of Adam, and master weights.
-        ema: Averaged copy of the trained weights.
-        gradients: Gradients at the time of the peak, with DDP's copy of them.
-        activations: Tensors that grow with the micro-batch, at the time of the peak.
-        temporaries: Other tensors at that time: weights cast by autocast, the optimizer's
-            temporaries, and memory that CUDA's allocator reserves and does not use.
-        phase: Phase of the peak: encoders, backward or optimizer.
+    `process` is that of libraries on a CPU, of CUDA context and workspaces on a GPU. Activations
+    grow with the micro-batch. `temporaries` are the other tensors: weights cast by autocast, the
+    optimizer's, and memory that CUDA's allocator reserves and does not use. `phase` is encoders,
+    backward or optimizer.
     """
 
     process: float
@@ -125,7 +112,7 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
     lost = CUDA_FRAGMENTATION * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
     held_weights, frozen_weights = weights, float(profile.frozen_weights)
     gradients = peak.gradients
-    if options.is_fsdp:
+    if options.sharding in FSDP:
         # The frozen weights beside LoRA are sharded as well. grad_op gathers all weights for the
         # whole step, the others a block at a time.
         beside = profile.frozen_beside
@@ -192,7 +179,7 @@ def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Mo
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
     # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
     one_pass = options.optimizer == "adamw_one_pass"
-    if options.master_weights and not (one_pass or options.is_fsdp):
+    if options.master_weights and not (one_pass or options.sharding in FSDP):
         temporaries += 2 * weights / options.num_shards
     moments.append(_Moment("optimizer", weights, activations=0.0, temporaries=temporaries))
     return moments

@@ -1,4 +1,4 @@
-"""`profile_step`: the memory that a training step allocates, operation by operation.
+"""`profile_step` and `count_flops`: the memory and the arithmetic of a training step.
 
 A step is replayed on torch's fake tensors, without memory or arithmetic, and every allocation is
 counted. A replay takes seconds, so it is cached on disk by step, code and libraries. torch's own
@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError
@@ -60,37 +61,48 @@ FP32_ON_CUDA = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A training step, as far as it decides which tensors are allocated.
+    """A training step, as far as it decides which tensors are allocated and what is computed.
+
+    The fields are arguments of `build_stable_diffusion` and `blocks.checkpoint_activations`, or:
 
     Attributes:
-        architecture: The model.
         image_size: Side of the square image in pixels.
-        precision: One of `PRECISIONS`.
-        encoder_dtype: One of `ENCODER_DTYPES`.
-        attention: `eager`, which keeps the attention matrices, `by_shape`, which keeps the
-            smaller ones, or another, which keeps none.
-        vae_attention: As `attention`, in the VAE.
         on_cuda: Whether to allocate as on CUDA.
         encodes_images: Whether images are encoded in the step, and captions with them.
-        trained: The trained sub-models: ``unet``, with or without ``text_encoder``; or only
-            ``vae``.
-        lora: Trained in place of their weights.
+        trained: ``unet``, with or without ``text_encoder``; or only ``vae``.
         learns_token: Only a new token of ``text_encoder`` is trained, in fp32.
-        activation_checkpointing: As `blocks.checkpoint_activations` takes it.
     """
 
     architecture: Architecture
     image_size: int
-    precision: str
-    encoder_dtype: str
-    attention: str
-    vae_attention: str
-    on_cuda: bool
-    encodes_images: bool
+    precision: str = "fp32"
+    encoder_dtype: str = "fp32"
+    attention: str = "sdpa"
+    vae_attention: str = "sdpa"
+    on_cuda: bool = False
+    encodes_images: bool = True
     trained: tuple[str, ...] = ("unet",)
     lora: Lora | None = None
     learns_token: bool = False
     activation_checkpointing: str = "none"
+
+    @staticmethod
+    def of(config: Any, architecture: Architecture, *, on_cuda: bool) -> Step:
+        """The step of a run; its LoRA is checked when the step is replayed or counted."""
+        return Step(
+            architecture=architecture,
+            image_size=config.image_size,
+            precision=config.precision,
+            encoder_dtype=config.encoder_dtype,
+            attention=config.attention,
+            vae_attention=config.attention_of_vae,
+            on_cuda=on_cuda,
+            encodes_images=config.step_has_encoders and not config.has_subject,
+            trained=config.trained_parts,
+            lora=Lora.of(config),
+            learns_token=config.learned_token is not None,
+            activation_checkpointing=config.activation_checkpointing,
+        )
 
     @property
     def encodes_captions(self) -> bool:
@@ -107,12 +119,12 @@ class StepProfile:
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
         trained_start: Index of the first operation of a trained sub-model.
-        trained_weights: Bytes of the trained weights, and so of all their gradients.
-        frozen_weights: Bytes of the other weights.
-        frozen_beside: Bytes of frozen weights beside LoRA, included in `frozen_weights`.
-        gathered_weights: Bytes of the trained weights that FSDP gathers at the same time: those
-            outside of blocks, and two blocks, one of which is gathered ahead.
-        gathered_beside: The same for the frozen weights beside LoRA.
+        trained_weights: The trained weights, and so all their gradients.
+        frozen_weights: The other weights.
+        frozen_beside: Frozen weights beside LoRA, included in `frozen_weights`.
+        gathered_weights: Trained weights that FSDP gathers at the same time: those outside of
+            blocks, and two blocks, one of which is gathered ahead.
+        gathered_beside: The same of the frozen weights beside LoRA.
     """
 
     timeline: list[tuple[int, int, int]]
@@ -206,38 +218,61 @@ def _fingerprint(step: Step) -> str:
     return digest.hexdigest()[:32]
 
 
-def _replay_step(step: Step) -> StepProfile:
-    trained = step.trained
+def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
+    """The model of a step without weights, on the meta device or of fake tensors."""
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
     attention, vae_attention = (
         kind if kind in ("eager", "by_shape") else "sdpa"
         for kind in (step.attention, step.vae_attention)
     )
-    alike: dict[str, Any] = {"seed": None, "precision": step.precision}
+    alike: dict[str, Any] = {"seed": None, "precision": step.precision, "device": device}
+    if "vae" in step.trained:
+        return build_autoencoder(step.architecture, kl_weight=1.0, attention=vae_attention, **alike)
+    model = build_stable_diffusion(
+        step.architecture,
+        encoder_dtype=step.encoder_dtype,
+        attention=attention,
+        vae_attention=vae_attention,
+        encoders=step.encodes_captions,
+        trained=step.trained,
+        lora=step.lora,
+        initial_token_id=0 if step.learns_token else None,
+        **alike,
+    )
+    if not step.encodes_images:
+        model.vae = None
+    # Recomputation in the backward pass does not see the modes that are active around it.
+    rules = _CudaAutocastRules if step.on_cuda else None
+    checkpoint_activations(model.unet, which=step.activation_checkpointing, recompute=rules)
+    return model
+
+
+@functools.cache  # counting takes about a second
+def count_flops(step: Step) -> int:
+    """Count matrix products and convolutions of a step on one image, without computing them.
+
+    A multiply-add counts as two. Neither number formats, kernels nor recomputation change the
+    count; weights without gradients take no work for these.
+    """
+    # On the meta device attention is two matrix products. For fused attention torch's counter gives
+    # zero on a CPU; on a GPU it includes the recomputation of flash attention.
+    plain = dataclasses.replace(
+        step,
+        **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
+        **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False},
+    )
+    model = build_model(plain, device="meta")
+    with torch.device("meta"):
+        batch = make_batch(plain, num_images=1)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(*model(batch)).backward()
+    return counter.get_total_flops()
+
+
+def _replay_step(step: Step) -> StepProfile:
     with FakeTensorMode():
-        model: StableDiffusion | Autoencoder
-        if "vae" in trained:
-            model = build_autoencoder(
-                step.architecture, kl_weight=1.0, attention=vae_attention, **alike
-            )
-        else:
-            model = build_stable_diffusion(
-                step.architecture,
-                encoder_dtype=step.encoder_dtype,
-                attention=attention,
-                vae_attention=vae_attention,
-                encoders=step.encodes_captions,
-                trained=trained,
-                lora=step.lora,
-                initial_token_id=0 if step.learns_token else None,
-                **alike,
-            )
-            if not step.encodes_images:
-                model.vae = None
-            # Recomputation in the backward pass does not see the modes that are active around it.
-            rules = _CudaAutocastRules if step.on_cuda else None
-            checkpoint_activations(model.unet, which=step.activation_checkpointing, recompute=rules)
-        modules = [model.get_submodule(name) for name in trained]
+        model = build_model(step, device="cpu")
+        modules = [model.get_submodule(name) for name in step.trained]
         timeline, trained_start = _replay(model, modules, step)
         return StepProfile(
             timeline=timeline,
@@ -262,27 +297,19 @@ def _replay(
     )
     log = _AllocationLog(weights, num_images=num_images)
     starts: list[int] = []
-    handles = []
     for module in trained:
-        handles += [
-            parameter.register_post_accumulate_grad_hook(log.gradient_ready)
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        ]
-        handles.append(
-            module.register_forward_pre_hook(lambda *_: starts.append(len(log.timeline)))
-        )
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(log.gradient_ready)
+        module.register_forward_pre_hook(lambda *_: starts.append(len(log.timeline)))
     rules = _CudaAutocastRules() if step.on_cuda else contextlib.nullcontext()
     with log, rules:
-        model.loss(*model(_make_batch(step, num_images=num_images))).backward()
-    for handle in handles:
-        handle.remove()
-    model.zero_grad()
+        model.loss(*model(make_batch(step, num_images=num_images))).backward()
     # A trained VAE is not called as a whole, and nothing comes before it.
     return log.timeline, min(starts, default=0)
 
 
-def _make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
+def make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     """A batch of images or moments, and of captions or text embeddings."""
     architecture, size = step.architecture, step.image_size
     num_tokens = architecture.text_encoder["max_position_embeddings"]
@@ -290,13 +317,10 @@ def _make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     latent_shape = (num_images, architecture.unet["in_channels"], latent_size, latent_size)
     image_shape = (num_images, architecture.vae["in_channels"], size, size)
     width = architecture.unet["cross_attention_dim"]
+    moments = ("latent_mean", "latent_logvar")
+    pictures = {name: torch.empty(latent_shape) for name in moments}
     if step.encodes_images:
         pictures = {"image": torch.empty(image_shape, dtype=torch.uint8)}
-    else:
-        pictures = {
-            "latent_mean": torch.empty(latent_shape),
-            "latent_logvar": torch.empty(latent_shape),
-        }
     if step.encodes_captions:
         return pictures | {"input_ids": torch.empty(num_images, num_tokens, dtype=torch.int64)}
     return pictures | {"text_embedding": torch.empty(num_images, num_tokens, width)}

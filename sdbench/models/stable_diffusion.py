@@ -304,12 +304,9 @@ def build_stable_diffusion(
         lora: Trained in place of their weights.
         initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
             row of this one; None: there is no new token.
-        device: Device of the model.
+        device: Of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
-
-    Returns:
-        The model in training mode.
 
     Raises:
         ConfigError: As `Lora.add_to`.
@@ -380,24 +377,13 @@ def build_encoders(
     `encoder_dtype`.
     """
 
-    def weights(seed_offset: int, dtype: torch.dtype, layout: torch.memory_format) -> Weights:
+    def make(part: str, seed_offset: int, attention: str, **form: Any) -> Any:
         # A seed each, so that the weights of a sub-model do not depend on another one's size.
         own_seed = None if seed is None else seed + seed_offset
-        return Weights(
-            seed=own_seed, device=device, dtype=dtype, memory_format=layout, generator_device="cpu"
-        )
+        weights = Weights(seed=own_seed, device=device, generator_device="cpu", **form)
+        module = make_part(part, architecture, attention=attention, weights=weights)
+        return module.requires_grad_(False).eval()
 
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    vae = make_part(
-        "vae",
-        architecture,
-        attention=vae_attention or attention,
-        weights=weights(1, dtype, layout),
-    )
-    text_encoder = make_part(
-        "text_encoder",
-        architecture,
-        attention=attention,
-        weights=weights(2, text_dtype or dtype, torch.preserve_format),
-    )
-    return vae.requires_grad_(False).eval(), text_encoder.requires_grad_(False).eval()
+    vae = make("vae", 1, vae_attention or attention, dtype=dtype, memory_format=layout)
+    return vae, make("text_encoder", 2, attention, dtype=text_dtype or dtype)

@@ -45,15 +45,12 @@ class Weights:
     generator_device: str | torch.device | None = None
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to this device, type and layout, in place."""
-        # Not diffusers' `to`, which warns of modules to keep in fp32 although there are none.
-        nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
-
-    def hold_places(self, module: nn.Module) -> None:
-        """Replace a module's tensors by uninitialised ones of this device and type, in place.
-
-        For fake tensors, for which `to` and `to_empty` raise errors in torch 2.11.
-        """
+        """Move a module to this device, type and layout, in place; without a seed, its shapes."""
+        if self.seed is not None:
+            # Not diffusers' `to`, which warns of modules to keep in fp32 although there are none.
+            nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
+            return
+        # For fake tensors `to` and `to_empty` raise errors in torch 2.11.
         for part in module.modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
             for name, tensor in own:
@@ -89,11 +86,9 @@ def draw_weights(
             threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
             drawing.enter_context(_DrawingByBlocks(weights.seed, threads))
         for part in parts:
-            if weights.seed is None:
-                weights.hold_places(part)
-                continue
-            part.to_empty(device=device)
-            part.apply(initialize or _reset)
+            if weights.seed is not None:
+                part.to_empty(device=device)
+                part.apply(initialize or _reset)
             weights.place(part)
     # The only buffers of the sub-models are position_ids: 0, 1, 2, ...
     for name, buffer in model.named_buffers():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
-from sdbench.models.lora import Lora
 from sdbench.models.memory import MemoryEstimate, RankOptions, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
@@ -27,23 +26,9 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     config, encoder_batch = draft.config, draft.config.encoder_batch_size
     device_batch = config.batch_size // draft.ranks.world_size
-    encodes_images = config.step_has_encoders and not config.has_subject
-    is_ahead = encoder_batch != "microbatch" and encodes_images
-    step = Step(
-        architecture=draft.architecture,
-        image_size=config.image_size,
-        precision=config.precision,
-        encoder_dtype=config.encoder_dtype,
-        attention=config.attention,
-        vae_attention=config.attention_of_vae,
-        on_cuda=draft.on_gpu,
-        encodes_images=encodes_images,
-        trained=config.trained_parts,
-        # A mistake in its layers is found here, before any weights are built.
-        lora=Lora.of(config),
-        learns_token=config.learned_token is not None,
-        activation_checkpointing=config.activation_checkpointing,
-    )
+    # A mistake in the layers of a LoRA is found here, before any weights are built.
+    step = Step.of(config, draft.architecture, on_cuda=draft.on_gpu)
+    is_ahead = encoder_batch != "microbatch" and step.encodes_images
     options = RankOptions(
         micro_batch=microbatch,
         num_microbatches=-(-device_batch // microbatch),

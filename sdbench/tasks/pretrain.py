@@ -12,9 +12,9 @@ from sdbench.data.pipeline import pairs
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
-from sdbench.models.flops import count_flops
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.prompts import make_tokenizer
@@ -44,7 +44,6 @@ def build(
     """
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
-    lora = Lora.of(config)
     initial_token_id = None
     if config.learned_token is not None:
         (initial_token_id,) = make_tokenizer(plan.architecture).read_word(config.initial_token)
@@ -58,31 +57,18 @@ def build(
         vae_attention=config.attention_of_vae,
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
-        lora=lora,
+        lora=Lora.of(config),
         initial_token_id=initial_token_id,
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
     )
     tune_model(model, config)
-    trains_text = "text_encoder" in config.trained_parts
-    flops = count_flops(
-        plan.architecture,
-        image_size=config.image_size,
-        trained=config.trained_parts,
-        lora=lora,
-        learns_token=config.learned_token is not None,
-    )
-    flops_per_image = flops.unet_forward_backward
-    encodes_images = config.step_has_encoders and not config.has_subject
-    if encodes_images:
-        flops_per_image += flops.vae_encode
-    if encodes_images or trains_text:
-        flops_per_image += flops.text_encode
+    step = Step.of(config, plan.architecture, on_cuda=False)
     # What encodes the whole batch of a rank; otherwise each micro-batch is encoded in its turn, and
     # `dreambooth.encode_once` encodes a subject.
     prepare = None
-    if encodes_images and config.encoder_batch_size != "microbatch":
+    if step.encodes_images and config.encoder_batch_size != "microbatch":
         prepare = functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
     rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
@@ -102,7 +88,7 @@ def build(
         else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
-        flops_per_image=flops_per_image,
+        flops_per_image=count_flops(step),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trainable_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad

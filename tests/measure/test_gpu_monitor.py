@@ -39,6 +39,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.fixture
 def monitor(monkeypatch):
     """Makes a monitor of a GPU with these answers, and starts it."""
+    started = []
 
     def monitor(*, period_s=10.0, **answers):
         device = {f"nvmlDeviceGet{name}": value for name, value in answers.items()}
@@ -46,9 +47,12 @@ def monitor(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(answers=basic | device))
         made = GpuMonitor(device_uuid="x", period_s=period_s)
         made.start()
+        started.append(made)
         return made
 
-    return monitor
+    yield monitor
+    for one in started:
+        one.stop()
 
 
 def read(monitor):

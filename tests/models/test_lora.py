@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_part
 from sdbench.models.drawing import make_sampler
-from sdbench.models.flops import count_flops
 from sdbench.models.lora import Lora, is_lora
 from sdbench.models.lora_files import WRITERS, check_lora_files, fuse_lora_files, lora_weights
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
 from sdbench.settings.lora import LoraFile
@@ -115,8 +115,9 @@ def test_the_flops_are_those_of_a_step() -> None:
     batch = {"latent": torch.zeros(1, 4, 8, 8), "input_ids": IDS}
     with FlopCounterMode(display=False) as counter:
         model.loss(*model(batch)).backward()
-    counted = count_flops(TINY, image_size=64, trained=("unet", "text_encoder"), lora=LORA)
-    assert counted.unet_forward_backward + counted.text_encode == counter.get_total_flops()
+    trained = ("unet", "text_encoder")
+    step = Step(architecture=TINY, image_size=64, encodes_images=False, trained=trained, lora=LORA)
+    assert count_flops(step) == counter.get_total_flops()
 
 
 def test_diffusers_loads_a_file_and_computes_what_was_trained(trained, file) -> None:

@@ -15,7 +15,7 @@ from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters
-from sdbench.models.flops import count_flops
+from sdbench.models.replay import Step, count_flops
 from sdbench.profile.printout import add_figures
 from sdbench.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
 from sdbench.profile.steps import PhaseMarks, StepEvents
@@ -69,7 +69,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     content, operators = profile_tiny(tmp_path / "out", *recipe, *two_microbatches, "--top", "5")
     step, phases = content["step"], content["phases"]
     architecture = resolve_architecture("tiny")
-    model_gflop = 4 * sum(count_flops(architecture, image_size=64)) / 1e9
+    model_gflop = 4 * count_flops(Step(architecture=architecture, image_size=64)) / 1e9
     counted_gflop = model_gflop + attention_flop_done_twice(operators) / 1e9
     assert step["model_gflop"] == pytest.approx(model_gflop, rel=1e-12)
     assert step["counted_gflop"] == pytest.approx(counted_gflop, rel=1e-12)
@@ -98,7 +98,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     peak_tflops = content["ceilings"]["tflops"]["float32"]
     assert step["ideal_floor_ms"] == pytest.approx(model_gflop / peak_tflops)
     # Read: a gradient of 2 bytes, a weight and two moments of 4; written: these, and 2 bytes.
-    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    num_trained = count_parameters(architecture)["unet"]
     update_ms = 28 * num_trained / content["ceilings"]["gb_per_s"] / 1e6
     assert step["needed_floor_ms"] == pytest.approx(step["ideal_floor_ms"] + update_ms)
 
@@ -116,7 +116,7 @@ def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path)
     content, operators = profile_tiny(tmp_path / "out", *recipe)
     rows = [row for row in operators if row["operator"] == "sdbench::adamw_one_pass"]
     architecture = resolve_architecture("tiny")
-    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    num_trained = count_parameters(architecture)["unet"]
     assert sum(float(row["gb"]) for row in rows) == pytest.approx(28 * num_trained / 1e9)
     assert {row["phase"] for row in rows} == {"backward"}
     assert all(float(row["time_ms"]) > 0 for row in rows)

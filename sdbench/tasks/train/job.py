@@ -11,8 +11,8 @@ from sdbench import data
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.autoencoder import build_autoencoder
-from sdbench.models.flops import count_vae_flops
 from sdbench.models.objective import Objective
+from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver
 from sdbench.plan.resolve import Plan
 from sdbench.tasks import pretrain
@@ -81,7 +81,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
         ema=None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
-        flops_per_image=count_vae_flops(plan.architecture, image_size=config.image_size),
+        flops_per_image=count_flops(Step.of(config, plan.architecture, on_cuda=False)),
         num_parameters=num_parameters,
         num_trainable_parameters=num_parameters,
     )
