@@ -89,7 +89,7 @@ def test_every_program_tells_its_version(capsys):
         (["compare", "a", "b", "--format", "jsn"], "json"),
         (["sweep", "s.yaml", "--retry", "oom,tiemout"], "timeout"),
         (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),
-        (["export", "run", "--lora_format", "kohia"], "kohya"),
+        (["export", "run", "--lora_format", "difusers"], "diffusers"),
         (["submit", "--scaling", "week"], "weak"),
         (["doctor", "--precision", "fp23"], "fp32"),
         (["watch", "run", "every", "3"], "--every"),

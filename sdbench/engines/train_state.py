@@ -13,7 +13,7 @@ from sdbench.engines.device_batches import Loader
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.engines.sharding import forget_gathered, held_weights
-from sdbench.models.precision import PRECISIONS
+from sdbench.models.weights import PRECISIONS
 from sdbench.ranks.distributed import Ranks
 
 # Larger than the number of ranks, whose seeds are consecutive.

@@ -8,9 +8,6 @@ from typing import Any
 from sdbench.measure import phases
 from sdbench.settings.subject import PRETRAIN
 
-# With a larger share outside all phases, the breakdown does not explain the step.
-MAX_OTHER = 0.05
-
 NAMES = {
     phases.DATA_WAIT: "waiting for data",
     phases.HOST_TO_DEVICE: "copying to the device",
@@ -75,11 +72,6 @@ def name_bottleneck(
     phase = max(seconds, key=seconds.__getitem__)
     share_percent = 100 * seconds[phase] / breakdown["step_time_s"]
     return f"{share_percent:.0f} % of the step is {NAMES[phase]}: {_advise(phase, config)}"
-
-
-def has_unexplained_time(breakdown: Mapping[str, Any]) -> bool:
-    """Whether more than `MAX_OTHER` of the step is outside all phases."""
-    return breakdown["seconds"][phases.OTHER] > MAX_OTHER * breakdown["step_time_s"]
 
 
 def _name_slowest(rank: Mapping[str, Any], *, step_time_s: float) -> str:

@@ -48,7 +48,7 @@ MIN_TIMES_MEDIAN = 1.2
 
 
 class PhaseClock:
-    """Adds up the time of each phase in the profiled steps of one rank; else does nothing."""
+    """Adds up the `seconds` of each phase in the profiled steps of a rank; else does nothing."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PhaseClock:
         self._synchronize = synchronize
         self._phase = OTHER
         self._since_s = 0.0
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.is_running = False
 
     def start(self) -> None:
@@ -77,12 +77,12 @@ class PhaseClock:
 
     def switch(self, phase: str) -> str:
         """End the current phase, which is returned, and begin another."""
-        assert phase in self._seconds
+        assert phase in self.seconds
         previous = self._phase
         if self.is_running:
             self._synchronize()
             now_s = self._clock()
-            self._seconds[previous] += now_s - self._since_s
+            self.seconds[previous] += now_s - self._since_s
             self._phase, self._since_s = phase, now_s
         return previous
 
@@ -103,11 +103,6 @@ class PhaseClock:
                 return function(*args, **kwargs)
 
         return timed
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Time of each phase, summed over all profiled steps so far."""
-        return dict(self._seconds)
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
+from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.gpu_monitor import is_throttled, merge_readings
-from sdbench.measure.phases import find_stragglers, merge_phases
+from sdbench.measure.phases import OTHER, find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
@@ -20,6 +20,8 @@ from sdbench.statistics.intervals import Interval
 
 # On an idle machine the standard deviation of the step times is below a tenth of their mean.
 MAX_VARIATION = 0.10
+# With a larger share outside all phases, the breakdown does not explain the step.
+MAX_OTHER = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,8 @@ def summarize(
         "noisy": variation is not None and variation > MAX_VARIATION,
         "throttled": gpu is not None and is_throttled(gpu),
         "shared": gpu is not None and bool(gpu["num_other_processes"]),
-        "other_time": breakdown is not None and has_unexplained_time(breakdown),
+        "other_time": breakdown is not None
+        and breakdown["seconds"][OTHER] > MAX_OTHER * breakdown["step_time_s"],
         "straggler": bool(stragglers),
         "sockets": uses_sockets,
         "precision_not_reached": target is not None

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
-from sdbench.models.precision import PRECISIONS, autocast
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
     encode_images,
     sample_latents,
     to_pixels,
 )
-from sdbench.models.weights import Weights
+from sdbench.models.weights import PRECISIONS, Weights, autocast
 
 
 class Autoencoder(nn.Module):

@@ -20,8 +20,8 @@ from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact_values
 from sdbench.models.drawing import make_sampler
 from sdbench.models.learned_token import LEARNED_FILE_NAME
-from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.weights import ENCODER_DTYPES
 
 CARD_NAME = "README.md"
 CARD = """\

@@ -1,9 +1,9 @@
-"""LoRA in files: written for diffusers or for kohya's sd-scripts, and read by diffusers' loader."""
+"""LoRA in files, written and read by diffusers; it reads those of kohya's sd-scripts too."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from diffusers import StableDiffusionPipeline
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sdbench.base.errors import ConfigError
@@ -25,8 +24,8 @@ from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
-# Prefixes of names in kohya's sd-scripts, networks/lora.py: LoRANetwork.LORA_PREFIX_*.
-KOHYA_PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+# The sub-models that may have LoRA.
+PARTS = ("unet", "text_encoder")
 
 # Weights by sub-model, and by name: that of the layer with `.lora_A.weight` or `.lora_B.weight`.
 LoraWeights = Mapping[str, Mapping[str, Tensor]]
@@ -56,29 +55,10 @@ def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None
     StableDiffusionPipeline.save_lora_weights(file.parent, weight_name=file.name, **arguments)
 
 
-def write_for_kohya(weights: LoraWeights, file: Path, *, lora: Lora) -> None:
-    """Write a file as kohya's sd-scripts do, which other programs read too."""
-    stored: dict[str, Tensor] = {}
-    for part, of_part in weights.items():
-        for name, weight in of_part.items():
-            layer, _, matrix = name.removesuffix(".weight").rpartition(".")
-            place = KOHYA_PREFIXES[part] + layer.replace(".", "_")
-            direction = {"lora_A": "lora_down", "lora_B": "lora_up"}[matrix]
-            stored[f"{place}.{direction}.weight"] = weight
-            stored[f"{place}.alpha"] = torch.tensor(lora.alpha, dtype=weight.dtype)
-    save_file(stored, file, metadata={"format": "pt"})
-
-
-WRITERS: dict[str, Callable[..., None]] = {
-    "diffusers": write_for_diffusers,
-    "kohya": write_for_kohya,
-}
-
-
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
     """Raise a ConfigError unless files have LoRA for a model; its weights are not made."""
     for file in files:
-        _load(file, {part: make_part(part, architecture) for part in KOHYA_PREFIXES})
+        _load(file, {part: make_part(part, architecture) for part in PARTS})
 
 
 def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:

@@ -7,13 +7,14 @@ bytes is live (gradients, weight copies), plus a number per image (activations).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.replay import Step, StepProfile, profile_step
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE
 
 # Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
 # measured with torch 2.7.0: 0.74 GiB, and 0.81 with oneDNN's and OpenMP's after a step of `tiny`.
@@ -23,41 +24,6 @@ GPU_PROCESS_GIB = 1.0
 
 # Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
 CUDA_FRAGMENTATION = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """What a rank holds and computes in a step, beside the operations of `Step`.
-
-    Attributes:
-        micro_batch: Images per forward pass.
-        num_microbatches: Forward passes per optimizer step.
-        encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
-            encoders run in each micro-batch.
-        optimizer: A value of --optimizer.
-        master_weights: Whether the optimizer holds fp32 copies of the weights.
-        use_ema: Whether a moving average of the trained weights is kept, in fp32.
-        num_ranks: Of the run.
-        gradient_as_bucket_view: Whether gradients are views of DDP's buckets.
-        sharding: A value of --sharding; measured with `tiny` only.
-        num_sharing_ranks: Ranks that hold one copy of the sharded state together.
-    """
-
-    micro_batch: int
-    num_microbatches: int = 1
-    encoder_batch: int | None = None
-    optimizer: str
-    master_weights: bool = False
-    use_ema: bool
-    num_ranks: int
-    gradient_as_bucket_view: bool = False
-    sharding: str = "none"
-    num_sharing_ranks: int = 1
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that share the optimizer's state and the average."""
-        return self.num_sharing_ranks if self.sharding != "none" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,36 +69,61 @@ class _Moment(NamedTuple):
     temporaries: float
 
 
-def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
-    """Estimate the peak memory of one rank in training with AdamW, by its parts."""
-    profile, shards = profile_step(step), options.num_shards
+def estimate_peak_memory(
+    step: Step, config: Any, ranks: Ranks, *, micro_batch: int
+) -> MemoryEstimate:
+    """Estimate the peak memory of one rank in training with AdamW, by its parts.
+
+    `config` has the settings of the run, of which --sharding was measured with `tiny` only.
+    """
+    profile, shards = profile_step(step), 1
+    if config.sharding != "none":
+        is_within_node = config.sharding in WITHIN_NODE
+        shards = ranks.local_world_size if is_within_node else ranks.world_size
     weights = float(profile.trained_weights)
-    state_weights = 2 * weights if options.master_weights else weights
-    peak = max(_moments(profile, step, options), key=lambda moment: sum(moment[1:]))
+    has_masters = config.master_weights == "fp32"
+    state_weights = 2 * weights if has_masters else weights
+    device_batch = config.batch_size // ranks.world_size
+    adds_up = micro_batch < device_batch  # over several micro-batches
+    num_encoded = micro_batch
+    if step.encodes_images and config.encoder_batch_size != "microbatch":
+        num_encoded = min(config.encoder_batch_size, device_batch)
+    moments = _moments(
+        profile, step, num_images=micro_batch, num_encoded=num_encoded, adds_up=adds_up
+    )
+    # On CUDA torch's default AdamW (foreach) holds the square root of the whole second moment; on a
+    # CPU it takes one tensor at a time, and the fused kernel needs nothing.
+    temporaries = weights if step.on_cuda and config.optimizer == "adamw" else 0.0
+    # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
+    # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
+    is_fsdp = config.sharding in FSDP
+    if has_masters and not (config.optimizer == "adamw_one_pass" or is_fsdp):
+        temporaries += 2 * weights / shards
+    moments.append(_Moment("optimizer", weights, activations=0.0, temporaries=temporaries))
+    peak = max(moments, key=lambda moment: sum(moment[1:]))
     lost = CUDA_FRAGMENTATION * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
     held_weights, frozen_weights = weights, float(profile.frozen_weights)
     gradients = peak.gradients
-    if options.sharding in FSDP:
+    if is_fsdp:
         # The frozen weights beside LoRA are sharded as well. grad_op gathers all weights for the
         # whole step, the others a block at a time.
         beside = profile.frozen_beside
-        gathers_all = options.sharding in GATHERED_ONCE
+        gathers_all = config.sharding in GATHERED_ONCE
         # The shards of master weights count as state of the optimizer.
-        held_weights = 0.0 if options.master_weights else weights / shards
+        held_weights = 0.0 if has_masters else weights / shards
         held_weights += weights if gathers_all else profile.gathered_weights
         frozen_weights += beside / shards - beside
         frozen_weights += beside if gathers_all else profile.gathered_beside
-        # Over several micro-batches FSDP adds up unsharded gradients.
-        if options.num_microbatches == 1:
+        if not adds_up:  # else FSDP adds up unsharded gradients
             of_shards = peak.gradients * (state_weights / weights)
             gradients = of_shards / shards + profile.gathered_weights
-    elif options.num_ranks > 1 and not options.gradient_as_bucket_view:
+    elif ranks.world_size > 1 and not config.gradient_as_bucket_view:
         gradients += weights  # DDP's buckets
     # Adam's means of the gradient and of its square, and master weights.
-    state = (2 + options.master_weights) * state_weights
+    state = (2 + has_masters) * state_weights
     # The average is in fp32, as the weights of LoRA and of a token are.
     has_bf16 = step.precision == "bf16" and step.lora is None and not step.learns_token
-    ema = options.use_ema * (weights * 2 if has_bf16 else weights)
+    ema = config.use_ema * (weights * 2 if has_bf16 else weights)
     sizes = {
         "trained_weights": held_weights,
         "frozen_weights": frozen_weights,
@@ -149,13 +140,13 @@ def estimate_peak_memory(step: Step, options: RankOptions) -> MemoryEstimate:
     )
 
 
-def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Moment]:
-    weights = profile.trained_weights
+def _moments(
+    profile: StepProfile, step: Step, *, num_images: int, num_encoded: int, adds_up: bool
+) -> list[_Moment]:
+    """The moments before the optimizer's step at which most memory may be used."""
     constant, slope, complete = torch.tensor(profile.timeline).T
-    num_images = torch.full_like(slope, options.micro_batch)
-    if options.encoder_batch is not None:
-        num_images[: profile.trained_start] = options.encoder_batch
     activations = num_images * slope
+    activations[: profile.trained_start] = num_encoded * slope[: profile.trained_start]
 
     def moment(index: int, gradients: float) -> _Moment:
         return _Moment(
@@ -171,15 +162,7 @@ def _moments(profile: StepProfile, step: Step, options: RankOptions) -> list[_Mo
     # use the memory that activations free: the C library's heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.
-    if options.num_microbatches > 1 or not step.on_cuda:
-        moments.append(moment(int((constant + activations - complete).argmax()), weights))
-    # On CUDA torch's default AdamW (foreach) holds the square root of the whole second moment; on a
-    # CPU it takes one tensor at a time, and the fused kernel needs nothing.
-    temporaries = weights if step.on_cuda and options.optimizer == "adamw" else 0.0
-    # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
-    # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
-    one_pass = options.optimizer == "adamw_one_pass"
-    if options.master_weights and not (one_pass or options.sharding in FSDP):
-        temporaries += 2 * weights / options.num_shards
-    moments.append(_Moment("optimizer", weights, activations=0.0, temporaries=temporaries))
+    if adds_up or not step.on_cuda:
+        index = int((constant + activations - complete).argmax())
+        moments.append(moment(index, profile.trained_weights))
     return moments

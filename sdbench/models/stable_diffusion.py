@@ -27,8 +27,7 @@ from sdbench.models.objective import (
     Objective,
     min_snr_weights,
 )
-from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS, autocast
-from sdbench.models.weights import Weights
+from sdbench.models.weights import ENCODER_DTYPES, PRECISIONS, Weights, autocast
 
 MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,

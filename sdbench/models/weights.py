@@ -1,4 +1,4 @@
-"""`draw_weights`: draws random weights part by part, without a second copy of the model.
+"""The number formats of weights, and `draw_weights`, which draws them part by part.
 
 A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and moved
 to its final device and type before the next one. On a CPU all threads draw, each a block of a
@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BLOCK_SIZE = 2**18
 # Bits of a seed that torch's CPU generator uses.
 SEED_BITS = 32
+
+
+@dataclass(frozen=True)
+class NumberFormats:
+    """Types of trained weights, their gradients and state, and of autocast, if there is one.
+
+    LoRA is in fp32; the frozen weights beside it have the type of weights.
+    """
+
+    weights: torch.dtype
+    autocast: torch.dtype | None
+
+
+PRECISIONS = {
+    "fp32": NumberFormats(torch.float32, None),
+    "tf32": NumberFormats(torch.float32, None),
+    "amp_fp16": NumberFormats(torch.float32, torch.float16),
+    "amp_bf16": NumberFormats(torch.float32, torch.bfloat16),
+    "bf16": NumberFormats(torch.bfloat16, None),
+}
+ENCODER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Torch's autocast to a type; None: no autocast."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
-from sdbench.models.memory import MemoryEstimate, RankOptions, estimate_peak_memory
+from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
-from sdbench.settings.parallel import WITHIN_NODE
 
 # A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
 # other processes may need more memory during the run.
@@ -24,26 +23,9 @@ def per_rank_gib(draft: Draft, memory_gib: float) -> float:
 
 def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
-    config, encoder_batch = draft.config, draft.config.encoder_batch_size
-    device_batch = config.batch_size // draft.ranks.world_size
     # A mistake in the layers of a LoRA is found here, before any weights are built.
-    step = Step.of(config, draft.architecture, on_cuda=draft.on_gpu)
-    is_ahead = encoder_batch != "microbatch" and step.encodes_images
-    options = RankOptions(
-        micro_batch=microbatch,
-        num_microbatches=-(-device_batch // microbatch),
-        encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
-        optimizer=config.optimizer,
-        master_weights=config.master_weights == "fp32",
-        use_ema=config.use_ema,
-        num_ranks=draft.ranks.world_size,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        sharding=config.sharding,
-        num_sharing_ranks=draft.ranks.local_world_size
-        if config.sharding in WITHIN_NODE
-        else draft.ranks.world_size,
-    )
-    return estimate_peak_memory(step, options)
+    step = Step.of(draft.config, draft.architecture, on_cuda=draft.on_gpu)
+    return estimate_peak_memory(step, draft.config, draft.ranks, micro_batch=microbatch)
 
 
 def check_memory(draft: Draft) -> MemoryEstimate:

@@ -351,8 +351,8 @@ def _build(
     """The model on the device of this rank, in the type of --dtype."""
     import torch
 
-    from sdbench.models.precision import ENCODER_DTYPES
     from sdbench.models.stable_diffusion import build_stable_diffusion
+    from sdbench.models.weights import ENCODER_DTYPES
 
     if flags.dtype == "fp32":
         torch.backends.cudnn.allow_tf32 = False

@@ -25,7 +25,6 @@ from tests.engines.linear import (
     MICROBATCH,
     NUM_STEPS,
     Hooks,
-    LinearModel,
     average_by_hand,
     losses_of,
     make_config,
@@ -71,27 +70,6 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine, microbatch
     assert sum(step.step_time_s for step in measurements.timings.measured) == pytest.approx(
         measurements.timings.window_s, abs=1e-3
     )
-
-
-@each_engine
-def test_a_batch_is_prepared_once_and_whole_without_gradients(engine):
-    prepared, trained_on = [], []
-
-    def prepare(batch):
-        assert not torch.is_grad_enabled()
-        prepared.append(len(batch["input"]))
-        return {"doubled": 2 * batch["input"], "target": batch["target"]}
-
-    class Halving(LinearModel):
-        def forward(self, batch):
-            trained_on.append(len(batch["doubled"]))
-            return self.unet(batch["doubled"] / 2), batch["target"]
-
-    job = make_parts(prepare=prepare, model=Halving())
-    measurements = load_engine(engine)(job, make_config(), watch_with())
-    assert prepared == [BATCH_SIZE] * NUM_STEPS
-    assert trained_on == [MICROBATCH] * (BATCH_SIZE // MICROBATCH) * NUM_STEPS
-    assert losses_of(measurements) == pytest.approx(train_by_hand()[0], rel=1e-5)
 
 
 @each_engine

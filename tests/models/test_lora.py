@@ -15,7 +15,12 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_part
 from sdbench.models.drawing import make_sampler
 from sdbench.models.lora import Lora, is_lora
-from sdbench.models.lora_files import WRITERS, check_lora_files, fuse_lora_files, lora_weights
+from sdbench.models.lora_files import (
+    check_lora_files,
+    fuse_lora_files,
+    lora_weights,
+    write_for_diffusers,
+)
 from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
@@ -63,12 +68,25 @@ def outputs(unet, text_encoder) -> torch.Tensor:
     return unet(latents, torch.tensor([500]), text_encoder(IDS)[0]).sample
 
 
-@pytest.fixture(params=WRITERS)
+def write_for_kohya(weights, path: Path, *, lora: Lora) -> None:
+    """As networks/lora.py of kohya's sd-scripts writes a file."""
+    stored = {}
+    for part, prefix in (("unet", "lora_unet_"), ("text_encoder", "lora_te_")):
+        for name, weight in weights[part].items():
+            layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+            place = prefix + layer.replace(".", "_")
+            direction = {"lora_A": "lora_down", "lora_B": "lora_up"}[matrix]
+            stored[f"{place}.{direction}.weight"] = weight
+            stored[f"{place}.alpha"] = torch.tensor(lora.alpha)
+    save_file(stored, path, metadata={"format": "pt"})
+
+
+@pytest.fixture(params=[write_for_diffusers, write_for_kohya])
 def file(request, trained, tmp_path) -> LoraFile:
     """A file in each format."""
     stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
     path = tmp_path / "lora.safetensors"
-    WRITERS[request.param](lora_weights(stored, LORA), path, lora=LORA)
+    request.param(lora_weights(stored, LORA), path, lora=LORA)
     return LoraFile(str(path))
 
 

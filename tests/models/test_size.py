@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from sdbench.models import memory, replay
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.components import count_parameters, make_part
-from sdbench.models.memory import RankOptions, estimate_peak_memory
+from sdbench.models.memory import estimate_peak_memory
 from sdbench.models.replay import Step, count_flops
 from sdbench.models.weights import Weights
+from sdbench.ranks.distributed import Ranks
 
 resolve_cached = functools.cache(lambda name: resolve_architecture(name))
 
@@ -24,11 +26,22 @@ STEP_NAMES = {field.name for field in dataclasses.fields(Step)}
 PLAIN_STEP = dict(architecture=resolve_cached("tiny"), image_size=64)
 
 
-def estimate(**changes):
-    options = dict(micro_batch=2, optimizer="adamw", use_ema=False, num_ranks=1)
-    options |= PLAIN_STEP | changes
+PLAIN_CONFIG = dict(
+    encoder_batch_size="microbatch",
+    optimizer="adamw",
+    master_weights="none",
+    use_ema=False,
+    sharding="none",
+    gradient_as_bucket_view=False,
+)
+
+
+def estimate(*, micro_batch=2, num_microbatches=1, num_ranks=1, ranks_per_node=None, **changes):
+    options = PLAIN_CONFIG | PLAIN_STEP | changes
     step = Step(**{name: options.pop(name) for name in STEP_NAMES & options.keys()})
-    return estimate_peak_memory(step, RankOptions(**options))
+    config = SimpleNamespace(batch_size=num_ranks * num_microbatches * micro_batch, **options)
+    ranks = Ranks(0, num_ranks, 0, ranks_per_node or num_ranks)
+    return estimate_peak_memory(step, config, ranks, micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +91,11 @@ def test_flops() -> None:
 def test_memory_of_shared_copies_is_exact(sharding) -> None:
     shared = estimate(
         precision="bf16",
-        master_weights=True,
+        master_weights="fp32",
         use_ema=True,
         sharding=sharding,
-        num_ranks=16,
-        num_sharing_ranks=8,
+        num_ranks=16 if sharding.startswith("hybrid") else 8,
+        ranks_per_node=8,
     )
     # Each rank has the weights in bf16; the eight share copies, two moments and average in fp32.
     fp32_gib = 933_508 * 4 / 2**30
@@ -95,11 +108,11 @@ def test_memory_of_shared_copies_is_exact(sharding) -> None:
     ("changes", "temporaries"),
     [
         ({"optimizer": "adamw_fused"}, 2.0),  # copies of weights and gradients in fp32
-        ({"optimizer": "adamw_fused", "sharding": "zero1", "num_sharing_ranks": 4}, 0.5),
-        ({"optimizer": "adamw_fused", "sharding": "full", "num_sharing_ranks": 4}, 0.0),
+        ({"optimizer": "adamw_fused", "sharding": "zero1", "num_ranks": 4}, 0.5),
+        ({"optimizer": "adamw_fused", "sharding": "full", "num_ranks": 4}, 0.0),
         ({"optimizer": "adamw_one_pass"}, 0.0),
-        ({"master_weights": False}, 0.0),
-        ({"master_weights": False, "on_cuda": True}, 1.05),  # a root, and what the allocator loses
+        ({"master_weights": "none"}, 0.0),
+        ({"master_weights": "none", "on_cuda": True}, 1.05),  # a root, and what the allocator loses
     ],
 )
 def test_memory_of_an_optimizer_step_with_copies_is_exact(
@@ -110,7 +123,7 @@ def test_memory_of_an_optimizer_step_with_copies_is_exact(
     weights = {"trained_weights": 2**30, "trained_start": 0, "gathered_beside": 0}
     profile = replay.StepProfile(timeline=[(0, 0, 0), (2**30, 0, 2**30)], **weights, **none)
     monkeypatch.setattr(memory, "profile_step", lambda step: profile)
-    found = estimate(**{"precision": "bf16", "master_weights": True} | changes)
+    found = estimate(**{"precision": "bf16", "master_weights": "fp32"} | changes)
     assert found.phase == ("optimizer" if temporaries else "backward")
     assert found.temporaries == pytest.approx(temporaries)
 
@@ -123,12 +136,12 @@ def test_weights_that_fsdp_gathers_are_those_of_two_blocks_and_outside_of_blocks
         if isinstance(module, SHARDED_BLOCKS)
     ]
     gathered = 933_508 * 4 - sum(sizes) + 2 * max(sizes)
-    shared = estimate(sharding="full", num_ranks=2, num_sharing_ranks=2)
+    shared = estimate(sharding="full", num_ranks=2)
     assert shared.trained_weights * 2**30 == pytest.approx(933_508 * 4 / 2 + gathered)
 
 
 def test_training_begins_with_the_first_of_the_trained_parts() -> None:
-    options = {"encoder_batch": 512, "micro_batch": 1}
+    options = {"encoder_batch_size": 512, "micro_batch": 1, "num_microbatches": 512}
     assert estimate(**options).phase == "encoders"
     # The text encoder comes before the U-Net: what is kept of it is no encoder's.
     starts = [

@@ -102,18 +102,17 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
     plain = picture(tmp_path / "plain", "--model_name", "tiny")
     assert plain != expected
-    for form, name in (("diffusers", "pytorch_lora_weights"), ("kohya", "dog")):
-        place = tmp_path / form
-        assert sdbench(["export", str(folder), "--lora_format", form, "--folder", str(place)]) == 0
-        file = place / f"{name}.safetensors"
-        with_file = ("--model_name", "tiny", "--lora", file)
-        out = tmp_path / f"out-{form}"
-        with_adapters = picture(out, *with_file)
-        # W x + B A x is rounded otherwise than (W + B A) x: a step of 255 between two of them.
-        difference = np.abs(pixels_of(with_adapters) - pixels_of(expected))
-        assert difference.max() <= 1 and (difference > 0).mean() < 0.001
-        assert picture(tmp_path / f"none-{form}", *with_file[:-1], f"{file}:0") == plain
-        assert f'weight_name="{file.name}"' in (place / "README.md").read_text()
+    place, out = tmp_path / "lora", tmp_path / "out"
+    line = ["export", str(folder), "--lora_format", "diffusers", "--folder", str(place)]
+    assert sdbench(line) == 0
+    file = place / "pytorch_lora_weights.safetensors"
+    with_file = ("--model_name", "tiny", "--lora", file)
+    with_adapters = picture(out, *with_file)
+    # W x + B A x is rounded otherwise than (W + B A) x: a step of 255 between two of them.
+    difference = np.abs(pixels_of(with_adapters) - pixels_of(expected))
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.001
+    assert picture(tmp_path / "none", *with_file[:-1], f"{file}:0") == plain
+    assert f'weight_name="{file.name}"' in (place / "README.md").read_text()
     # The same file again is the same job, another share of it is not.
     assert picture(out, *with_file) == with_adapters
     capsys.readouterr()
@@ -128,8 +127,8 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
 @pytest.mark.slow
 def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
     first = run(tmp_path, "first", 2)
-    refusal = refusal_of("export", first, "--lora_format", "kohya")
-    assert (refusal.flag, refusal.value) == ("--lora_format", "kohya")
+    refusal = refusal_of("export", first, "--lora_format", "diffusers")
+    assert (refusal.flag, refusal.value) == ("--lora_format", "diffusers")
     trained = exported(first)
     # B stays 0 but for 1e-30, which no weight feels.
     argv = ("--lora_rank", 2, "--init_from", first, "--lr", "1e-30", "--resume", "auto")

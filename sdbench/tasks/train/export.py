@@ -54,7 +54,7 @@ examples:
   python -m sdbench export runs/first
       the newest checkpoint, with averaged weights if there are some, to runs/first/model
   python -m sdbench export runs/first/checkpoints/step_00005000 --folder model-5000 --dtype fp16
-  python -m sdbench export runs/dog --lora_format kohya
+  python -m sdbench export runs/dog --lora_format diffusers
       the LoRA of a run with --lora_rank as a file in runs/dog/lora; without --lora_format it is
       added to the weights of a whole model
 
@@ -76,10 +76,10 @@ class ExportFlags:
         f"a new or an empty folder (default: {MODEL_NAME} in that of the run, or {LORA_NAME})",
     )
     lora_format: str | None = setting(
-        one_of("diffusers", "kohya"),
+        one_of("diffusers"),
         None,
-        "write the LoRA of the run alone, as diffusers has it or kohya's sd-scripts, "
-        "which other programs read (default: a whole model, to whose weights it is added)",
+        "write the LoRA of the run alone, as diffusers has it (default: a whole model, to whose "
+        "weights it is added)",
     )
     ema: bool = setting(SWITCH, True, "take the averaged weights where the run kept some")
     dtype: str = setting(one_of("fp32", "fp16", "bf16"), "fp32", "type of the weights")
@@ -197,7 +197,7 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     """Write the LoRA alone; return the file."""
     from sdbench.models.export import check_folder, convert, in_one_piece
     from sdbench.models.lora import Lora, is_lora
-    from sdbench.models.lora_files import DIFFUSERS_NAME, WRITERS, lora_weights
+    from sdbench.models.lora_files import DIFFUSERS_NAME, lora_weights, write_for_diffusers
 
     lora = Lora.of(trained.config)
     if lora is None:
@@ -209,8 +209,6 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
         )
     folder = Path(flags.folder or trained.folder / LORA_NAME)
     check_folder(folder)
-    is_diffusers = flags.lora_format == "diffusers"
-    file_name = DIFFUSERS_NAME if is_diffusers else f"{trained.folder.name}.safetensors"
     weights = {
         name: convert(name, weight, dtype=flags.dtype)
         for name, weight in trained.weights.items()
@@ -219,9 +217,9 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     if len(weights) < len(trained.weights):
         source = trained.config.init_from
         print(f"It goes with the model that `python -m sdbench export {source}` writes.")
-    with in_one_piece(folder, card=_make_card(trained, lora_file=file_name)) as partial:
-        WRITERS[flags.lora_format](lora_weights(weights, lora), partial / file_name, lora=lora)
-    return folder / file_name
+    with in_one_piece(folder, card=_make_card(trained, lora_file=DIFFUSERS_NAME)) as partial:
+        write_for_diffusers(lora_weights(weights, lora), partial / DIFFUSERS_NAME, lora=lora)
+    return folder / DIFFUSERS_NAME
 
 
 def _make_card(
