@@ -49,9 +49,8 @@ examples:
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
 
 Started again, the same command goes on where it was; a run whose folder is gone is made again.
-Running out of memory is a finding, and so is
-what the budget leaves no time for; the exit code is 1 if a run failed otherwise, took too long or
-was invalid, and 130 if the sweep was stopped.
+Running out of memory is a finding, and so is what the budget leaves no time for; the exit code is 1
+if a run failed otherwise, took too long or was invalid, and 130 if the sweep was stopped.
 """
 
 

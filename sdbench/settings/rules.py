@@ -85,11 +85,12 @@ def check(request: Request, names: Collection[str]) -> None:
 def _refuse(declared: Setting, rule: Rule, situation: Situation) -> None:
     value = getattr(situation.config, declared.name)
     lifting = [describe_values(name, values) for name, values in rule.lifted_by.items()]
+    together = (" and " if lifting and lifting[0].startswith("no ") else " ").join(lifting)
     own = _usable_values(declared, situation)
     raise ConfigError(
         rule.problem,
         value=declared.flag if value is True else value,
-        allowed=rule.allowed or ", or ".join(filter(None, (own, " ".join(lifting)))),
+        allowed=rule.allowed or ", or ".join(filter(None, (own, together))),
         flag=" or ".join((declared.flag, *(f"--{name}" for name in rule.others))),
     )
 
