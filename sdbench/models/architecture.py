@@ -18,6 +18,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
+from sdbench.base.outside import read_json_object
 from sdbench.models.objective import PREDICTION_TYPES
 
 ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
@@ -44,6 +45,13 @@ WEIGHT_STEMS = {
     "vae": "diffusion_pytorch_model",
     "text_encoder": "model",
 }
+# Conditions of a U-Net that Stable Diffusion 1 and 2 do not have.
+OTHER_CONDITIONS = (
+    "class_embed_type",
+    "num_class_embeds",
+    "addition_embed_type",
+    "encoder_hid_dim",
+)
 # The pad tokens of Stable Diffusion 2 and 1, with their ids in CLIP's vocabulary.
 PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
 
@@ -205,6 +213,8 @@ def _load_folder(
                 str(folder / part),
                 " or ".join(files),
             )
+        for file in (folder / part).glob("*.safetensors"):
+            _check_whole(file)
     token = parts["tokenizer"].get("pad_token")
     token = token["content"] if isinstance(token, dict) else token
     _check_parts(parts, pad_token=token, folder=folder)
@@ -220,7 +230,7 @@ def _load_folder(
 
 def _read_part(folder: Path, file: str) -> dict[str, Any]:
     try:
-        return json.loads((folder / file).read_text(encoding="utf-8"))
+        return read_json_object(folder / file)
     except (OSError, ValueError) as error:
         raise _refusal(
             f"the model folder has no {file} that can be read ({error})",
@@ -229,19 +239,42 @@ def _read_part(folder: Path, file: str) -> dict[str, Any]:
         ) from error
 
 
+def _check_whole(file: Path) -> None:
+    """Read the header of a file of weights, which says how long the file is."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise _refusal(
+            f"a file of weights is damaged or cut off ({error})",
+            str(file),
+            "the whole file: copy or download it again",
+        ) from None
+
+
 def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Path) -> None:
-    unet, text_encoder = parts["unet"], parts["text_encoder"]
+    unet, vae, text_encoder = parts["unet"], parts["vae"], parts["text_encoder"]
     # Schedulers that were saved before the key existed mean "epsilon".
     prediction_type = parts["scheduler"].get("prediction_type", "epsilon")
     # Not equal in SDXL, whose U-Net reads the concatenated states of two text encoders.
     width = (text_encoder.get("hidden_size"),)
+    latent_channels = (vae.get("latent_channels"),)
+    second_encoder = "text_encoder_2" if (folder / "text_encoder_2").exists() else None
     facts = [
+        ("second text encoder", second_encoder, (None,)),
         ("U-Net class", unet.get("_class_name"), ("UNet2DConditionModel",)),
-        ("VAE class", parts["vae"].get("_class_name"), ("AutoencoderKL",)),
+        ("VAE class", vae.get("_class_name"), ("AutoencoderKL",)),
         ("text encoder type", text_encoder.get("model_type"), ("clip_text_model",)),
         ("prediction type", prediction_type, PREDICTION_TYPES),
         ("U-Net's cross_attention_dim", unet.get("cross_attention_dim"), width),
         ("pad token", pad_token, PAD_TOKEN_IDS),
+        # Nine in models that fill in masked parts.
+        ("U-Net's in_channels", unet.get("in_channels"), latent_channels),
+        ("U-Net's out_channels", unet.get("out_channels"), latent_channels),
+        # What a U-Net of another family is told beside time and text.
+        *((f"U-Net's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
     ]
     for what, value, allowed in facts:
         if value not in allowed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from diffusers.models.attention_processor import (
 from torch.nn.attention import SDPBackend
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from sdbench.models.architecture import Architecture
+from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import MODEL_FLAG, Architecture
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.weights import Weights, draw_weights
 
@@ -83,7 +85,7 @@ def make_part(
             options = {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
             model = model_class.from_pretrained(folder / part, **SAFE, **options)
         else:
-            with torch.device("meta"):
+            with torch.device("meta"), _named(part, architecture):
                 model = model_class.from_config(getattr(architecture, part))
         model.set_attn_processor(implementation())
         initialize = None
@@ -100,9 +102,23 @@ def _make_text_encoder(
     if folder is not None:
         options = {"attn_implementation": implementation, "dtype": torch.float32}
         return CLIPTextModel.from_pretrained(folder / "text_encoder", **SAFE, **options)
-    config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
-    with torch.device("meta"):
+    with torch.device("meta"), _named("text_encoder", architecture):
+        config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
         return CLIPTextModel(config)
+
+
+@contextlib.contextmanager
+def _named(part: str, architecture: Architecture) -> Iterator[None]:
+    """Refuse a configuration of which the block cannot make a sub-model."""
+    try:
+        yield
+    except Exception as error:  # diffusers and transformers raise any kind
+        raise ConfigError(
+            f"no {part} can be made from the configuration of the model",
+            value=str(error),
+            allowed="a model whose config.json files are as they were saved",
+            flag=MODEL_FLAG,
+        ) from error
 
 
 def count_parameters(architecture: Architecture) -> dict[str, int]:

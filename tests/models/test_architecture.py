@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 import benchmark
 from sdbench.cli import main
 from sdbench.models.architecture import built_in_names, resolve_architecture
+from sdbench.models.components import make_part
 from sdbench.models.stable_diffusion import build_stable_diffusion
 from tests.refusals import refused
 
@@ -189,7 +190,7 @@ def test_folder_comes_back_with_its_weights_or_random_ones(folder, random_weight
 
 
 @pytest.mark.parametrize("random_weights", [False, True])
-@pytest.mark.parametrize("content", [None, "{"])
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
 def test_folder_with_a_piece_missing_is_refused(folder, random_weights, content) -> None:
     (folder / "vae" / "config.json").unlink()
     if content is not None:
@@ -205,11 +206,35 @@ def test_folder_with_pickled_weights_is_refused(folder) -> None:
         resolve_architecture(str(folder))
 
 
+@pytest.mark.parametrize("num_bytes", [4, 1000, -1])
+def test_folder_with_weights_that_are_cut_off_is_refused(folder, num_bytes) -> None:
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+    with refused("--model_name", value=str(weights)):
+        resolve_architecture(str(folder))
+
+
+def test_folder_with_a_second_text_encoder_is_refused(folder) -> None:
+    (folder / "text_encoder_2").mkdir()
+    with refused("--model_name", value="text_encoder_2"):
+        resolve_architecture(str(folder), random_weights=True)
+
+
+def test_folder_with_numbers_that_make_no_model_is_refused(folder) -> None:
+    path = folder / "unet" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": "many"}))
+    with refused("--model_name", value="mine"):
+        make_part("unet", resolve_architecture(str(folder)))
+
+
 @pytest.mark.parametrize(
     ("file", "key", "value"),
     [
         ("unet/config.json", "_class_name", "FluxTransformer2DModel"),
         ("unet/config.json", "cross_attention_dim", 2048),
+        ("unet/config.json", "in_channels", 9),
+        ("unet/config.json", "class_embed_type", "timestep"),
+        ("unet/config.json", "addition_embed_type", "text_time"),
         ("scheduler/scheduler_config.json", "prediction_type", "flow_prediction"),
         ("tokenizer/tokenizer_config.json", "pad_token", "<pad>"),
     ],
