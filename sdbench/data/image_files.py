@@ -34,8 +34,11 @@ OTHER_KINDS = {
 }
 NUM_BYTES_SHOWN = 16
 
-# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
+# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels. A JPEG, which
+# is decoded at a fraction of its size, may have three times as many: phones take pictures of 200
+# million.
 MAX_PIXELS = 256 * 2**20 // 3
+MAX_JPEG_PIXELS = 256 * 2**20
 
 
 def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
@@ -85,12 +88,16 @@ def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     kind = tell_kind(data, read_avif=read_avif)
+    Image.MAX_IMAGE_PIXELS = MAX_JPEG_PIXELS  # PIL's own limits come after those here
     try:
         image = Image.open(io.BytesIO(data), formats=[kind])
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
     except UnidentifiedImageError as error:
         raise OSError(f"the header of a {kind} file of {len(data)} bytes is damaged") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
+    most = MAX_JPEG_PIXELS if kind == "JPEG" else MAX_PIXELS
+    if image.width * image.height > most:
+        raise ValueError(
+            f"{image.width} x {image.height} pixels, at most {most} are read of a {kind} file"
+        )
     return image

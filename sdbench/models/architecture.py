@@ -47,10 +47,7 @@ WEIGHT_STEMS = {
 }
 # Conditions of a U-Net that Stable Diffusion 1 and 2 do not have.
 OTHER_CONDITIONS = (
-    "class_embed_type",
-    "num_class_embeds",
-    "addition_embed_type",
-    "encoder_hid_dim",
+    *("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim"),
 )
 # The pad tokens of Stable Diffusion 2 and 1, with their ids in CLIP's vocabulary.
 PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
@@ -281,7 +278,7 @@ def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Pa
             raise _refusal(
                 f"the {what} of {folder} is not that of a Stable Diffusion 1 or 2 model",
                 value,
-                " or ".join(map(str, allowed)),
+                " or ".join("none" if one is None else str(one) for one in allowed),
             )
 
 

@@ -179,7 +179,17 @@ def test_where_the_square_is_cut_out(crop, expected, encoded):
         assert np.array_equal(flipped, square[:, :, ::-1])
 
 
-@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_picture_of_a_phone_with_108_million_pixels_is_read():
+    stripes = Image.new("L", (12_000, 9_000))
+    stripes.paste(255, (0, 0, 6_000, 9_000))
+    orientation = Image.Exif()
+    orientation[ExifTags.Base.Orientation] = 6
+    file = io.BytesIO()
+    stripes.save(file, format="JPEG", exif=orientation)
+    found = decode_image(file.getvalue(), image_size=64)
+    assert (found[:, :24] > 250).all() and (found[:, 40:] < 5).all()
+
+
 def test_a_decompression_bomb_is_refused(encoded):
     header = encoded(Image.new("L", (8, 8)))
     for side in (12_000, 60_000):
