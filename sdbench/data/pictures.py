@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data.formats.folder import read_table
 from sdbench.data.image_files import open_image
-from sdbench.data.samples import ImageSample, undecodable
+from sdbench.data.samples import undecodable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,16 +43,6 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
     return rows
 
 
-def reader_of(rows: Sequence[tuple[Path, str]]) -> Callable[[int], ImageSample]:
-    """Return a function that reads the pictures of `list_pictures` by number."""
-
-    def read(number: int) -> ImageSample:
-        path, caption = rows[number]
-        return ImageSample(str(path), path.read_bytes(), caption)
-
-    return read
-
-
 def open_picture(path: Path) -> Image.Image:
     """Open a picture of `list_pictures`; its pixels are not decoded yet.
 
@@ -64,6 +53,12 @@ def open_picture(path: Path) -> Image.Image:
         return open_image(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RunError(str(undecodable(str(path), error))) from error
+
+
+def side_of(path: Path) -> int:
+    """Return the shorter side of a picture in pixels; raises as `open_picture`."""
+    with open_picture(path) as picture:
+        return min(picture.size)
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
-from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture
+from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, side_of
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -20,8 +20,6 @@ from sdbench.settings.similarity import SimilaritySettings
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from sdbench.evaluate.networks import ImageNetwork
 
 RESULT_NAME = "dreambooth.json"
 UNIT = "mean cosine of image embeddings over pairs of pictures, from -1 to 1"
@@ -97,50 +95,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
     """The content of dreambooth.json; pictures are compared at the size of the first one."""
     from sdbench.evaluate.networks import open_networks
-    from sdbench.evaluate.scores import Pictures, open_pictures, read_pictures, side_of
+    from sdbench.evaluate.scores import ListedPictures, open_pictures, read_pictures
 
     image_size = side_of(before[0][0])
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
-    prompts = {"--prompt": flags.prompt, "--class_prompt": flags.class_prompt}
     generated, generated_class = (
-        [Pictures.of(_of_prompt(listed, prompt, flag=flag)) for listed in (before, after)]
+        [ListedPictures(_of_prompt(listed, prompt, flag=flag)) for listed in (before, after)]
         if prompt is not None
         else []
-        for flag, prompt in prompts.items()
+        for flag, prompt in (("--prompt", flags.prompt), ("--class_prompt", flags.class_prompt))
     )
-    # What the subject's own captions say does not matter here.
     subject = open_pictures(flags.subject, flag="--subject", caption=flags.prompt)
-
-    def embed(pictures: Pictures, network: ImageNetwork) -> np.ndarray:
-        """Embeddings (N, D) of the centred squares of pictures."""
-        batches = read_pictures(
-            pictures.read,
-            range(pictures.number),
-            image_size=image_size,
-            batch_size=flags.batch_size,
-        )
-        embeddings = np.concatenate([network.embeddings(batch.pictures) for batch in batches])
-        if not np.isfinite(embeddings).all():
+    # Captions do not matter here.
+    options = dict(image_size=image_size, batch_size=flags.batch_size, caption=flags.prompt)
+    scores = {}
+    for name, network in networks.items():
+        embedded = [
+            np.concatenate(
+                [network.embeddings(batch.pictures) for batch in read_pictures(one, **options)]
+            )
+            for one in (subject, *generated, *generated_class)
+        ]
+        if not all(np.isfinite(one).all() for one in embedded):
             raise RunError(
                 "The similarity of pictures is not finite: the network gives no numbers."
             )
-        return embeddings
-
-    scores = {
-        name: compare(
-            embed(subject, network),
-            generated=[embed(one, network) for one in generated],
-            generated_class=[embed(one, network) for one in generated_class],
-        )
-        for name, network in networks.items()
-    }
+        scores[name] = compare(embedded[0], generated=embedded[1:3], generated_class=embedded[3:])
     return {
         "prompt": flags.prompt,
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
-        "num_subject_pictures": subject.number,
-        "num_drawn_pictures": generated[0].number,
-        "num_drawn_class_pictures": generated_class[0].number if generated_class else None,
+        "num_subject_pictures": len(subject),
+        "num_drawn_pictures": len(generated[0]),
+        "num_drawn_class_pictures": len(generated_class[0]) if generated_class else None,
         "image_size_px": image_size,
         "unit": UNIT,
         "networks": {name: network.describe() for name, network in networks.items()},
@@ -162,10 +149,12 @@ def compare(
         `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each
         with `before`, `after` and their numbers of pairs. Figures without a pair are None.
     """
-    means = {"subject": [_across(one, subject) for one in generated]}
+    means = {"subject": [_mean_cosine(one, subject) for one in generated]}
     if generated_class:
-        means["class"] = [_of_other_seeds(one, generated_class[0]) for one in generated_class]
-        means["class_to_subject"] = [_across(one, subject) for one in generated_class]
+        means["class"] = [
+            _mean_cosine(one, generated_class[0], of_same_seeds=True) for one in generated_class
+        ]
+        means["class_to_subject"] = [_mean_cosine(one, subject) for one in generated_class]
     return {
         name: {
             "before": before,
@@ -177,18 +166,17 @@ def compare(
     }
 
 
-def _across(one: np.ndarray, other: np.ndarray) -> tuple[float | None, int]:
-    """The mean cosine of all pairs from two sets, and the number of pairs."""
-    return float(one.mean(0) @ other.mean(0)), len(one) * len(other)
+def _mean_cosine(
+    one: np.ndarray, other: np.ndarray, *, of_same_seeds: bool = False
+) -> tuple[float | None, int]:
+    """The mean cosine of all pairs from two sets, and the number of pairs.
 
-
-def _of_other_seeds(one: np.ndarray, other: np.ndarray) -> tuple[float | None, int]:
-    """As `_across` for two sets in the same order of seeds, without the pairs of one seed."""
-    num_pairs = len(one) * (len(one) - 1)
-    if not num_pairs:
-        return None, 0
-    all_pairs, of_same_seed = one.sum(0) @ other.sum(0), (one * other).sum()
-    return float((all_pairs - of_same_seed) / num_pairs), num_pairs
+    Of two sets `of_same_seeds`, in the same order, pairs of one seed are left out.
+    """
+    total, num_pairs = one.sum(0) @ other.sum(0), len(one) * len(other)
+    if of_same_seeds:
+        total, num_pairs = total - (one * other).sum(), num_pairs - len(one)
+    return (float(total / num_pairs) if num_pairs else None), num_pairs
 
 
 def _describe_scores(scores: Mapping[str, Mapping[str, Any]]) -> str:

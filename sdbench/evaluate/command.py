@@ -48,26 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config
-    from sdbench.data.pictures import list_pictures
+    from sdbench.data.pictures import list_pictures, side_of
     from sdbench.evaluate.networks import open_networks
     from sdbench.evaluate.scores import (
-        Pictures,
+        ListedPictures,
         Scores,
         describe,
         open_pictures,
         read_pictures,
-        side_of,
     )
     from sdbench.ranks.distributed import Ranks
 
     rows = list_pictures(Path(flags.folder))
-    if len(rows) < 2:
-        raise ConfigError(
-            "scores need two pictures",
-            value=len(rows),
-            allowed="a folder with 2 or more",
-            flag="FOLDER",
-        )
     if (flags.reference is None) != (flags.fid_network is None):
         raise ConfigError(
             "FID compares pictures with others by a network",
@@ -77,15 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     image_size = side_of(rows[0][0])
     scores = Scores(open_networks(flags, image_size=image_size))
-    sources = [(Pictures.of(rows), scores.add_generated)]
+    sources = [(ListedPictures(rows), scores.add_generated)]
     if flags.reference is not None:
         reference = open_pictures(flags.reference, flag="--reference")
         sources.append((reference, scores.add_reference))
-    with Progress(sum(pictures.number for pictures, _ in sources), unit="picture") as progress:
-        for (read, number), add in sources:
-            for batch in read_pictures(
-                read, range(number), image_size=image_size, batch_size=flags.batch_size
-            ):
+    with Progress(sum(len(samples) for samples, _ in sources), unit="picture") as progress:
+        for samples, add in sources:
+            for batch in read_pictures(samples, image_size=image_size, batch_size=flags.batch_size):
                 add(batch)
                 progress.advance(len(batch.numbers))
     alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)

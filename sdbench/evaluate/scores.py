@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sdbench import data
 from sdbench.base.errors import RunError, blamed_on
-from sdbench.data.pictures import open_picture, reader_of
 from sdbench.data.pipeline.transforms import decode_image
 from sdbench.data.prepare.rows import describe_source
 from sdbench.data.samples import BadSampleError, ImageSample, Samples, check_whole, undecodable
@@ -25,42 +24,28 @@ if TYPE_CHECKING:
     from sdbench.models.stable_diffusion import StableDiffusion
 
 
-class Pictures(NamedTuple):
-    """Pictures that are read by number."""
+class ListedPictures(Samples):
+    """The pictures of `list_pictures`."""
 
-    read: Callable[[int], ImageSample]
-    number: int
+    def __init__(self, rows: Sequence[tuple[Path, str]]) -> None:
+        """Set up; nothing is read yet."""
+        super().__init__([len(rows)])
+        self._rows = rows
 
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Path, str]]) -> Pictures:
-        """The pictures of `list_pictures`."""
-        return cls(reader_of(rows), len(rows))
+    def read(self, index: int) -> ImageSample:
+        """Read a picture with its caption."""
+        path, caption = self._rows[index]
+        return ImageSample(str(path), path.read_bytes(), caption)
 
 
-def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Pictures:
-    """Open the pictures of a data set; `caption` takes the place of the stored captions.
+def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Samples:
+    """Open a data set of pictures; with a `caption` they need none of their own.
 
     Raises:
         ConfigError: There is no such data set.
     """
     with blamed_on(flag):
-        samples = data.open_samples(describe_source(place, data_format="auto", caption=caption))
-
-    def read(number: int) -> ImageSample:
-        sample = samples.read(number)
-        return sample if caption is None else sample._replace(caption=caption)
-
-    return Pictures(read, len(samples))
-
-
-def side_of(path: Path) -> int:
-    """The shorter side of a picture in pixels.
-
-    Raises:
-        RunError: It is no image.
-    """
-    with open_picture(path) as picture:
-        return min(picture.size)
+        return data.open_samples(describe_source(place, data_format="auto", caption=caption))
 
 
 class PictureBatch(NamedTuple):
@@ -72,26 +57,31 @@ class PictureBatch(NamedTuple):
 
 
 def read_pictures(
-    read: Callable[[int], ImageSample],
-    numbers: Sequence[int],
+    samples: Samples,
+    numbers: Sequence[int] | None = None,
     *,
     image_size: int,
     batch_size: int,
+    caption: str | None = None,
     read_avif: bool = False,
     skips_bad: bool = False,
 ) -> Iterator[PictureBatch]:
-    """Read the pictures of some numbers, cropped to centred squares as in training.
+    """Read the pictures of some numbers, or all, cropped to centred squares as in training.
+
+    A `caption` takes the place of the stored ones.
 
     Raises:
         RunError: A sample cannot be used, unless `skips_bad` leaves it out.
     """
+    numbers = range(len(samples)) if numbers is None else numbers
     for first in range(0, len(numbers), batch_size):
         good = []
         for number in numbers[first : first + batch_size]:
             try:
-                sample = read(number)
+                sample = samples.read(number)
+                if caption is not None:
+                    sample = sample._replace(caption=caption)
                 check_whole(sample)
-                assert sample.image is not None
                 try:
                     picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
                 except (OSError, ValueError) as error:
@@ -138,7 +128,7 @@ class Scores:
         """The scores of the pictures of all ranks, on every rank; each has to call.
 
         Returns:
-            ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
+            ``num_pictures``, the results of `_fid_facts` and `_clip_facts`, and the networks.
 
         Raises:
             RunError: There are fewer than two pictures, or a score is not finite.
@@ -147,15 +137,17 @@ class Scores:
         reference, features, similarities = (
             distributed.gather_numbered(part, ranks) for part in parts
         )
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"num_pictures": max(len(features), len(similarities))}
         if ranks.rank == 0:  # the other ranks wait
-            facts["num_pictures"] = max(len(features), len(similarities))
             if self._fid is not None:
                 facts |= _fid_facts(reference, features)
                 facts["fid_network"] = self._fid.describe()
             if self._clip is not None:
                 facts |= _clip_facts(similarities)
                 facts["clip_network"] = self._clip.describe()
+            for name in ("fid", "clip_score"):
+                if not math.isfinite(facts.get(name, 0.0)):
+                    raise RunError(f"{name} is not finite: the network gives no finite numbers.")
         return distributed.broadcast(facts, ranks)
 
 
@@ -193,7 +185,7 @@ def score_model(
     num_common = num_images // ranks.world_size // settings.batch_size
     for number, batch in enumerate(
         read_pictures(
-            samples.read,
+            samples,
             range(ranks.rank, num_images, ranks.world_size),
             image_size=settings.image_size,
             batch_size=settings.batch_size,
@@ -249,13 +241,12 @@ def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
 
 def describe(facts: dict[str, Any]) -> str:
     """Scores in words."""
-    parts = [f"{facts['num_pictures']} pictures"]
+    text = f"{facts['num_pictures']} pictures"
     if "fid" in facts:
-        parts.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
+        text += f", FID {facts['fid']:.4g} against {facts['num_reference']} of the reference"
     if "clip_score" in facts:
-        parts.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
-    notes = [f" ({facts['fid_note']})"] if facts.get("fid_note") else []
-    return "".join([", ".join(parts), *notes])
+        text += f", CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}"
+    return text + (f" ({facts['fid_note']})" if facts.get("fid_note") else "")
 
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
@@ -269,9 +260,8 @@ def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[
             f"{fewest} pictures do not determine the covariance of {num_features} features: this "
             "FID is biased, and comparable only at the same number of pictures"
         )
-    fid = frechet_distance(np.stack(reference), np.stack(features))
     return {
-        "fid": _finite(fid, "FID"),
+        "fid": frechet_distance(np.stack(reference), np.stack(features)),
         "num_reference": len(reference),
         "num_features": num_features,
         "fid_note": note,
@@ -287,7 +277,7 @@ def _clip_facts(similarities: list[float]) -> dict[str, float]:
     _check_enough(len(similarities))
     scores = 100 * np.maximum(similarities, 0.0)
     return {
-        "clip_score": _finite(float(scores.mean()), "the CLIP score"),
+        "clip_score": float(scores.mean()),
         "clip_score_error": float(scores.std(ddof=1) / math.sqrt(len(scores))),
     }
 
@@ -295,9 +285,3 @@ def _clip_facts(similarities: list[float]) -> dict[str, float]:
 def _check_enough(num_pictures: int) -> None:
     if num_pictures < 2:
         raise RunError(f"Scores need two pictures and there are {num_pictures}.")
-
-
-def _finite(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise RunError(f"{what} is not finite: the network gives no finite numbers.")
-    return value
