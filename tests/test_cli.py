@@ -173,7 +173,7 @@ def test_a_flag_means_one_thing_and_names_every_folder_that_is_written(flags_of)
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["convert", "none", "--folder", "out"], "SOURCE"),
+        (["convert", "none", "--folder", "out"], "PLACE"),
         (["verify-data", "none"], "PLACE"),
         (["verify-data", "none", "--data_format", "parquet"], "PLACE"),
         (["precompute", "--remote", "none", "--folder", "out"], PLACE_FLAGS),

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy.linalg import sqrtm
-from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPProcessor
 
 import generate
@@ -26,7 +25,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from sdbench.evaluate.command import main as score_main
 from sdbench.evaluate.networks import ClipNetwork, FidNetwork
-from sdbench.evaluate.scores import frechet_distance, score_model
+from sdbench.evaluate.scores import score_model
 from sdbench.models.drawing import DrawingSettings
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.history import read_history
@@ -117,20 +116,6 @@ def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     for one, other in ((folder, many), (many, folder)):
         facts = score(one, "--reference", other, "--fid_network", fid)
         assert (facts["fid_note"] is not None) == has_note
-
-
-@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 9), (2, 2)])
-def test_the_distance_is_that_of_torchmetrics(num_one, num_other) -> None:
-    generator = np.random.default_rng(5)
-    mix = generator.normal(size=(16, 16))
-    one = generator.normal(size=(num_one, 16)) @ mix
-    other = generator.normal(0.5, 2.0, size=(num_other, 16)) @ mix.T
-    as_they_are = torch.nn.Identity()
-    as_they_are.num_features = 16
-    metric = FrechetInceptionDistance(feature=as_they_are)
-    metric.update(torch.from_numpy(one), real=True)
-    metric.update(torch.from_numpy(other), real=False)
-    assert frechet_distance(one, other) == pytest.approx(metric.compute().item(), rel=1e-6)
 
 
 def test_the_clip_score_is_that_of_transformers(tmp_path, clip) -> None:
@@ -292,11 +277,12 @@ def test_bad_input_of_the_command_is_refused(tmp_path, fid, clip) -> None:
         ((folder, "--fid_network", fid), both),
         ((folder, "--clip_network", clip, "--reference", folder), both),
         ((folder, "--fid_network", fid, "--reference", tmp_path / "none"), "--reference"),
-        ((one, "--clip_network", clip), "FOLDER"),
         ((tmp_path, "--clip_network", clip), "FOLDER"),
     ):
         assert refusal_of("score", *argv).flag == flag
     (folder / "04.png").write_bytes(b"no picture")
+    with pytest.raises(RunError, match="need two pictures"):
+        score_main([str(one), "--clip_network", str(clip)])
     with pytest.raises(RunError, match=r"04\.png"):
         score_main([str(folder), "--clip_network", str(clip)])
 

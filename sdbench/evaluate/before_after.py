@@ -111,7 +111,9 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     scores = {}
     for name, network in networks.items():
         embedded = [
-            np.concatenate([network.embeddings(b.pictures) for b in read_pictures(one, **options)])
+            np.concatenate(
+                [network.embeddings(batch.pictures) for batch in read_pictures(one, **options)]
+            )
             for one in (subject, *generated, *generated_class)
         ]
         if not all(np.isfinite(one).all() for one in embedded):

@@ -27,6 +27,21 @@ from sdbench.settings.similarity import missing_files
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
+@contextlib.contextmanager
+def _whole_fp32() -> Iterator[None]:
+    """Compute without gradients, in fp32 on a GPU, not in TF32, whatever the training uses."""
+    owners = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [owner.allow_tf32 for owner in owners]
+    try:
+        for owner in owners:
+            owner.allow_tf32 = False
+        with torch.no_grad():
+            yield
+    finally:
+        for owner, value in zip(owners, before, strict=True):
+            owner.allow_tf32 = value
+
+
 class Network:
     """A network for pictures in local files; subclasses load it.
 
@@ -53,8 +68,9 @@ class Network:
             return self._forward(blank)
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
-            what = f"the network fails on pictures of {image_size} px ({reason})"
-            raise self._refusal(what) from None
+            raise self._refusal(
+                f"the network fails on pictures of {image_size} px ({reason})"
+            ) from None
 
     def describe(self) -> dict[str, str]:
         """Name of the file or folder, and sha256 of the weights."""
@@ -109,10 +125,9 @@ class FidNetwork(Network):
         """Features (B, D) in fp64 of uint8 pictures (B, 3, H, W)."""
         return self._forward(pictures).double().cpu().numpy()
 
-    @torch.no_grad()
+    @_whole_fp32()
     def _forward(self, pictures: Tensor) -> Any:
-        with _whole_fp32():
-            return self._network(pictures.to(self._device), **self._options)
+        return self._network(pictures.to(self._device), **self._options)
 
 
 class ImageNetwork(Network):
@@ -129,21 +144,29 @@ class ImageNetwork(Network):
         try:
             # transformers draws random numbers while it loads, which belong to the training.
             with torch.random.fork_rng(devices=[]):
-                model, absent = self._load(folder)
+                self._load(folder)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise self._refusal(f"the folder holds no network that loads ({reason})") from None
-        if absent:  # transformers makes them up
-            raise self._refusal(f"{len(absent)} weights of the network are missing")
-        self._model = model.eval().float().to(device)
 
     def embeddings(self, pictures: Tensor) -> np.ndarray:
         """Embeddings (B, D) of uint8 pictures (B, 3, H, W), of length 1, in fp64."""
         raise NotImplementedError
 
-    def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
-        """Load model and processor; return the model and the names of missing weights."""
+    def _load(self, folder: Path) -> None:
+        """Load model and processor."""
         raise NotImplementedError
+
+    def _load_model(self, kind: Any, folder: Path) -> None:
+        """Load a model by its class in transformers, which makes up weights that are missing."""
+        model, report = kind.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+        # The pooling layer is not used: DINO's own files lack its weights.
+        absent = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
+        if absent:
+            raise ValueError(f"{len(absent)} weights are missing")
+        self._model = model.eval().float().to(self._device)
 
     def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.embeddings(pictures)
@@ -159,29 +182,25 @@ class ClipNetwork(ImageNetwork):
     )
     reads_text = True
 
-    def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
-        model, report = CLIPModel.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, local_files_only=True
-        )
+    def _load(self, folder: Path) -> None:
+        self._load_model(CLIPModel, folder)
         self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
-        return model, report["missing_keys"]
 
     def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.similarities(pictures, ["a caption"] * len(pictures))
 
-    @torch.no_grad()
+    @_whole_fp32()
     def similarities(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
         """Cosines (B,) between the embeddings of uint8 pictures (B, 3, H, W) and captions, in fp64.
 
         The first 77 tokens of each caption count.
         """
         tokens = torch.from_numpy(self._tokenize(captions))
-        with _whole_fp32():
-            of_captions = self._model.get_text_features(tokens.to(self._device))
+        of_captions = self._model.get_text_features(tokens.to(self._device))
         return (self.embeddings(pictures) * _unit_length(of_captions)).sum(1)
 
-    @torch.no_grad()
+    @_whole_fp32()
     def embeddings(self, pictures: Tensor) -> np.ndarray:
         """As `ImageNetwork.embeddings`."""
         pixels = self._processor(
@@ -189,8 +208,7 @@ class ClipNetwork(ImageNetwork):
             input_data_format="channels_last",
             return_tensors="pt",
         )["pixel_values"]
-        with _whole_fp32():
-            return _unit_length(self._model.get_image_features(pixels.to(self._device)))
+        return _unit_length(self._model.get_image_features(pixels.to(self._device)))
 
 
 class DinoNetwork(ImageNetwork):
@@ -202,25 +220,20 @@ class DinoNetwork(ImageNetwork):
         "and preprocessor_config.json"
     )
 
-    def _load(self, folder: Path) -> tuple[nn.Module, Sequence[str]]:
+    def _load(self, folder: Path) -> None:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
         if kind not in DINO_TYPES:
             raise ValueError(f"its type is {kind}, and not {', '.join(DINO_TYPES)}")
-        model, report = AutoModel.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, local_files_only=True
-        )
+        self._load_model(AutoModel, folder)
         self._processor = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, use_fast=True
         )
-        # The pooling layer is not used: DINO's own files lack its weights.
-        return model, [name for name in report["missing_keys"] if not name.startswith("pooler.")]
 
-    @torch.no_grad()
+    @_whole_fp32()
     def embeddings(self, pictures: Tensor) -> np.ndarray:
         """As `ImageNetwork.embeddings`."""
         pixels = self._processor(list(pictures), return_tensors="pt")["pixel_values"]
-        with _whole_fp32():
-            states = self._model(pixels.to(self._device)).last_hidden_state
+        states = self._model(pixels.to(self._device)).last_hidden_state
         return _unit_length(states[:, 0])  # the class token, as in the paper of DINO
 
 
@@ -254,11 +267,10 @@ def open_networks(
         ConfigError: No network is given, or one cannot be used.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    places = {kind: getattr(config, f"{kind}_network") for kind in kinds}
     networks = {
         kind: KINDS[kind](Path(place), device=device)
-        for kind, place in places.items()
-        if place is not None
+        for kind in kinds
+        if (place := getattr(config, f"{kind}_network")) is not None
     }
     if not networks:
         raise ConfigError(
@@ -270,17 +282,3 @@ def open_networks(
     for network in networks.values():
         network.try_out(image_size)
     return networks
-
-
-@contextlib.contextmanager
-def _whole_fp32() -> Iterator[None]:
-    """Multiply in fp32 on a GPU, not in TF32, whatever the training uses."""
-    owners = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [owner.allow_tf32 for owner in owners]
-    try:
-        for owner in owners:
-            owner.allow_tf32 = False
-        yield
-    finally:
-        for owner, value in zip(owners, before, strict=True):
-            owner.allow_tf32 = value

@@ -137,8 +137,12 @@ class Scores:
         reference, features, similarities = (
             distributed.gather_numbered(part, ranks) for part in parts
         )
-        facts: dict[str, Any] = {"num_pictures": max(len(features), len(similarities))}
+        num_pictures = max(len(features), len(similarities))
+        facts: dict[str, Any] = {"num_pictures": num_pictures}
         if ranks.rank == 0:  # the other ranks wait
+            fewest = num_pictures if self._fid is None else min(num_pictures, len(reference))
+            if fewest < 2:
+                raise RunError(f"Scores need two pictures and there are {fewest}.")
             if self._fid is not None:
                 facts |= _fid_facts(reference, features)
                 facts["fid_network"] = self._fid.describe()
@@ -252,7 +256,6 @@ def describe(facts: dict[str, Any]) -> str:
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
     """`fid`, `num_reference`, `num_features`, and `fid_note`: a caveat, or None."""
     fewest = min(len(reference), len(features))
-    _check_enough(fewest)
     num_features = len(features[0])
     note = None
     if fewest <= num_features:
@@ -274,14 +277,8 @@ def _clip_facts(similarities: list[float]) -> dict[str, float]:
     The mean over pictures of 100 max(cos, 0), as is usual for text to image. CLIPScore itself
     (arXiv 2104.08718) is 2.5 max(cos, 0), with "A photo depicts" before each caption.
     """
-    _check_enough(len(similarities))
     scores = 100 * np.maximum(similarities, 0.0)
     return {
         "clip_score": float(scores.mean()),
         "clip_score_error": float(scores.std(ddof=1) / math.sqrt(len(scores))),
     }
-
-
-def _check_enough(num_pictures: int) -> None:
-    if num_pictures < 2:
-        raise RunError(f"Scores need two pictures and there are {num_pictures}.")

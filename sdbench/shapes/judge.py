@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"
     ).config
     folder = Path(flags.folder)
-    verdicts = []
+    verdicts, rights = [], []
     for path, caption in list_pictures(folder):
         asked = CAPTION.search(caption)
         if asked is None:
@@ -67,26 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         with open_picture(path) as image:
             seen = look_at(np.asarray(image.convert("RGB")))
-        rights = {
-            "colour_is_right": seen.colour == asked[1],
-            "shape_is_right": seen.shape == asked[2],
-        }
-        verdicts.append({"file": path.name, "caption": caption, **seen._asdict(), **rights})
-    colours, shapes = (
-        np.array([verdict[name] for verdict in verdicts])
-        for name in ("colour_is_right", "shape_is_right")
-    )
+        right_colour, right_shape = seen.colour == asked[1], seen.shape == asked[2]
+        rights.append((right_colour, right_shape))
+        facts = {"file": path.name, "caption": caption, **seen._asdict()}
+        verdicts.append(facts | {"colour_is_right": right_colour, "shape_is_right": right_shape})
+    colour_share, shape_share = np.mean(rights, axis=0).tolist()
     summary = {
         "num_pictures": len(verdicts),
-        "colour_share": float(colours.mean()),
-        "shape_share": float(shapes.mean()),
-        "both_share": float((colours & shapes).mean()),
+        "colour_share": colour_share,
+        "shape_share": shape_share,
+        "both_share": float(np.all(rights, axis=1).mean()),
     }
     write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
     print(
-        f"{summary['num_pictures']} pictures: the colour is right in "
-        f"{summary['colour_share']:.1%}, the shape in {summary['shape_share']:.1%}, both in "
-        f"{summary['both_share']:.1%}"
+        f"{len(verdicts)} pictures: the colour is right in {colour_share:.1%}, the shape in "
+        f"{shape_share:.1%}, both in {summary['both_share']:.1%}"
     )
     return 0
 

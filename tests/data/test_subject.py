@@ -85,18 +85,6 @@ def test_the_mean_over_any_part_of_a_batch_is_its_share_of_the_loss(pictures):
     assert batch["loss_weight"].tolist() == [1.0] * 4
 
 
-def test_two_ranks_share_the_batches_of_one(pictures):
-    alone = epochs(build(pictures(3, 8, batch_size=8)), 2)
-    shares = [
-        epochs(build(pictures(3, 8, batch_size=8, rank=rank, world_size=2)), 2) for rank in (0, 1)
-    ]
-    joined = [
-        [one + other for one, other in zip(*batches, strict=True)]
-        for batches in zip(*shares, strict=True)
-    ]
-    assert joined == alone
-
-
 def test_it_goes_on_in_the_middle_of_an_epoch_and_names_its_pictures(pictures):
     sources = pictures(3, 8)
     whole = build(sources)

@@ -8,7 +8,6 @@ from streaming import MDSWriter
 
 from sdbench.data.prepare.verify import main as verify_data
 from tests.data import datasets
-from tests.refusals import refused
 
 
 def main(*arguments: object) -> int:
@@ -150,8 +149,3 @@ def test_broken_data_of_other_formats(tmp_path, capsys):
     tar.write_bytes(tar.read_bytes()[:20_000])
     assert main(tmp_path / "tars") == 1
     assert f"broken: {tar} is damaged" in capsys.readouterr().out
-
-
-def test_a_place_that_is_not_there(tmp_path):
-    with refused("PLACE", value=str(tmp_path / "none")):
-        main(tmp_path / "none")

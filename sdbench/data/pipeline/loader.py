@@ -58,9 +58,8 @@ class LoaderStats:
 
     def add(self, report: BatchReport) -> None:
         """Count a batch."""
-        self.merge(
-            LoaderStats(report.num_images, len(report.bad), 0, 0, report.bytes_read, report.seconds)
-        )
+        counts = report.num_images, len(report.bad), 0, 0, report.bytes_read, report.seconds
+        self.merge(LoaderStats(*counts))
 
     def merge(self, other: LoaderStats) -> None:
         """Add what the loader of another rank has counted."""

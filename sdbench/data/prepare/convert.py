@@ -106,14 +106,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _open(flags: ConvertFlags) -> Conversion:
     """Open source and target."""
-    with blamed_on_place("SOURCE", ConvertFlags):
-        source = describe_source(flags.source, data_format=flags.data_format, flags=flags)
+    with blamed_on_place(ConvertFlags):
+        source = describe_source(flags.place, data_format=flags.data_format, flags=flags)
         rows = open_rows(source)
     if rows.num_dropped:
         print(f"{rows.num_dropped} samples are left out by --filters.")
     columns = read_columns(source)
     if left_out := columns and columns - rows.taken - rows.columns.keys():
-        print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
+        print(f"Of the columns of {flags.place} {', '.join(sorted(left_out))} are not taken over.")
     num_samples = min(len(rows), flags.max_samples or len(rows))
     samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
     output = open_output(
@@ -123,7 +123,7 @@ def _open(flags: ConvertFlags) -> Conversion:
         num_chunks=-(-num_samples // samples_per_shard),
         job={
             "command": "convert",
-            "source": identify(flags.source),
+            "source": identify(flags.place),
             "from": source.data_format,
             "latents": source.latents,
             "filters": dict(source.filters or {}),
@@ -177,7 +177,7 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     duration_s = time.monotonic() - started_s
     print(
         f"Wrote {totals.num_written} samples to {flags.folder}, {len(totals.bad)} bad ones left "
-        f"out: together the {num_samples} of {flags.source!r}. "
+        f"out: together the {num_samples} of {flags.place!r}. "
         f"{num_missing} in {duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
     )
     for sentence in totals.bad:

@@ -21,14 +21,22 @@ NUM_SHARDS_WANTED = 16
 MIN_SAMPLES_PER_SHARD = 32
 MAX_SAMPLES_PER_SHARD = 512
 
-PLACE = "a folder, file or URL; several in braces; pipe:COMMAND"
-STORED_FORMAT = one_of("auto", *(name for name, source in SOURCES.items() if source.open))
+STORED_FORMATS = ("auto", *(name for name, source in SOURCES.items() if source.open))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredDataFlags:
     """Flags of every command that reads a stored data set piece by piece."""
 
+    place: str = setting(
+        TEXT,
+        REQUIRED,
+        "a folder, file or URL; several in braces; pipe:COMMAND",
+        is_positional=True,
+    )
+    data_format: str = setting(
+        one_of(*STORED_FORMATS), "auto", "format of PLACE, or told from the names of files"
+    )
     num_workers: int | None = setting(
         NOT_NEGATIVE,
         None,
@@ -49,15 +57,11 @@ class StoredDataFlags:
 class VerifyFlags(StoredDataFlags):
     """Flags of verify-data."""
 
-    place: str = setting(TEXT, REQUIRED, PLACE, is_positional=True)
     deep: bool = setting(
         SWITCH,
         False,
         "open every sample too: decode images wholly, look for captions, and for NaN and wrong "
         "shapes in latents",
-    )
-    data_format: str = setting(
-        STORED_FORMAT, "auto", "format of PLACE, or told from the names of files"
     )
 
 
@@ -65,16 +69,12 @@ class VerifyFlags(StoredDataFlags):
 class ConvertFlags(StoredDataFlags):
     """Flags of convert."""
 
-    source: str = setting(TEXT, REQUIRED, PLACE, is_positional=True)
     folder: str = setting(TEXT, REQUIRED, "folder of the new data set")
-    data_format: str = setting(
-        STORED_FORMAT, "auto", "format of SOURCE, or told from the names of files"
-    )
     out_format: str = setting(one_of(*FORMATS), "mds", "format of the new data set")
     samples_per_shard: int | None = setting(
         whole_number(1, MAX_ROWS_PER_CHUNK),
         None,
-        "samples of SOURCE that make a file of the new data set (default: for about "
+        "samples of PLACE that make a file of the new data set (default: for about "
         f"{NUM_SHARDS_WANTED} files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
     )
     max_samples: int | None = setting(POSITIVE, None, "take only the first N (default: all)")
@@ -96,7 +96,7 @@ class ConvertFlags(StoredDataFlags):
     latents: str = shared(
         DataSettings,
         "latents",
-        help="what SOURCE holds: images (online), or latents, of which every resolution is taken "
+        help="what PLACE holds: images (online), or latents, of which every resolution is taken "
         "over",
     )
     filters: Mapping[str, str] | None = shared(DataSettings, "filters")
@@ -105,9 +105,9 @@ class ConvertFlags(StoredDataFlags):
     wants_latents = DataSettings.wants_latents
 
 
-def blamed_on_place(word: str, flags: type) -> contextlib.AbstractContextManager[None]:
-    """Let errors of a place name the word it was given as, not the flags of training.
+def blamed_on_place(flags: type) -> contextlib.AbstractContextManager[None]:
+    """Let errors of a place name PLACE, not the flags of training.
 
     `flags` is the class of the command; errors of its own flags keep their names.
     """
-    return blamed_on(word, own={declared.flag for declared in declarations(flags).values()})
+    return blamed_on("PLACE", own={declared.flag for declared in declarations(flags).values()})

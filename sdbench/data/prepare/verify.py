@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Compare the files of a data set with its index, and open its samples.",
         epilog=EPILOG,
     ).config
-    with blamed_on_place("PLACE", VerifyFlags):
+    with blamed_on_place(VerifyFlags):
         # The shards' hashes are compared here, all of them.
         config = describe_source(
             flags.place, data_format=flags.data_format, flags=flags, validate_hash="none"

@@ -228,7 +228,7 @@ def open_output(
             replace_file(path, to_json(facts))
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(to_json(facts)))
-    _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
+    _check_same_data(output, found=found["data"], wanted=data, accepts=accepts_changes)
     return output
 
 
@@ -259,8 +259,7 @@ def _check_place(output: Output) -> None:
 
 
 def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
-    both = ({**facts, **facts["job"]} for facts in (found, wanted))
-    before, now = ({**facts, "job": None, "data": None} for facts in both)
+    before, now = ({**one, **one["job"], "job": None, "data": None} for one in (found, wanted))
     differing = sorted(key for key in before | now if before.get(key) != now.get(key))
     if differing:
         key = differing[0]
@@ -274,7 +273,7 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
 
 
 def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) -> None:
-    if found in (None, wanted):  # None: synthetic, or begun by a version that did not note it
+    if found == wanted:
         return
     change = describe_change(found, wanted)
     same_names = found["names"] == wanted["names"]
