@@ -1,4 +1,4 @@
-"""`Encoder` and `encode_batch`: encode images and captions, at one resolution or several."""
+"""`Encoder` and `encode_batch`: encode images and captions."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class EncodeJob(Shards):
     """What is to be encoded, and how; the same for all ranks.
 
     Attributes:
-        configs: The source, once for each resolution, smallest first.
+        config: The source.
         architecture: With the VAE and the text encoder.
         encoder_dtype: Type of the encoders' weights and arithmetic.
         batch_size: Images that are encoded together.
     """
 
-    configs: tuple[SourceConfig, ...]
+    config: SourceConfig
     architecture: Architecture
     encoder_dtype: str
     batch_size: int
@@ -53,7 +53,7 @@ class EncodeJob(Shards):
         return Encoder(
             self.architecture,
             encoder_dtype=self.encoder_dtype,
-            seed=self.configs[0].seed,
+            seed=self.config.seed,
             device=device,
         )
 
@@ -67,10 +67,7 @@ class EncodeJob(Shards):
 
     def columns(self) -> dict[str, str]:
         """Columns to write, to their MDS encodings."""
-        columns = {}
-        for config in self.configs:
-            columns |= array_columns(SampleType.MOMENTS, config)
-        return columns | {CAPTION_COLUMN: "str"}
+        return array_columns(SampleType.MOMENTS, self.config) | {CAPTION_COLUMN: "str"}
 
 
 class EncodedBatch(NamedTuple):
@@ -145,22 +142,19 @@ def _as_float16(values: Tensor) -> np.ndarray:
 def encode_batch(
     job: EncodeJob, encoder: Encoder, batch: LoadedBatch, *, step: Step
 ) -> EncodedBatch:
-    """Encode a batch at all resolutions; the times of loading and encoding go to `step`."""
-    columns = {}
-    if batch.indices:
+    """Encode a batch; the times of loading and encoding go to `step`."""
+    columns, tensors, report = {}, batch.good.tensors, batch.good.report
+    if batch.names:
         image_part, text_part = SampleType.MOMENTS.value
         with step.phase("vae"):
-            for config, part in zip(job.configs, batch.parts, strict=True):
-                column = name_column(image_part, image_size=config.image_size)
-                columns[column] = encoder.encode_images(part.tensors["image"])
+            column = name_column(image_part, image_size=job.config.image_size)
+            columns[column] = encoder.encode_images(tensors["image"])
         with step.phase("text"):
-            input_ids = batch.parts[0].tensors["input_ids"]
-            columns[name_column(text_part)] = encoder.encode_captions(input_ids)
-        for part in batch.parts:
-            step.bytes_read += part.report.bytes_read
-            for name, seconds in part.report.seconds.items():
-                step.seconds[name] += seconds
-    return EncodedBatch(batch._replace(parts=[]), columns, step)
+            columns[name_column(text_part)] = encoder.encode_captions(tensors["input_ids"])
+        step.bytes_read += report.bytes_read
+        for name, seconds in report.seconds.items():
+            step.seconds[name] += seconds
+    return EncodedBatch(batch._replace(good=batch.good._replace(tensors={})), columns, step)
 
 
 def find_finite(

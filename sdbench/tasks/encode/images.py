@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sdbench import data
@@ -24,35 +22,31 @@ class LoadedBatch(NamedTuple):
     """Consecutive samples of the source, decoded and tokenized.
 
     Attributes:
-        indices: Of the good samples.
-        names: Where each of them is stored, for messages.
+        names: Where each of the good samples is stored, for messages.
         captions: Their texts; empty for synthetic samples.
-        parts: The images, once for each resolution, and their token ids with the first.
-        bad: A sentence for each bad sample.
+        good: Their images and token ids, and the report, which has a sentence for each bad one.
         num_read: Number of samples, bad ones included.
     """
 
-    indices: list[int]
     names: list[str]
     captions: list[str]
-    parts: list[GoodBatch]
-    bad: list[str]
+    good: GoodBatch
     num_read: int
 
 
 class ImageReader:
     """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
 
-    def __init__(self, configs: Sequence[SourceConfig]) -> None:
-        """Open the source, described once for each resolution."""
+    def __init__(self, config: SourceConfig) -> None:
+        """Open the source."""
         self._samples: Samples | None = None
-        if configs[0].data_format == "synthetic":
-            self._batches = [data.open_batches(config) for config in configs]
+        if config.data_format == "synthetic":
+            self._batches = data.open_batches(config)
         else:
-            self._samples = data.open_samples(configs[0])
-            self._batches = [make_batches(self._samples, config=config) for config in configs]
-        self.num_samples = self._batches[0].num_samples
-        self.num_dropped = self._batches[0].samples.num_dropped
+            self._samples = data.open_samples(config)
+            self._batches = make_batches(self._samples, config=config)
+        self.num_samples = self._batches.num_samples
+        self.num_dropped = self._batches.samples.num_dropped
 
     def __call__(self, indices: range) -> LoadedBatch | RunError:
         """Read a batch; an error is returned, since torch hides its message in a traceback."""
@@ -63,27 +57,18 @@ class ImageReader:
 
     def _read(self, indices: range) -> LoadedBatch:
         if self._samples is not None:
-            # Each is read once for all resolutions and its caption. Here, as a cache cannot be
-            # pickled for a worker.
+            # Each is read once for image and caption. Here, as a cache cannot be pickled for a
+            # worker.
             read = functools.partial(type(self._samples).read, self._samples)
             self._samples.read = functools.cache(read)
-        keys, parts, bad = [Key(EPOCH, index) for index in indices], [], []
-        for batches in self._batches:
-            part = batches.read_good(keys)
-            keys = part.keys
-            bad += part.report.bad
-            parts.append(part)
-            if not keys:
-                break
-        if len(parts[0].keys) != len(keys):
-            parts = [_keep(part, keys) for part in parts]
-        good = [key.index for key in keys]
-        names = [self._batches[0].name(index) for index in good]
-        captions = self._captions(good, parts[0].tensors["input_ids"])
-        return LoadedBatch(good, names, captions, parts, bad, num_read=len(indices))
+        good = self._batches.read_good([Key(EPOCH, index) for index in indices])
+        known = [key.index for key in good.keys]
+        names = [self._batches.name(index) for index in known]
+        captions = self._captions(known, good.tensors["input_ids"]) if known else []
+        return LoadedBatch(names, captions, good, num_read=len(indices))
 
     def _captions(self, indices: list[int], input_ids: Tensor) -> list[str]:
-        """The captions that were encoded; empty for synthetic samples."""
+        """The captions that were encoded."""
         if self._samples is None:
             return [""] * len(indices)
         # A dropped caption has no token between those of beginning and end.
@@ -92,11 +77,3 @@ class ImageReader:
             "" if empty else self._samples.read(index).caption
             for index, empty in zip(indices, is_empty, strict=True)
         ]
-
-
-def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
-    """Drop the samples that are bad at another resolution."""
-    wanted = set(keys)
-    positions = torch.tensor([i for i, key in enumerate(part.keys) if key in wanted], dtype=int)
-    tensors = {name: tensor[positions] for name, tensor in part.tensors.items()}
-    return GoodBatch(tensors, list(keys), part.report)

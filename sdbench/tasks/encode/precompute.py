@@ -35,7 +35,7 @@ from sdbench.run.runner import run
 from sdbench.run.task import Run, Task
 from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
-from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
+from sdbench.settings.kinds import POSITIVE, TEXT, one_of
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings
 from sdbench.settings.ray import RAY, RaySettings
@@ -53,8 +53,8 @@ examples:
   python -m sdbench precompute --remote photos --folder latents
       a folder of pictures with captions, at the model's own resolution, to an MDS data set
   torchrun --nproc_per_node 8 -m sdbench precompute --remote 's3://bucket/{00000..00127}.tar' \\
-      --image_size 256,512 --device_batch_size 64 --num_workers 8 --folder latents
-      many tars at two resolutions, on 8 GPUs
+      --device_batch_size 64 --num_workers 8 --folder latents
+      many tars, on 8 GPUs
   python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --folder latents
       a miniature in seconds
   python -m sdbench precompute --engine ray --ray_address auto --num_decoders 48 \\
@@ -103,6 +103,7 @@ FACTS_OF_JOB = (
     "filters",
     "class_prompts",
     "samples_per_shard",
+    "image_size",
 )
 
 
@@ -112,11 +113,11 @@ class PrecomputeSettings:
 
     out: str = setting(TEXT, REQUIRED, "folder of the new data set", spelling="folder")
     out_format: str = setting(one_of("mds", "parquet"), "mds", "how latents are stored")
-    image_size: tuple[int, ...] | None = setting(
-        list_of(POSITIVE),
+    image_size: int | None = setting(
+        POSITIVE,
         None,
-        "side of the square images in pixels, or several (default: the model's own, at most 256 "
-        "without a GPU, as benchmark.py)",
+        "side of the square images in pixels (default: the model's own, at most 256 without a GPU, "
+        "as benchmark.py)",
     )
     batch_size: int | None = setting(
         POSITIVE,
@@ -218,13 +219,12 @@ class Precompute(Task):
             config.model_name, revision=config.model_revision, random_weights=config.random_weights
         )
         default_size = default_image_size(architecture, on_gpu=self._on_gpu)
-        sizes = sorted(set(config.image_size or [default_size]))
-        for size in sizes:
-            architecture.check_image_size(size)
+        draft.choose_if_open("image_size", default_size, f"default of {architecture.name}")
+        config = draft.config
+        architecture.check_image_size(config.image_size)
         # Every rank may read every sample, so the source is the same for all.
         source = SourceConfig.from_settings(
             config,
-            image_size=sizes[0],
             latents=ONLINE,
             device_batch_size=1,
             shuffle=False,
@@ -233,28 +233,21 @@ class Precompute(Task):
             text_embedding_dim=architecture.text_encoder["hidden_size"],
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
-        configs = tuple(dataclasses.replace(source, image_size=size) for size in sizes)
-        self._reader = ImageReader(configs)
+        self._reader = ImageReader(source)
         num_samples = min(self._reader.num_samples, config.max_samples or self._reader.num_samples)
         # Whole batches, as a short one at the end of each shard would leave the device idle.
         num_batches = -(-choose_samples_per_shard(num_samples) // config.batch_size)
         num_each = num_batches * config.batch_size
         draft.choose_if_open("samples_per_shard", num_each, "about 16 files")
-        self._config = dataclasses.replace(draft.config, image_size=tuple(sizes))
+        self._config = draft.config
         self._job = EncodeJob(
-            configs=configs,
+            config=source,
             architecture=architecture,
             encoder_dtype=config.encoder_dtype,
             batch_size=config.batch_size,
             num_samples=num_samples,
             samples_per_shard=self._config.samples_per_shard,
         )
-
-    @property
-    def _image_size(self) -> int | str:
-        """The sides of the images as a record has them: a number, or several as a text."""
-        sizes = self._config.image_size
-        return sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
 
     @property
     def _num_ahead(self) -> int:
@@ -274,13 +267,12 @@ class Precompute(Task):
             columns=job.columns(),
             num_chunks=job.num_shards,
             job=self._identify_job(),
-            data=identify_data(job.configs[:1]),
+            data=identify_data([job.config]),
             accepts_changes=config.changed_inputs == "accept",
         )
         self.resources.enter_context(output.lock())
         self._output = output, output.missing_chunks()
-        size = str(self._image_size).replace(",", "-")
-        name = f"precompute-{config.data_format}-{size}px"
+        name = f"precompute-{config.data_format}-{config.image_size}px"
         return RunFolder.create(config.results_dir, machine=self._machine.slug, name=name)
 
     def _identify_job(self) -> dict[str, Any]:
@@ -295,7 +287,6 @@ class Precompute(Task):
             "num_samples": self._job.num_samples,
             "weights": architecture.identify_weights(("vae", "text_encoder")),
             **{name: getattr(config, name) for name in FACTS_OF_JOB},
-            "image_size": self._image_size,
         }
 
     def for_person(self) -> str:
@@ -309,7 +300,7 @@ class Precompute(Task):
         )
         lines = [
             f"Encoding {job.num_samples} {config.data_format} images"
-            f"{f' of {place!r}' if place else ''} at {self._image_size} px by "
+            f"{f' of {place!r}' if place else ''} at {config.image_size} px by "
             f"{job.architecture.name} to {config.out} ({config.out_format}): "
             f"{values}, ranks {self._ranks.world_size}"
         ]
@@ -330,7 +321,6 @@ class Precompute(Task):
         return {
             "config": {
                 **dataclasses.asdict(self._config),
-                "image_size": self._image_size,
                 "cpu_allocator": "keep" if self._keeps_memory else "default",
             },
             "workload": {

@@ -60,16 +60,16 @@ class EncodingOnRay:
         job, settings = self.job, self.settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
         read = functools.partial(
-            ReadStage, configs=job.configs, pieces=pieces, num_samples=self.num_samples
+            ReadStage, config=job.config, pieces=pieces, num_samples=self.num_samples
         )
         reading = Pool(read, num_actors=settings.num_decoders, resources={"CPU": 1.0})
         stream = make_stream(
             (reading, encoder_pool(EncodePiecesStage, settings, job=job)),
             num_rows=len(pieces),
-            row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
+            row_bytes=batch_bytes(job.config, job.batch_size),
             num_ahead=self.num_ahead,
         )
-        end = StreamEnd(stream.iterator(), timeout_s=job.configs[0].data_timeout_s)
+        end = StreamEnd(stream.iterator(), timeout_s=job.config.data_timeout_s)
         try:
             for number in range(len(pieces)):
                 started_s = time.perf_counter()

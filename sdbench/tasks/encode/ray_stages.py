@@ -34,11 +34,9 @@ class Prepared(NamedTuple):
 class ReadStage(Stage):
     """Reads, decodes and tokenizes for precompute: row number to `LoadedBatch`."""
 
-    def __init__(
-        self, configs: Sequence[SourceConfig], pieces: Sequence[range], num_samples: int
-    ) -> None:
-        """Open the source at each resolution; `pieces` are the samples of each row."""
-        self._reader = ImageReader(configs)
+    def __init__(self, config: SourceConfig, pieces: Sequence[range], num_samples: int) -> None:
+        """Open the source; `pieces` are the samples of each row."""
+        self._reader = ImageReader(config)
         self._pieces = pieces
         _check_same_data(self._reader.num_samples, num_samples)
 

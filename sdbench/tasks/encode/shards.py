@@ -45,7 +45,7 @@ def encode_here(
 
 def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Generator[LoadedBatch]:
     """Batches in order, copied from the shared memory of their worker."""
-    config = job.configs[0]
+    config = job.config
     loader = DataLoader(
         Keys(len(pieces)),
         sampler=pieces,
@@ -55,7 +55,7 @@ def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Genera
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         timeout=config.data_timeout_s if config.num_workers else 0,
     )
-    received = [SharedBatch() for _ in job.configs]
+    received = SharedBatch()
     num_read = 0
 
     def position() -> str:
@@ -63,11 +63,8 @@ def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Genera
 
     for batch in watch(lambda: iter(loader), config=config, position=position):
         num_read += batch.num_read
-        parts = [
-            part._replace(tensors=own.copy(part.tensors, slot=part.report.slot))
-            for own, part in zip(received, batch.parts, strict=False)
-        ]
-        yield batch._replace(parts=parts)
+        tensors = received.copy(batch.good.tensors, slot=batch.good.report.slot)
+        yield batch._replace(good=batch.good._replace(tensors=tensors))
 
 
 def write_shards(
@@ -79,7 +76,7 @@ def write_shards(
     ranks: Ranks,
 ) -> list[Step]:
     """Write the shards of this rank, and return the times and counts of each batch."""
-    config = job.configs[0]
+    config = job.config
     steps: list[Step] = []
     all_bad = output.totals().bad
     rows_ended_s = 0.0
@@ -88,7 +85,7 @@ def write_shards(
         nonlocal rows_ended_s
         for _ in job.pieces(number):
             batch, columns, step = next(encoded)
-            bad += batch.bad
+            bad += batch.good.report.bad
             with step.phase("write"):
                 is_error = config.on_bad_sample == "error"
                 good, overflows = find_finite(columns, batch.names, is_error=is_error)
