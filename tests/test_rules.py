@@ -36,7 +36,6 @@ def check(*argv: str, world_size: int = 1) -> TrainConfig:
         (SAMPLED[2:], (SAMPLED[0],), SAMPLED[:2]),
         (("--sample_steps", "26"), (SAMPLED[0], SCORED[0]), SAMPLED),
         (("--fid_network", "a"), (SCORED[0],), SCORED),
-        (("--text_encoder_lr_factor", "2"), ("--train_text_encoder",), ("--train_text_encoder",)),
         (("--kl_weight", "2"), ("--train",), ("--train", "vae")),
         (("--lr_end_factor", "0.5"), ("--lr_schedule",), ("--lr_schedule", "linear")),
         (("--ema_half_life_batches", "9"), ("--use_ema",), ("--use_ema",)),

@@ -46,13 +46,7 @@ class Operator(NamedTuple):
 
 @dataclasses.dataclass
 class Work:
-    """What calls of one operator have to do.
-
-    Attributes:
-        calls: How many calls.
-        flop: Operations of their matrix products and convolutions, a multiply-add being two.
-        num_bytes: Bytes that they read and write.
-    """
+    """What calls of one operator have to do; a multiply-add of a product is two operations."""
 
     calls: int = 0
     flop: int = 0
@@ -68,12 +62,7 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches at its best.
-
-    Attributes:
-        arithmetic: Type of the numbers, e.g. ``bfloat16``, to the fastest kernel, in TFLOP/s.
-        memory: The fastest kernel, in GB/s, a GB being 1e9 bytes.
-    """
+    """The fastest kernels of this machine: TFLOP/s by type, e.g. ``bfloat16``, and 1e9 bytes/s."""
 
     arithmetic: Mapping[str, Ceiling]
     memory: Ceiling
@@ -109,7 +98,8 @@ def join(
     work["memory_s"] = work.num_bytes / (1e9 * ceilings.memory.rate)
     work["floor_s"] = work[["arithmetic_s", "memory_s"]].max(axis=1)
     work = work.groupby([*KEYS], sort=False, as_index=False).agg(
-        {"types": _join_types} | {name: "sum" for name in work if name not in (*KEYS, "types")}
+        {"types": lambda types: " ".join(sorted(types))}
+        | {name: "sum" for name in work if name not in (*KEYS, "types")}
     )
     times = pd.DataFrame(
         [(*operator.in_words(), *timing) for operator, timing in timed.items()],
@@ -127,10 +117,6 @@ def join(
 def add_up(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Add up the rows that agree in some columns; what is not known in all of them stays NaN."""
     return rows.groupby([*by], sort=False)[[*SUMS]].sum(min_count=1).reset_index()
-
-
-def _join_types(types: pd.Series) -> str:
-    return " ".join(sorted(types))
 
 
 @dataclasses.dataclass(frozen=True)

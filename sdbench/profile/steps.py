@@ -95,10 +95,7 @@ class ProfiledSteps:
         device_type: str,
         trace_file: Path | None,
     ) -> None:
-        """Prepare to count one step after the plain ones and to profile 1 or more.
-
-        The trace file gets torch's trace of the last step.
-        """
+        """Count one step after the plain ones, and profile 1 or more; the last has a trace."""
         self.num_steps = num_plain_steps + NUM_COUNTED_STEPS + 2 * num_profiled_steps
         self.counter = WorkCounter(phase=lambda: phases.current, device_type=device_type)
         self.events: StepEvents | None = None
@@ -171,10 +168,7 @@ class StepEvents:
         self._kernels: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, events: Sequence[Any]) -> None:
-        """Add `torch.profiler.profile.events()` of one step.
-
-        They are recorded with shapes, under phase ranges that cover the step without a gap.
-        """
+        """Add the profiler's events of one step, with shapes and under phase ranges without gap."""
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         ranges = [event for event in on_host if event.name.startswith(PHASE_RANGE)]
         ranges.sort(key=lambda event: event.time_range.start)

@@ -159,12 +159,6 @@ class PartSettings(ModelSettings):
         "error of the pixels",
         acts_beside=(Beside(("train",)),),
     )
-    text_encoder_lr_factor: float = setting(
-        POSITIVE_NUMBER,
-        1.0,
-        "learning rate of the text encoder, as a multiple of --lr",
-        acts_beside=(Beside(("train_text_encoder",)),),
-    )
 
     @property
     def trained_parts(self) -> tuple[str, ...]:

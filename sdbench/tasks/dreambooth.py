@@ -25,16 +25,8 @@ from sdbench.ranks.distributed import Ranks
 def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> TrainJob:
     """Encode the pictures of a subject; a job without a subject is returned as it is.
 
-    The encoders that are not trained leave the memory.
-
-    Args:
-        job: The job of `pretrain.build`, whose model has its weights. Its loader says which
-            pictures are in a batch.
-        plan: The resolved run.
-        keeps_encoders: Keep the encoders, for evaluations during training.
-
-    Returns:
-        The job, which looks up the latents of a batch.
+    The new job looks up the latents of a batch. The encoders that are not trained leave the memory,
+    unless `keeps_encoders` keeps them for evaluations.
 
     Raises:
         RunError: A picture cannot be used.

@@ -27,20 +27,13 @@ if TYPE_CHECKING:
 EMA_HALF_LIFE_BATCHES = 1000
 
 
-def build(
-    plan: Plan,
-    *,
-    phase: PhaseObserver,
-    objective: Objective = PLAIN,
-    text_encoder_lr_factor: float = 1.0,
-) -> TrainJob:
+def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> TrainJob:
     """Build model and loader, and describe the rest.
 
     Args:
         plan: The resolved run.
         phase: Context that the model enters around the work of each sub-model.
         objective: What the U-Net learns.
-        text_encoder_lr_factor: Learning rate of the text encoder, as a multiple of the config's.
     """
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
@@ -70,13 +63,10 @@ def build(
     prepare = None
     if step.encodes_images and config.encoder_batch_size != "microbatch":
         prepare = functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
-    rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
         model=model,
         trained={
-            name: TrainedModule(
-                getattr(model, name), config.lr * rate_factors.get(name, 1.0), config.weight_decay
-            )
+            name: TrainedModule(getattr(model, name), config.lr, config.weight_decay)
             for name in config.trained_parts
         },
         loss=_loss,

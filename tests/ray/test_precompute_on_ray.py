@@ -14,7 +14,7 @@ from sdbench.tasks.encode import precompute
 from tests.schemas import validate
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64,128")
+OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64")
 SHARDS = ("--device_batch_size", "2", "--samples_per_shard", "4")
 RAY = ("--engine", "ray", "--num_decoders", "2")
 

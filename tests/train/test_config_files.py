@@ -56,11 +56,11 @@ def no_wandb(monkeypatch):
 
 
 def test_values_refer_to_each_other_and_to_what_the_command_line_says(file):
-    path = file("lr: 1e-3\ntext_encoder_lr_factor: ${lr}\nsave_every_batches: ???\n")
+    path = file("lr: 1e-3\nweight_decay: ${lr}\nsave_every_batches: ???\n")
     request = parse(f"config={path}", "--lr", 0.5, "save_every_batches=7")
     config = request.config
-    assert (config.lr, config.text_encoder_lr_factor, config.save_every_batches) == (0.5, 0.5, 7)
-    names = ("lr", "text_encoder_lr_factor", "save_every_batches", "keep")
+    assert (config.lr, config.weight_decay, config.save_every_batches) == (0.5, 0.5, 7)
+    names = ("lr", "weight_decay", "save_every_batches", "keep")
     assert [request.origin[name] for name in names] == ["flag", "file", "flag", "default"]
     assert parse("lr=0.25", "lr_warmup_batches=3").config.lr == 0.25  # without a file
     assert parse("--lr", 2, "lr=1").config.lr == 2  # a flag is above an assignment

@@ -130,16 +130,22 @@ def spy_on_job(monkeypatch, look):
     monkeypatch.setattr(engine, "fit", spied)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trains_text", [True, False])
-def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
-    write_pictures(subject=3, **{"class": 2})
+def spy_on_weights(monkeypatch) -> list[dict]:
+    """The weights before and after the training, once it has ended."""
     states = []
 
     def look(job):
         states.append({name: weight.clone() for name, weight in job.model.state_dict().items()})
 
     spy_on_job(monkeypatch, look)
+    return states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains_text", [True, False])
+def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
+    write_pictures(subject=3, **{"class": 2})
+    states = spy_on_weights(monkeypatch)
     argv = ("--train_text_encoder",) if trains_text else ()
     run("one", 2, "--model_name", model, "--batch_size", 4, "--lora_rank", 2, *argv)
     before, after = states
@@ -274,12 +280,7 @@ def learn_token(model: Path, *argv: object) -> Path:
 
 @pytest.mark.slow
 def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
-    states = []
-
-    def look(job):
-        states.append({name: weight.clone() for name, weight in job.model.state_dict().items()})
-
-    spy_on_job(monkeypatch, look)
+    states = spy_on_weights(monkeypatch)
     folder = learn_token(model, "--lr", 0.01, "--weight_decay", 0)
     before, after = states
     changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]

@@ -41,10 +41,7 @@ class BadLosses:
         log: TrainLog | None,
         ranks: Ranks,
     ) -> None:
-        """Begin with the losses of this process, and the loader that knows the samples of a batch.
-
-        `log` is None but on the first rank.
-        """
+        """The loader knows the samples of a batch; `log` is None but on the first rank."""
         self._action = config.on_bad_loss
         self._has_scaler = config.precision == "amp_fp16"
         self._losses = losses

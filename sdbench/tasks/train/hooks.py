@@ -53,8 +53,8 @@ class TrainHooks:
     ) -> None:
         """Connect the pieces; only the first rank has a log.
 
-        The `PeriodTimer` of the watch is paused while nothing is trained. The run begins with the
-        checkpoint `resumed`. Each checkpoint has the facts, and a copy in the storage.
+        The run begins with the checkpoint `resumed`. Each checkpoint has the facts, and a copy in
+        the storage.
         """
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.num_saved = 0
@@ -135,7 +135,7 @@ class TrainHooks:
         is_bad = self._bad_losses.is_known
         if ends_period or is_bad:
             figures = self.write_steps()
-            if self._log is not None and figures is not None:
+            if figures is not None:
                 self._progress.period_ends(figures)
         if not (due or saves or is_bad):
             return

@@ -25,12 +25,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     if config.train == "vae":
         job = _build_autoencoder(plan)
     else:
-        job = pretrain.build(
-            plan,
-            phase=phase,
-            objective=make_objective(config),
-            text_encoder_lr_factor=config.text_encoder_lr_factor,
-        )
+        job = pretrain.build(plan, phase=phase, objective=make_objective(config))
     half_life = config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
     if config.ema_decay is not None:
         half_life = math.log(0.5) / math.log(config.ema_decay)

@@ -77,7 +77,11 @@ class Train(TrainingTask):
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
-        given = _parts_in(self._found or self._initial)
+        given: set[str] = set()
+        if checkpoint := self._found or self._initial:
+            from sdbench.tasks.train.weights import parts_in
+
+            given = parts_in(checkpoint)
         notes += describe_random_parts(self.plan, given=given)
         if (
             config.validate_every_batches
@@ -220,10 +224,7 @@ class Train(TrainingTask):
 
     @functools.cached_property
     def _inputs(self) -> dict[str, Any]:
-        """What `compare_inputs` compares: the data, and the weights that no checkpoint has.
-
-        The first rank asks, whose facts are saved: it reads all of these weights.
-        """
+        """What `compare_inputs` compares; on the first rank, as all of these weights are read."""
         config: Any = self.plan.config
         try:
             of_data = identify_data(sources_of(config))
@@ -313,15 +314,6 @@ class Train(TrainingTask):
             f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n"
             f"Its model for diffusers: python -m sdbench export {folder}"
         )
-
-
-def _parts_in(checkpoint: Checkpoint | None) -> set[str]:
-    """The sub-models whose weights a checkpoint has."""
-    if checkpoint is None:
-        return set()
-    from sdbench.tasks.train.weights import parts_in
-
-    return parts_in(checkpoint)
 
 
 def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
