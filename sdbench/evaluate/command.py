@@ -60,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sdbench.ranks.distributed import Ranks
 
     rows = list_pictures(Path(flags.folder))
+    if len(rows) < 2:
+        raise ConfigError(
+            "scores need two pictures",
+            value=len(rows),
+            allowed="a folder with 2 or more",
+            flag="FOLDER",
+        )
     if (flags.reference is None) != (flags.fid_network is None):
         raise ConfigError(
             "FID compares pictures with others by a network",
