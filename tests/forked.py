@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -106,6 +108,7 @@ def run_in_group(
 
 def _be_rank(program: Callable[[], int], place: dict[str, object], log: Path) -> None:
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed pytest leaves no rank
     os.environ |= {name: str(value) for name, value in place.items()}
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for number in (1, 2):

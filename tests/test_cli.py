@@ -84,6 +84,7 @@ def test_every_program_tells_its_version(capsys):
         (["--versoin"], "--version"),
         (["render", "esk"], "eks"),
         (["scaling", "costs"], "cost"),
+        (["repeat", "2", "--agianst", "python", "--", "python"], "--against"),
         (["scaling", "plan", "--max_day", "3", "--recipe", "mosaicml"], "--max_days"),
         (["compare", "a", "b", "--format", "jsn"], "json"),
         (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import write_json
+from sdbench.base.files import replace_file
 from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
@@ -44,7 +43,6 @@ from sdbench.settings.training import ModelSettings
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
 CLASS, RUN = "class", "train"
 MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
-EXPORTED_NAME = "exported.json"
 # Of seed 001, its first figure, and of the documentation of its code
 # (ray-project/ray, doc/source/train/examples/pytorch/dreambooth_finetuning.rst).
 SCENES = ("on the moon", "at the beach", "in a bucket")
@@ -352,26 +350,22 @@ def _is_made(target: Path, folder: Path) -> bool:
     The note on an export is written before it: an export is there as a whole or not at all.
     """
     newest = max((folder / RUN / "checkpoints").glob("step_*/checkpoint.json"))
-    made_of = {
-        "checkpoint": newest.parent.name,
-        "sha256": hashlib.sha256(newest.read_bytes()).hexdigest(),
-        "target": target.name,
-    }
-    note = folder / EXPORTED_NAME
-    before = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    made_of = hashlib.sha256(newest.read_bytes()).hexdigest()
+    note = folder / f".{target.name}-made-of"
+    before = note.read_text(encoding="utf-8") if note.is_file() else None
     if target.exists():
         if before == made_of:
             return True
-        if before is None or before["target"] != target.name:
+        if before is None:
             raise ConfigError(
                 "there is something in the place of the export that this command has not made",
                 value=str(target),
                 allowed="nothing there, or another folder",
                 flag="--folder",
             )
-        print(f"{target} is of {before['checkpoint']}: it is made again, and so is {AFTER}/.")
+        print(f"{target} is of an older checkpoint: it is made again, and so is {AFTER}/.")
     if before is not None:  # what was drawn with the export before
         shutil.rmtree(folder / AFTER, ignore_errors=True)
     shutil.rmtree(target, ignore_errors=True)
-    write_json(note, made_of)
+    replace_file(note, made_of)
     return False

@@ -122,7 +122,7 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     assert sdbench(command) == 0
     assert not drawn.items() & times("after/pictures/*.png").items()
     # What somebody has put in the place of the model stays.
-    (FOLDER / "exported.json").unlink()
+    (FOLDER / ".model-made-of").unlink()
     assert sdbench(command) == 2
     assert (FOLDER / "model" / "model_index.json").is_file()
 
