@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
         print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
+    machines = {run.record["machine"]["slug"] for run in runs if run.record is not None}
+    if len(machines) > 1:  # another GPU, too, which the environment does not tell
+        names = for_terminal(", ".join(sorted(machines)))
+        print(f"caution: measured on different machines: {names}", file=sys.stderr)
     statuses = {run.outcome["status"] for run in runs if run.outcome is not None}
     return 0 if statuses and statuses <= {OK, OOM} else 1
 

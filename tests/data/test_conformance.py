@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -266,3 +267,15 @@ def test_a_short_epoch_is_an_error(make_config, monkeypatch):
     with pytest.raises(RunError, match="has 52 images, and 48 were delivered") as caught:
         list(loader)
     assert caught.value.status == "invalid"
+
+
+def test_a_folder_that_workers_cannot_open_sockets_in_is_refused(
+    tmp_path, monkeypatch, make_config
+):
+    # 107 bytes less /pymp-12345678/listener-12345678.
+    longest = "/tmp/" + 70 * "x"
+    for folder, num_workers in ((longest, 2), (longest + "x", 0)):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        data.build(make_config("synthetic", num_workers=num_workers))
+    with refused("TMPDIR", value=longest + "x", allowed="at most 75 bytes, or --num_workers 0"):
+        data.build(make_config("synthetic", num_workers=2))

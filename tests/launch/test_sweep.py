@@ -185,6 +185,19 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
     assert "got 'torch 1.12.1 -> " in capsys.readouterr().err
 
 
+def test_rows_of_another_machine_are_told(tmp_path, capsys):
+    """E.g. with another GPU beside as many cores and as much memory."""
+    sweep(tmp_path, list=[{"seed": 1}])
+    (file,) = (tmp_path / "sweep").glob("*/*/record.json")
+    record = json.loads(file.read_text())
+    slug, record["machine"]["slug"] = record["machine"]["slug"], "8-x100"
+    file.write_text(json.dumps(record))
+    assert "caution" not in capsys.readouterr().err
+    assert sweep(tmp_path, list=[{"seed": 1}, {"seed": 5}])[0] == 0
+    machines = ", ".join(sorted([slug, "8-x100"]))
+    assert f"caution: measured on different machines: {machines}\n" in capsys.readouterr().err
+
+
 def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
     """Nor does one begin while the guard of a killed one still ends its ranks."""
     (tmp_path / "sweep").mkdir()

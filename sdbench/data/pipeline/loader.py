@@ -7,8 +7,10 @@ fails. A benchmark that trained on fewer images than it counts would be wrong.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +75,23 @@ class LoaderStats:
     def reset(self) -> None:
         """Count from 0 again."""
         self.__init__(num_dropped_samples=self.num_dropped_samples)
+
+
+def _check_folder_of_sockets() -> None:
+    """Refuse a folder for temporary files in which workers cannot open sockets.
+
+    Workers hand tensors over through a socket in a folder that multiprocessing makes there. Its
+    path has at most 108 bytes, of which the last is a zero (unix(7)).
+    """
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > longest:
+        raise ConfigError(
+            "the path of the folder for temporary files is too long for sockets of loader workers",
+            value=folder,
+            allowed=f"at most {longest} bytes, or --num_workers 0",
+            flag="TMPDIR",
+        )
 
 
 def _start_worker(number: int) -> None:
@@ -171,6 +190,8 @@ class CheckedLoader(DataLoader):
         self, batches: BatchReader, *, order: EpochOrder | KeyStream, config: SourceConfig
     ) -> None:
         """Set the loader up as `config` says; `batches` makes a batch of the keys of `order`."""
+        if config.num_workers:
+            _check_folder_of_sockets()
         is_stream = isinstance(order, IterableDataset)
         super().__init__(
             order if is_stream else Keys(batches.num_samples),
