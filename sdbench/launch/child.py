@@ -25,10 +25,14 @@ from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.terminal import format_number, format_rate
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.feed import FeedSettings
+from sdbench.settings.request import parse
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
 LOCK_NAME = ".measuring"
+MEASURING_PROGRAMS = {"benchmark.py": BenchmarkConfig, "data.py": FeedSettings}
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
 GRACE_S = 20.0
@@ -109,8 +113,16 @@ def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> 
 
 
 def measuring_command(command: Sequence[str]) -> list[str]:
-    """A user's command for `run_child`: found, and without a results folder of its own."""
+    """A user's command for `run_child`: found, and without a results folder of its own.
+
+    A flag or a value that benchmark.py or data.py does not know is refused here: each start of them
+    takes seconds.
+    """
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
+    for number, word in enumerate(command, start=1):
+        if (settings := MEASURING_PROGRAMS.get(os.path.basename(word))) is not None:
+            parse(settings, command[number:], description="", epilog="", prog=word, takes_file=True)
+            break
     return find_program(command)
 
 

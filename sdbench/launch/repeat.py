@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.analysis import compare
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, in_rounds, measure, new_folder
 from sdbench.record.store import OK
@@ -81,6 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for run, outcome in measure(runs):
             outcomes[run.folder.parent].append(outcome)
+            # A launcher may make another exit code of it. All other runs would be refused as well.
+            if outcome.exit_code == EXIT_BAD_INPUT or outcome.cause == ConfigError.__name__:
+                raise ConfigError(
+                    f"the command is refused ({outcome.reason})",
+                    value=shlex.join(run.command),
+                    allowed="a command that runs",
+                    flag="--against" if run.name == BASELINE else "COMMAND",
+                )
     finally:  # a stop signal costs what has ended nothing
         for place, of_command in outcomes.items():
             if of_command:

@@ -48,13 +48,20 @@ def test_two_commands_take_turns_and_are_compared(tmp_path, starts, capsys):
 
 def test_failed_runs_are_told_and_the_others_are_kept(tmp_path, capsys):
     folder = tmp_path / "repeat"
-    argv = ["repeat", "1", "--folder", str(folder), "--against", f"python {FAKE} --seed 4"]
+    argv = ["repeat", "1", "--folder", str(folder), "--against", f"python {FAKE} --seed 3"]
     assert main([*argv, "--", "python", FAKE]) == 1
     printed = capsys.readouterr()
     assert "no run ended well" in printed.out
     assert "it takes 3 that ended well" in printed.out
-    assert "not compared: this folder holds no run" in printed.err
+    assert "not compared: no row on this side has a figure" in printed.err
     assert len(list(folder.glob("candidate/1/*/record.json"))) == 1
+
+
+def test_a_command_that_is_refused_is_started_once(tmp_path, starts):
+    folder = tmp_path / "repeat"
+    refusal = refusal_of("repeat", "5", "--folder", folder, "--", "python", FAKE, "--seed", "4")
+    assert (refusal.flag, "the seed is unlucky" in refusal.what) == ("COMMAND", True)
+    assert len(starts.read_text().splitlines()) == 1
 
 
 def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, starts):
@@ -91,6 +98,12 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
         (["3", "--", "python", FAKE, "--results_dir", "x"], "COMMAND", "--results_dir"),
         (["3", "--against", "python 'x", "--", "python", FAKE], "--against", "python 'x"),
         (["3", "--against", "no-such-one", "--", "python", FAKE], "COMMAND", "no-such-one"),
+        (["3", "--", "python", "benchmark.py", "--lr", "much"], "--lr", "much"),
+        (
+            ["3", "--against", "python data.py --num_workers=x", "--", "python"],
+            "--num_workers",
+            "x",
+        ),
     ],
 )
 def test_wrong_input_is_refused(argv, flag, value):
