@@ -35,7 +35,9 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
         OSError: The file cannot be read.
         ValueError: It is not a file, longer than `max_bytes`, or not UTF-8.
     """
-    if path.exists() and not path.is_file():
+    if not path.exists():
+        raise FileNotFoundError("no such file")
+    if not path.is_file():
         raise ValueError("it is no file")  # reading a pipe would block
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)

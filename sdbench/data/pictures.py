@@ -30,7 +30,8 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
     """
     table = next((name for name in TABLES if (folder / name).is_file()), None)
     if table is None:
-        raise _refusal("the folder has no table of captions", folder)
+        what = "the folder has no table of captions" if folder.exists() else "no such folder"
+        raise _refusal(what, folder)
     with blamed_on("FOLDER"):
         images, captions = read_table(folder / table, folder=folder / TABLES[table])
     if not images:

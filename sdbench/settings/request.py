@@ -104,7 +104,7 @@ def parse(
         rest: What may follow ``--``, in the words of the usage line; None: nothing.
 
     Raises:
-        ConfigError: For an unknown flag or key, a value of the wrong kind, or an unreadable file.
+        ConfigError: For an unknown flag or key, a wrong value, or an unreadable file.
     """
     arguments, behind = list(sys.argv[1:] if argv is None else argv), []
     if rest is not None and "--" in arguments:

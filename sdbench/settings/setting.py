@@ -245,7 +245,7 @@ class Setting:
             what, allowed = "a number out of bounds", f"{self.kind.allowed}; {error}"
         except (TypeError, ValueError):
             meant = self.kind.nearest_choice(value)
-            what = "a value of the wrong kind"
+            what = "a value that it does not take"
             allowed = self.kind.allowed + (f", the nearest is {meant}" if meant else "")
         raise ConfigError(f"{self.flag} has {what}", value=value, allowed=allowed, flag=self.flag)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import read_text
 
 if TYPE_CHECKING:
     from sdbench.data.pipeline.tokenizer import CaptionTokenizer
@@ -30,8 +31,8 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
         ConfigError: There is no prompt, or the file cannot be used.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(path))
+    except (OSError, ValueError) as error:
         what = f"the prompt file cannot be read ({error})"
         raise _bad_prompts(what, value=path, flag=flag) from None
     if not path.lower().endswith(".csv"):

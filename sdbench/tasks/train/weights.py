@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import is_learned_row
@@ -33,10 +33,11 @@ def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
     """
     if (run / DESCRIPTION_NAME).is_file():
         return Checkpoint.open(run)
-    checkpoint = find_newest(run)
+    with blamed_on(flag):
+        checkpoint = find_newest(run)
     if checkpoint is None:
         raise ConfigError(
-            "there is no whole checkpoint",
+            "the run has saved no checkpoint" if run.exists() else "no such folder",
             value=str(run),
             allowed="the folder of a run of train.py that has saved one, or a checkpoint",
             flag=flag,
