@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import sdbench
+
 
 def num_cpu_cores() -> int:
     """Cores that this process may run on."""
-    import psutil
-
-    return len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count()
+    return sdbench.NUM_CPUS
 
 
 def read_cpu() -> tuple[str, tuple[str, ...]]:

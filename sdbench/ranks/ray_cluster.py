@@ -71,7 +71,7 @@ def connect(address: str | None) -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share
         # the cores.
-        options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
+        options |= {"include_dashboard": False, "num_cpus": 8 + sdbench.NUM_CPUS}
     try:
         if where is not None:
             knock(where)

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import sdbench
 from sdbench.base.errors import RunError
 from sdbench.base.progress import show_progress
 
@@ -84,7 +85,7 @@ def run_work(
     )
     if num_workers is None:
         is_worth = num_samples - num_done >= WORTH_PROCESSES
-        num_workers = len(os.sched_getaffinity(0)) if is_worth else 0
+        num_workers = sdbench.NUM_CPUS if is_worth else 0
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
         yield showing(map(work, numbers))
