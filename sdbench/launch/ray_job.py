@@ -24,7 +24,7 @@ import psutil
 
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
-from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.launch.ray_worker import PERIOD_S, Rank, RankFailedError
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
@@ -97,7 +97,8 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
         The exit code of the first rank; 1 if a rank was lost.
 
     Raises:
-        ConfigError: Ray is not installed, or its settings contradict each other.
+        ConfigError: Ray is not installed, its settings contradict each other, or the ranks have no
+            room on this machine, which is the whole cluster.
         RunError: No cluster answers.
     """
     check(request, declarations(RaySettings))
@@ -174,7 +175,10 @@ class _Driver:
                     return self._end_at_once(signals[0])
                 print("The ranks end after the step under way.", file=sys.stderr, flush=True)
                 self._desk.ask_to_stop.remote(signals[0])
-            if not self._heard.num_starts and time.monotonic() - began_s > next_told_s:
+            waited_s = 0.0 if self._heard.num_starts else time.monotonic() - began_s
+            if waited_s > self._config.dist_timeout:
+                return self._give_up()
+            if waited_s > next_told_s:
                 next_told_s *= 2
                 self._tell_of_wait()
         thread.join(stop.PATIENCE_S)
@@ -228,6 +232,15 @@ class _Driver:
             file=sys.stderr,
             flush=True,
         )
+
+    def _give_up(self) -> int:
+        reason = (
+            f"the Ray cluster had no room for the ranks within {self._config.dist_timeout:g} s "
+            "(--dist_timeout, --num_ray_workers, --ray_worker_resources)"
+        )
+        report_cause(LOST, reason)
+        print(f"failed: {reason}", file=sys.stderr)
+        return EXIT_FAILED
 
     def _end_at_once(self, number: int) -> int:
         reason = f"{signal.Signals(number).name}: the ranks were ended within a step"
@@ -287,10 +300,23 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
     resources = resources_per_worker(config)
     num_workers = config.num_ray_workers or int(ray.cluster_resources().get("GPU", 1))
     least = config.min_ray_workers
-    cluster = ray_cluster.resources_in_words(ray.cluster_resources())
+    there = ray.cluster_resources()
+    cluster = ray_cluster.resources_in_words(there)
     share = ray_cluster.resources_in_words(resources)
+    has_room = all(
+        (least or num_workers) * amount <= there.get(name, 0) for name, amount in resources.items()
+    )
+    if not has_room and not ray_cluster.address_of(config.ray_address):
+        raise ConfigError(
+            f"this machine has no room for the ranks, each with {share}",
+            value=num_workers,
+            allowed=f"as many as fit into {cluster}, or a larger cluster (--ray_address)",
+            flag="--num_ray_workers",
+        )
+    wait = f"; they wait for room for up to {config.dist_timeout:g} s (--dist_timeout)"
     print(
-        f"Ray cluster with {cluster}; starting ranks: {num_workers}, each with {share}",
+        f"Ray cluster with {cluster}; starting ranks: {num_workers}, each with {share}"
+        f"{'' if has_room else wait}",
         file=sys.stderr,
         flush=True,
     )

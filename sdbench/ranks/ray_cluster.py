@@ -56,7 +56,7 @@ def connect(address: str | None) -> None:
 
     if ray.is_initialized():
         return
-    where = address or os.environ.get("RAY_ADDRESS")
+    where = address_of(address)
     # Workers on this machine find this package where the driver has it.
     paths = [str(Path(sdbench.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     options: dict[str, Any] = {
@@ -82,6 +82,11 @@ def connect(address: str | None) -> None:
             f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}; "
             "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
+
+
+def address_of(address: str | None) -> str | None:
+    """The address of the cluster to join: that given, or of RAY_ADDRESS; None: this machine."""
+    return address or os.environ.get("RAY_ADDRESS")
 
 
 def head_address() -> str:
