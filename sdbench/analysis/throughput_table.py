@@ -155,8 +155,9 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     """Make the table of the best configuration of each machine, model and kind of work.
 
     The best is the one whose 95 % interval begins highest, so that a poorly known figure does not
-    stand for a machine. GPUs come first, and of a machine the model with the most trained
-    parameters.
+    stand for a machine. One with an interval between runs goes before one without: what the next
+    run gives is further off than the steps of a run differ. GPUs come first, and of a machine the
+    model with the most trained parameters.
     """
     tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
     machines = list(dict.fromkeys(track.machine for track in tracks))
@@ -198,15 +199,18 @@ def _track_of(record: dict[str, Any]) -> _Track:
     return _Track(on_gpu, machine, describe_model(record), *_work_of(record))
 
 
-def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Where the interval of a configuration begins, 0 without one, and its median rate."""
+def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[bool, float, float]:
+    """Whether a configuration has an interval between runs, where it begins, the median rate.
+
+    Without it, where the intervals within the runs begin; 0 if a run has none.
+    """
     rates = [run["summary"]["images_per_second"] for run in runs]
     between = between_runs_interval(rates)
     if between is not None:
-        return between.low, statistics.median(rates)
+        return True, between.low, statistics.median(rates)
     within = [run["summary"]["images_per_second_interval"] for run in runs]
     lows = [0.0 if interval is None else interval["low"] for interval in within]
-    return min(lows), statistics.median(rates)
+    return False, min(lows), statistics.median(rates)
 
 
 def _describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:

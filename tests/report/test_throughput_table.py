@@ -173,6 +173,12 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
     assert "command" not in to_captioned_markdown([table])
 
 
+def test_a_machine_s_headline_is_of_three_runs_before_a_faster_one_of_a_single_run():
+    runs = [with_rate(rate, config__batch_size=8) for rate in (0.5, 0.51, 0.52)]
+    (row,) = rows_of(make_headline_table([within(0.6, 0.7), *runs]))
+    assert (row["runs"], row["best of"]) == ("3", "2")
+
+
 def test_figures_of_others_are_folded_by_their_source_and_never_mix_kinds_of_work():
     figure = {"image_size": 256, "latents": "online", "gpu": "B200", "num_gpus": 4}
     paper = {**figure, "kind": "quoted", "images_per_second": 1001.25, "source": "a <paper>"}
