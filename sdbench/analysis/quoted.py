@@ -17,7 +17,7 @@ from sdbench.report.figures import TIME, device_of, read_figures
 from sdbench.report.runs import use_each
 from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table, median_cell
 
-# The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
+# The tables of the AWS test case (2024), section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
 SEED_RATIOS = "aws_p4de_p5_ratio"
 SEED_CONDITIONS = {
@@ -89,7 +89,9 @@ def make_seed_table(
         for name, by_settings in ours.items():
             row[f"measured: 8 x {name}, images/s"] = median_cell(by_settings.get(settings, ()))
         rows.append(row)
-    caption = f"8 x {p5} over 8 x {p4de}: seed 003, section 1.5, reproduced"
+    caption = (
+        f"8 x {p5} over 8 x {p4de}: AWS (2024), MosaicML Stable Diffusion, section 1.5, reproduced"
+    )
     return make_table(rows, name="p4de-p5", caption=caption)
 
 

@@ -57,14 +57,14 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     COMPARISON: (
         "A100 against H100",
         "Eight GPUs of one machine, Stable Diffusion 2 at 512 px, global batch 2048, images/s over "
-        "all eight: the figures of seed 003, each of one run, and their ratio.",
+        "all eight: the figures of AWS (2024), each of one run, and their ratio.",
         (throughput_plots.MICRO_BATCH,),
     ),
     HEADLINES: (
         "Best of each machine",
         "What was measured here. Of the published configurations of a machine, a model and a "
-        "kind of work, the one whose 95 % interval begins highest; a configuration with an interval "
-        "between runs goes before one without.",
+        "kind of work, the one whose 95 % interval begins highest; a configuration with an "
+        "interval between runs goes before one without.",
         (),
     ),
     OTHERS: (

@@ -1,8 +1,8 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
-They are the three charts of seed 003 under its names, from quoted, measured and modelled rows, and
-one of the micro-batches of other work. Axes show figures of one resolution and one place of the
-encoders. A series of a single figure is not drawn.
+They are the three charts of the AWS test case under its names, from quoted, measured and modelled
+rows, and one of the micro-batches of other work. Axes show figures of one resolution and one place
+of the encoders. A series of a single figure is not drawn.
 """
 
 from __future__ import annotations

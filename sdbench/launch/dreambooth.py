@@ -43,7 +43,7 @@ from sdbench.settings.training import ModelSettings
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
 CLASS, RUN = "class", "train"
 MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
-# Of seed 001, its first figure, and of the documentation of its code
+# Of the first figure of "Faster stable diffusion fine-tuning with Ray AIR", and of Ray's own text
 # (ray-project/ray, doc/source/train/examples/pytorch/dreambooth_finetuning.rst).
 SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.

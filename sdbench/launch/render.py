@@ -226,7 +226,7 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
         "RDZV_HOST": f"{JOB_NAME}-worker-0" if is_at_pod else "etcd",
         "RDZV_PORT": flags.master_port if is_at_pod else 2379,
         "RUN_ID": now.strftime("run-%Y%m%dt%H%M%Sz"),
-        # Seed 002 has 192 for 48 encoders.
+        # Anyscale's template has 192 for 48 encoders.
         "NUM_DECODERS": 4 * (flags.num_encoders or 0) or None,
         "NUM_WORKERS": num_nodes - 1,  # pods other than node 0
         "WORLD_SIZE": num_nodes * flags.num_gpus_per_node,

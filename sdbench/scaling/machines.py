@@ -72,8 +72,9 @@ storage of latents, disturbed runs, and what a network slows down.
 
 EPILOG = """\
 examples:
-  python -m sdbench scaling machines --recipe seed002 --num_trainers 32 --scaling_efficiency 0.95 \\
-      --trainer_rates 256=138.7:135:142 512=44.3:43:46 --in_step_rates 256=70:68:72 512=24:23:25 \\
+  python -m sdbench scaling machines --recipe anyscale --num_trainers 32 \\
+      --scaling_efficiency 0.95 --trainer_rates 256=138.7:135:142 512=44.3:43:46 \\
+      --in_step_rates 256=70:68:72 512=24:23:25 \\
       --encoder_rates 256=100:95:105 512=32:31:33 --decoder_rates 256=25:24:26 512=18:17:19 \\
       --trainer_machine p4de.24xlarge-reserved --encoder_machine g5.2xlarge-on-demand \\
       --num_encoders 48 --num_dataset_images 800000000

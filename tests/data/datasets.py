@@ -164,7 +164,7 @@ def write_parquet(folder: Path) -> None:
 
 
 def write_parquet_latents(folder: Path) -> None:
-    """One file in the spelling of seed 000: sampled latents and captions as float32 bytes."""
+    """One file as Anyscale's first guide has it: sampled latents and captions as float32 bytes."""
     import pyarrow
     import pyarrow.parquet
 

@@ -44,8 +44,8 @@ def test_latents_there_and_back(tmp_path, capsys):
         arrays = datasets.make_arrays(index)
         assert (row["latent_moments_32"] == arrays["moments"]).all()
         assert (row["text_embedding"] == arrays["text_embedding"]).all()
-    datasets.write_parquet_latents(tmp_path / "seed 000")
-    assert main(tmp_path / "seed 000", tmp_path / "ours", *flags) == 0
+    datasets.write_parquet_latents(tmp_path / "of others")
+    assert main(tmp_path / "of others", tmp_path / "ours", *flags) == 0
     rows = read_mds(tmp_path / "ours")
     assert set(rows[0]) == {"latents_32", "text_embedding"}
     assert rows[7]["latents_32"].dtype == "float16"

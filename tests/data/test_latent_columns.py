@@ -21,15 +21,15 @@ from tests.refusals import PLACE_FLAGS, refused
             ["latent_moments_256", "text_embedding"],
             {"moments": "latent_moments_256", "text_embedding": "text_embedding"},
         ),
-        (  # seed 000
+        (  # Anyscale, first guide
             ["image_latents_256", "image_latents_512", "caption_latents"],
             {"latent": "image_latents_256", "text_embedding": "caption_latents"},
         ),
-        (  # seed 002's text
+        (  # Anyscale, second guide, text
             ["image_latents_256", "caption_embeddings"],
             {"latent": "image_latents_256", "text_embedding": "caption_embeddings"},
         ),
-        (  # seed 002's program
+        (  # Anyscale, second guide, program
             ["latents_256_bytes", "caption_latents", "caption"],
             {"latent": "latents_256_bytes", "text_embedding": "caption_latents"},
         ),

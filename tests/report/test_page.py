@@ -242,7 +242,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     assert seen["note"].splitlines() == [
         "A100-SXM4-80GB (p4de.24xlarge), EMA, global batch 2048, quoted",
         "micro-batch 4: 142.69 images/s",
-        "seed 003 README section 1.5",
+        "AWS (2024) MosaicML Stable Diffusion section 1.5",
     ]
     assert (seen["found"], seen["tables"]) == ("3 rows", ["source-7-512px-precomputed"])
     assert seen["isOpen"] == ["MLPerf Training v5.0"]

@@ -100,7 +100,8 @@ def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
     assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
     assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
     assert any(
-        text.startswith("[1] results/runs; [2] seed 003 README section 1.5") for text in texts
+        text.startswith("[1] results/runs; [2] AWS (2024) MosaicML Stable Diffusion section 1.5")
+        for text in texts
     )
     for name in (SPEED_UP, SCALING):
         labels = [text for text in texts_of(results, name) if text.startswith("NVIDIA H200")]

@@ -1,4 +1,4 @@
-"""Times of training runs against the number of workers: seed 001's table, and runs beside it."""
+"""Times of training runs against the number of workers: Ray's table, and runs beside it."""
 
 from __future__ import annotations
 

@@ -147,11 +147,11 @@ def test_a_prediction_can_be_paid_for(quoted, rows_of, cost, tmp_path):
             ),
         ),
         ("{table} --recipe stability", "--recipe", "stability"),
-        ("{table} --recipe seed --price gold", "--price", "gold"),
-        ("{table} --recipe seed --price -1", "--price", "-1"),
-        ("{table} --recipe seed --prices none.yaml", "--prices", "none.yaml"),
-        ("mixed.csv --recipe seed", "--where latents=...", "online and precomputed"),
-        ("several.csv --recipe seed", "--where micro_batch=...", "4 and 8"),
+        ("{table} --recipe any --price gold", "--price", "gold"),
+        ("{table} --recipe any --price -1", "--price", "-1"),
+        ("{table} --recipe any --prices none.yaml", "--prices", "none.yaml"),
+        ("mixed.csv --recipe any", "--where latents=...", "online and precomputed"),
+        ("several.csv --recipe any", "--where micro_batch=...", "4 and 8"),
     ],
 )
 def test_what_cannot_be_worked_out_is_refused(tmp_path, quoted, arguments, flag, value):
@@ -188,5 +188,5 @@ RECIPE = "seed: {about: a, source: b, global_batch: 64%s}"
 def test_a_file_of_prices_or_recipes_is_checked(tmp_path, write_table, flag, content):
     (tmp_path / "file.yaml").write_text(content)
     table = write_table("X,8,256,1", "X,8,512,1")
-    error = refusal_of("scaling", "cost", table, "--recipe", "seed", flag, "file.yaml")
+    error = refusal_of("scaling", "cost", table, "--recipe", "any", flag, "file.yaml")
     assert (error.flag, error.value) == (flag, "file.yaml")

@@ -156,7 +156,7 @@ def test_the_seeds_table_comes_back(plan):
         return plan(
             **dict.fromkeys(("recipes", "prices", "in_step_rates")),
             **of_each,
-            recipe="seed002",
+            recipe="anyscale",
             num_trainers=32,
             scaling_efficiency=1,
             margin=0,

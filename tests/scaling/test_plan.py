@@ -83,8 +83,8 @@ def test_a_doubtful_fit_and_an_extrapolation_are_told(capsys, quoted):
 
 
 def test_the_fastest_micro_batch_is_chosen(capsys, quoted):
-    # Seed 003's figures of P5 are faster the larger the micro-batch, up to 32; at 64 GPUs of a
-    # batch of 2048, that is one micro-batch.
+    # AWS's figures of P5 are faster the larger the micro-batch, up to 32; at 64 GPUs of a batch of
+    # 2048, that is one micro-batch.
     tables = [str(quoted / name) for name in ("aws_p5_scaling.csv", "aws_p4de_p5_single_node.csv")]
     arguments = ["--where", "gpu=H100", "ema=true", "--recipe", "mosaicml-all-512"]
     assert main(["scaling", "plan", *tables, *arguments, "--max_days", "30"]) == 0
