@@ -18,7 +18,6 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
-from sdbench.base.outside import read_json_object
 from sdbench.models.objective import PREDICTION_TYPES
 
 ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
@@ -227,7 +226,11 @@ def _load_folder(
 
 def _read_part(folder: Path, file: str) -> dict[str, Any]:
     try:
-        return read_json_object(folder / file)
+        # Schedulers are saved with -Infinity, which is out of the bounds of `sdbench.base.outside`.
+        content = json.loads((folder / file).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        return content
     except (OSError, ValueError) as error:
         raise _refusal(
             f"the model folder has no {file} that can be read ({error})",
