@@ -54,20 +54,11 @@ def test_resolve_format_contradictions(given, value, flag):
         data.resolve_format(DataSettings(**given))
 
 
-def test_missing_empty_and_wrong_folders(make_config, tmp_path):
-    folder = tmp_path / "folder"
-    with refused(value=str(folder)):
-        data.check(make_config("mds", remote=str(folder)))
-    folder.mkdir()
-    with refused(value=str(folder)):
-        data.check(make_config("mds", remote=str(folder)))
-    (folder / "train").mkdir()
-    (folder / "train" / "index.json").write_text("{}")
-    with refused(value=str(folder)) as caught:
-        data.check(make_config("mds", local=str(folder), remote=None))
-    assert caught.value.allowed.endswith(f"nearest: {folder}/train")
-    with refused(value=f"{folder}/train/index.json"):
-        data.check(make_config("mds", remote=str(folder / "train")))
+def test_the_folders_of_data_below_a_place_are_named(make_config, mds_folder):
+    place = mds_folder.parent
+    with refused(value=str(place)) as caught:
+        data.check(make_config("mds", local=str(place), remote=None))
+    assert caught.value.allowed.endswith(f"nearest: {mds_folder}")
 
 
 def test_other_mistakes(make_config, tmp_path):

@@ -16,18 +16,14 @@ from sdbench.cli import main as sdbench_main
 from sdbench.data.source import SourceConfig
 from tests.refusals import refused
 
-# The columns of its scripts/precompute_latents.py, in its order.
+# Columns of its scripts/precompute_latents.py, in its order.
 COLUMNS = {
-    **dict.fromkeys(("punsafe", "pwatermark", "similarity"), "float64"),
-    **dict.fromkeys(("caption", "url", "key", "status", "error_message"), "str"),
-    **dict.fromkeys(("width", "height", "original_width", "original_height"), "int32"),
-    "exif": "str",
+    **dict.fromkeys(("punsafe", "pwatermark"), "float64"),
+    **dict.fromkeys(("caption", "url"), "str"),
+    **dict.fromkeys(("width", "height"), "int32"),
     "jpg": "bytes",
     "hash": "int64",
-    "aesthetic_score": "float64",
-    "caption_latents": "bytes",
-    "latents_256": "bytes",
-    "latents_512": "bytes",
+    **dict.fromkeys(("caption_latents", "latents_256", "latents_512"), "bytes"),
 }
 NUM_SAMPLES = 49
 # Every third picture is smaller than 512 pixels.

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from sdbench import data
 from sdbench.data import detect_format
 from sdbench.data.formats import checks
+from sdbench.data.formats.mds_entries import INDEX_NAME
 from sdbench.data.prepare import verify
-from tests.data.datasets import NUM_SAMPLES, WRITERS, make_png, write_folder
+from tests.data.datasets import NUM_SAMPLES, WRITERS, make_png, make_source, write_folder
 from tests.refusals import refused
 
 
@@ -81,6 +83,30 @@ def test_two_tables_of_captions_are_refused(tmp_path):
         (tmp_path / "data" / name).write_text("file,caption\n000.png,a cat\n")
     with refused("PLACE"):
         verify.main([str(tmp_path / "data")])
+
+
+@pytest.mark.parametrize(
+    ("data_format", "place", "named", "told"),
+    [
+        ("folder", "mixed", "mixed", "The data folder holds no images, but 2 .tiff, 1 .csv"),
+        ("parquet", "mixed", "mixed", "The folder holds no parquet file, but 2 .tiff, 1 .csv"),
+        ("webdataset", "empty", "empty", "The folder holds no tar file, but no files"),
+        ("webdataset", "{a,b}.tar", "a.tar", "No such tar file"),
+        ("webdataset", "{a,b.tar", "{a,b.tar", "The braces are not closed"),
+        ("mds", "none", "none", "No such data folder"),
+        ("mds", "empty", "empty", f"The data folder holds no {INDEX_NAME}"),
+    ],
+)
+def test_a_place_without_samples_is_named_and_what_is_there_instead(
+    data_format, place, named, told, tmp_path
+):
+    (tmp_path / "mixed" / "sub").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name in ("a.tiff", "sub/b.TIFF", "c.csv"):
+        (tmp_path / "mixed" / name).touch()
+    with refused(value=str(tmp_path / named)) as caught:
+        data.check(make_source(data_format, tmp_path / place))
+    assert caught.value.what == told
 
 
 @pytest.mark.parametrize("place", ["./.hidden/data", ".hidden//data/"])

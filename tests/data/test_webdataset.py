@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -93,20 +92,20 @@ def test_samples_are_those_of_the_webdataset_library(tmp_path):
 
 
 def test_captions_come_from_txt_then_json_and_are_stripped(tmp_path):
+    of_json = ("json", b'{"caption": "of the json"}')
+    texts = {
+        "Gr\u00fc\u00dfe": [of_json, ("txt", " Gr\u00fc\u00dfe\n".encode())],
+        "of the json": [of_json],
+        "marked": [("txt", "\ufeffmarked".encode())],
+        "marked twice": [("json", '\ufeff{"caption": "\ufeffmarked twice"}'.encode())],
+    }
     members = [
-        ("0.png", PIXEL),
-        ("0.json", b'{"caption": "of the json"}'),
-        ("0.txt", " Gr\u00fc\u00dfe\n".encode()),
-        ("1.png", PIXEL),
-        ("1.json", b'{"caption": "of the json"}'),
-        ("2.png", PIXEL),
-        ("2.txt", "\ufeffmarked".encode()),
-        ("3.png", PIXEL),
-        ("3.json", '\ufeff{"caption": "\ufeffmarked twice"}'.encode()),
+        (f"{number}.{extension}", content)
+        for number, files in enumerate(texts.values())
+        for extension, content in [("png", PIXEL), *files]
     ]
     tar = write_tar(tmp_path / "a.tar", members)
-    captions = ["Gr\u00fc\u00dfe", "of the json", "marked", "marked twice"]
-    assert [caption for *_, caption in read_all(tar)] == captions
+    assert [caption for *_, caption in read_all(tar)] == [*texts]
 
 
 @pytest.mark.parametrize("prompts", [["a cat", "a dog"], {"0": "a cat", "1": "a dog"}])
@@ -165,7 +164,7 @@ def test_filtered_samples_are_dropped_and_counted(filters, expected, tmp_path):
 
 
 def test_filters_that_drop_everything(tmp_path):
-    tar = write_tar(tmp_path / "a.tar", [*pair(0, width=10), *pair(1, width=20)])
+    tar = write_tar(tmp_path / "a.tar", pair(0, width=10))
     with refused("--filters", value={"width": ">=512"}):
         data.check(make_config(tar, filters={"width": ">=512"}))
 
@@ -341,14 +340,6 @@ def test_a_folder_is_read_in_order_of_names_with_those_below(tmp_path):
     assert indices(list(data.build(make_config(place)))) == [2, 0]
 
 
-def test_a_place_without_tars_is_named(tmp_path):
-    write_tar(tmp_path / "a.tar", pairs(0))
-    (tmp_path / "empty").mkdir()
-    for place, named in (("{a,b}.tar", "b.tar"), ("empty", "empty"), ("{a,b.tar", "{a,b.tar")):
-        with refused(value=str(tmp_path / named)):
-            data.check(make_config(tmp_path / place))
-
-
 def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
     tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
     samples = data.open_samples(make_config(tar))
@@ -364,24 +355,12 @@ def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
         samples.read(1)
 
 
-def index_and_report(place: str, queue: multiprocessing.Queue) -> None:
-    queue.put(len(data.open_samples(make_config(place))))
-
-
-def test_indexes_are_shared_also_by_processes_that_begin_at_once(tmp_path, index_folder):
-    for number in range(5):
-        write_tar(tmp_path / "tars" / f"{number}.tar", pairs(*range(10)))
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    arguments = (str(tmp_path / "tars"), queue)
-    processes = [context.Process(target=index_and_report, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert [queue.get(timeout=30) for _ in processes] == [50, 50]
-    for process in processes:
-        process.join()
+def test_a_tar_is_indexed_once(tmp_path, index_folder):
+    write_tar(tmp_path / "a.tar", pairs(0, 1))
+    write_tar(tmp_path / "b.tar", pairs(2))
+    assert data.check(make_config(tmp_path)) == 3
     written = {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")}
-    assert len(written) == 5
-    assert data.check(make_config(tmp_path / "tars")) == 50
+    assert len(written) == 2
+    assert data.check(make_config(tmp_path)) == 3
     assert {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")} == written
     assert {path.suffix for path in index_folder.iterdir()} == {".json", ".lock"}
