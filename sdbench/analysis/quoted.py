@@ -5,16 +5,17 @@ The seed's ratio of two GPUs has a table of its own; all other figures are folde
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.analysis.throughput_table import make_figure_tables
 from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import group
 from sdbench.report.figures import TIME, device_of, read_figures
 from sdbench.report.runs import use_each
-from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table
+from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table, median_cell
 
 # The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
@@ -52,15 +53,15 @@ def make_seed_table(
     """
     if SEED_TABLE not in quoted:
         return None
-    printed_ratios = {
-        _settings(row): row.get("printed_ratio") for row in quoted.get(SEED_RATIOS, ())
-    }
-    rates: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in quoted[SEED_TABLE]:
-        rates.setdefault(_settings(row), {})[row.get("gpu")] = row.get("images_per_second")
-    gpus = list(dict.fromkeys(row.get("gpu") for row in quoted[SEED_TABLE]))
-    is_whole = all(len(rate) == 2 and None not in rate.values() for rate in rates.values())
-    if len(gpus) != 2 or not is_whole:
+    printed = {_settings(row): row.get("printed_ratio") for row in quoted.get(SEED_RATIOS, ())}
+    rates = _rates_by_settings(quoted[SEED_TABLE], lambda row: row.get("gpu"))
+    gpus = list(rates)
+    is_whole = all(
+        len(of_settings) == 1 and None not in of_settings
+        for by_settings in rates.values()
+        for of_settings in by_settings.values()
+    )
+    if len(gpus) != 2 or not is_whole or rates[gpus[0]].keys() != rates[gpus[1]].keys():
         raise ConfigError(
             f"quoted/{SEED_TABLE}.csv is no table of two GPUs",
             value=gpus,
@@ -68,31 +69,46 @@ def make_seed_table(
             flag="--folder",
         )
     p4de, p5 = gpus
-    ours = _measured_under_seed_conditions(measured)
+    under_seed_conditions = [
+        row
+        for row in measured
+        if row["gpu"] and all(row[name] == value for name, value in SEED_CONDITIONS.items())
+    ]
+    ours = _rates_by_settings(
+        under_seed_conditions,
+        lambda row: f"{row['gpu']}, preset {row['preset']}, {row['precision']}",
+    )
     rows = []
-    for settings, rate in rates.items():
-        ratio = rate[p5] / rate[p4de]
-        printed = printed_ratios.get(settings)
-        rows.append(
-            {
-                **dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True)),
-                "ratio": Cell(f"{ratio:.2f}x", ratio),
-                **{
-                    f"8 x {gpu.partition('-')[0]}, images/s": make_cell(rate[gpu], num_digits=6)
-                    for gpu in gpus
-                },
-                "ratio printed there": Cell(f"{printed:.2f}x", printed)
-                if isinstance(printed, int | float)
-                else printed,
-                "tested": "no (n=1)",
-                **{
-                    f"measured: 8 x {name}, images/s": by_settings.get(settings)
-                    for name, by_settings in ours.items()
-                },
-            }
-        )
+    for settings in rates[p4de]:
+        of_gpu = {gpu: rates[gpu][settings][0] for gpu in gpus}
+        row = dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True))
+        row["ratio"] = _times_cell(of_gpu[p5] / of_gpu[p4de])
+        for gpu, rate in of_gpu.items():
+            row[f"8 x {gpu.partition('-')[0]}, images/s"] = make_cell(rate, num_digits=6)
+        row |= {"ratio printed there": _times_cell(printed.get(settings)), "tested": "no (n=1)"}
+        for name, by_settings in ours.items():
+            row[f"measured: 8 x {name}, images/s"] = median_cell(by_settings.get(settings, ()))
+        rows.append(row)
     caption = f"8 x {p5} over 8 x {p4de}: seed 003, section 1.5, reproduced"
     return make_table(rows, name="p4de-p5", caption=caption)
+
+
+def _rates_by_settings(
+    rows: Iterable[dict[str, Any]], name_of: Callable[[dict[str, Any]], str]
+) -> dict[str, dict[tuple[Any, ...], list[float]]]:
+    """Images/s by name, and then by settings."""
+    return {
+        name: {
+            settings: [row.get("images_per_second") for row in alike]
+            for settings, alike in group(named, key_of=_settings).items()
+        }
+        for name, named in group(rows, key_of=name_of).items()
+    }
+
+
+def _times_cell(ratio: Any) -> Cell:
+    """A ratio; what is no number is shown as it is."""
+    return Cell(f"{ratio:.2f}x", ratio) if isinstance(ratio, int | float) else make_cell(ratio)
 
 
 def fold_by_source(tables: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[Fold]:
@@ -102,61 +118,36 @@ def fold_by_source(tables: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> li
     images/s. Times of whole runs and the ratios that the seed prints have tables of their own and
     are left out.
     """
-    by_source: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for file, rows in tables:
-        for row in rows:
-            if file != SEED_RATIOS and TIME not in row:
-                files = by_source.setdefault(row.get("source") or "source not told", {})
-                files.setdefault(file, []).append(row)
+    named = [
+        (file, row)
+        for file, rows in tables
+        for row in rows
+        if file != SEED_RATIOS and TIME not in row
+    ]
+    by_source = group(named, key_of=lambda item: item[1].get("source") or "source not told")
     return [
-        _make_fold(source, files, number=number)
-        for number, (source, files) in enumerate(by_source.items(), 1)
+        _make_fold(source, of_source, name=f"source-{number}")
+        for number, (source, of_source) in enumerate(by_source.items(), 1)
     ]
 
 
-def _make_fold(source: str, files: Mapping[str, Sequence[dict[str, Any]]], *, number: int) -> Fold:
-    rows = [row for of_file in files.values() for row in of_file]
-    rates = [row for row in rows if row.get("images_per_second") is not None]
-    others = {
-        file: rest
-        for file, of_file in files.items()
-        if (rest := [row for row in of_file if row.get("images_per_second") is None])
-    }
+def _make_fold(source: str, named: Sequence[tuple[str, dict[str, Any]]], *, name: str) -> Fold:
+    """The figures of a source, given as rows with the names of their files."""
+    rows = [row for _, row in named]
     devices = dict.fromkeys(device_of(row) or row.get("hardware") for row in rows)
     count = "1 figure" if len(rows) == 1 else f"{len(rows)} figures"
-    summary = f"{source}: {count}, {', '.join(str(name) for name in devices if name)}"
-    return Fold(
-        summary,
-        [
-            *make_figure_tables(rates, name=f"source-{number}"),
-            *(
-                _as_it_is(file, rest, name=f"source-{number}-{file}")
-                for file, rest in others.items()
-            ),
-        ],
-    )
+    rates = [row for row in rows if row.get("images_per_second") is not None]
+    tables = make_figure_tables(rates, name=name)
+    others = [item for item in named if item[1].get("images_per_second") is None]
+    for file, items in group(others, key_of=operator.itemgetter(0)).items():
+        cells = [
+            {column: make_cell(value, num_digits=6) for column, value in row.items()}
+            for _, row in items
+        ]
+        caption = f"{file}.csv, {items[0][1]['kind']}"
+        tables.append(make_table(cells, name=f"{name}-{file}", caption=caption))
+    return Fold(f"{source}: {count}, {', '.join(str(one) for one in devices if one)}", tables)
 
 
 def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in SETTINGS)
-
-
-def _measured_under_seed_conditions(
-    measured: Iterable[dict[str, Any]],
-) -> dict[str, dict[tuple[Any, ...], float]]:
-    """Median images/s by settings, for each GPU, preset and precision that was measured."""
-    rates: dict[str, dict[tuple[Any, ...], list[float]]] = {}
-    for row in measured:
-        if all(row[name] == value for name, value in SEED_CONDITIONS.items()) and row["gpu"]:
-            name = f"{row['gpu']}, preset {row['preset']}, {row['precision']}"
-            by_settings = rates.setdefault(name, {})
-            by_settings.setdefault(_settings(row), []).append(row["images_per_second"])
-    return {
-        name: {settings: statistics.median(runs) for settings, runs in by_settings.items()}
-        for name, by_settings in rates.items()
-    }
-
-
-def _as_it_is(file: str, rows: Sequence[dict[str, Any]], *, name: str) -> Table:
-    cells = [{name: make_cell(value, num_digits=6) for name, value in row.items()} for row in rows]
-    return make_table(cells, name=name, caption=f"{file}.csv, {rows[0]['kind']}")

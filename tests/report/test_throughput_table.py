@@ -8,7 +8,7 @@ from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_tabl
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
 from sdbench.report.tables import (
-    Column,
+    Field,
     Table,
     make_cell,
     to_captioned_markdown,
@@ -218,7 +218,10 @@ def test_a_figure_without_a_rate_is_shown_as_its_file_has_it():
 
 
 def test_what_is_the_same_in_all_rows_stands_in_the_caption():
-    columns = [Column("px", True), Column("kind"), Column("images/s", True), Column("note")]
+    columns = [
+        Field(name, name, is_left=name in ("kind", "note"))
+        for name in ("px", "kind", "images/s", "note")
+    ]
     rows = [
         [make_cell(256), make_cell("measured"), make_cell(rate), make_cell(note)]
         for rate, note in ((0.5, "slow"), (0.5, "noisy"))
