@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 # The window and the steps have clocks of their own: host times at the edges of the window, events
-# of the GPU in between. In the published records they agree to 0.1 %.
-MAX_CLOCK_DIFFERENCE = 0.02
+# of the GPU in between. In the published records they agree to 0.1 %; in a window of 50 ms the edges
+# may take a few per cent.
+MAX_CLOCK_DIFFERENCE = 0.1
 
 
 def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator[str]:
@@ -33,31 +34,29 @@ def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator
                 f"images_per_second is {rate:.6g}, which is outside of its interval, "
                 f"{interval['low']:.6g} to {interval['high'] or math.inf:.6g}"
             )
-    images_per_step = None
-    if "kind" not in record:  # a run of benchmark.py
-        images_per_step = record["config"]["batch_size"]
-        num_devices = record["ranks"]["world_size"]
-        of_devices = num_devices * summary["images_per_second_per_device"]
-        if not math.isclose(of_devices, rate, rel_tol=1e-6):
-            yield (
-                f"images_per_second is {rate:.6g}, but {num_devices} times "
-                f"images_per_second_per_device is {of_devices:.6g}"
-            )
-        num_steps = summary["num_measured_steps"]
-        of_window = images_per_step * num_steps / summary["window_s"]
-        if not math.isclose(of_window, rate, rel_tol=1e-6):
-            yield (
-                f"images_per_second is {rate:.6g}, but {num_steps} steps of {images_per_step} "
-                f"images in {summary['window_s']:.6g} s are {of_window:.6g}"
-            )
-        times_s = _read_step_times(steps_file)
-        if times_s and not math.isclose(
-            images_per_step * len(times_s) / sum(times_s), rate, rel_tol=MAX_CLOCK_DIFFERENCE
-        ):
-            yield (
-                f"images_per_second is {rate:.6g}, but the steps of {steps_file.name} give "
-                f"{images_per_step * len(times_s) / sum(times_s):.6g}"
-            )
+    if "kind" in record:  # only a run of benchmark.py has the figures below
+        return
+    images_per_step, num_devices = record["config"]["batch_size"], record["ranks"]["world_size"]
+    of_devices = num_devices * summary["images_per_second_per_device"]
+    if not math.isclose(of_devices, rate, rel_tol=1e-6):
+        yield (
+            f"images_per_second is {rate:.6g}, but {num_devices} times "
+            f"images_per_second_per_device is {of_devices:.6g}"
+        )
+    num_steps = summary["num_measured_steps"]
+    of_window = images_per_step * num_steps / summary["window_s"]
+    if not math.isclose(of_window, rate, rel_tol=1e-6):
+        yield (
+            f"images_per_second is {rate:.6g}, but {num_steps} steps of {images_per_step} "
+            f"images in {summary['window_s']:.6g} s are {of_window:.6g}"
+        )
+    times_s = _read_step_times(steps_file)
+    of_steps = images_per_step * len(times_s) / sum(times_s) if sum(times_s) else rate
+    if not math.isclose(of_steps, rate, rel_tol=MAX_CLOCK_DIFFERENCE):
+        yield (
+            f"images_per_second is {rate:.6g}, but the steps of {steps_file.name} give "
+            f"{of_steps:.6g}"
+        )
 
 
 def _read_step_times(file: Path) -> list[float]:
