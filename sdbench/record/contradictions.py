@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 # The window and the steps have clocks of their own: host times at the edges of the window, events
-# of the GPU in between. In the published records they agree to 0.1 %; in a window of 50 ms the edges
-# may take a few per cent.
+# of the GPU in between. In the published records they agree to 0.1 %; in a window of 50 ms the
+# edges may take a few per cent.
 MAX_CLOCK_DIFFERENCE = 0.1
 
 
