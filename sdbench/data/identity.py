@@ -36,9 +36,10 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
         settings: With a data format and an image size.
 
     Returns:
-        `identify_data` without ``names`` and ``times``; ``made_by``, the provenance of each data
-        set; and, where this process has used older copies of files that may have changed,
-        ``unchecked_copies``, as of `describe_unchecked`. None for synthetic data.
+        ``sha256``, the ``names_and_sizes`` of `identify_data`; its ``num_files`` and ``num_bytes``;
+        ``made_by``, the provenance of each data set; and, where this process has used older copies
+        of files that may have changed, ``unchecked_copies``, as of `describe_unchecked`. None for
+        synthetic data.
     """
     if settings.data_format == "synthetic":
         return None
@@ -68,7 +69,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
 
     Returns:
         ``names``, a hash of the names of the files relative to the folder that all files share;
-        ``sha256``, of names and sizes. Of MDS both are of each index.json, which has the names,
+        ``names_and_sizes``, of both. Of MDS they are of each index.json, which has the names,
         sizes and, if there are any, hashes of the shards. So a copy of a data set in another place
         has the same hashes. ``num_files`` and ``num_bytes`` (None if a size is unknown, as that of
         a file at a URL or of a missing picture). ``times``, a hash of the modification times of
@@ -78,10 +79,12 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     if all(source.data_format == "synthetic" for source in sources):
         return None
     files = _describe_files(sources)
+    facts = _identify(files)
     return {
         "names": _hash([file.fact.get("name", file.fact.get("index")) for file in files]),
+        "names_and_sizes": facts.pop("sha256"),
         "times": _hash([time for file in files for time in file.times_ns]),
-        **_identify(files),
+        **facts,
     }
 
 
@@ -103,7 +106,7 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     """Return how two results of `identify_data` differ, or None."""
     if before == now:
         return None
-    if before["sha256"] == now["sha256"]:
+    if before["names_and_sizes"] == now["names_and_sizes"]:
         return "files of the data set have been written again, under the same names and sizes"
     then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
     if then == here:
