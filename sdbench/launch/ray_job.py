@@ -300,11 +300,10 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
     resources = resources_per_worker(config)
     num_workers = config.num_ray_workers or int(ray.cluster_resources().get("GPU", 1))
     least = config.min_ray_workers
-    there = ray.cluster_resources()
-    cluster = ray_cluster.resources_in_words(there)
+    cluster = ray_cluster.resources_in_words(ray.cluster_resources())
     share = ray_cluster.resources_in_words(resources)
-    has_room = all(
-        (least or num_workers) * amount <= there.get(name, 0) for name, amount in resources.items()
+    has_room = ray_cluster.has_room(
+        {name: (least or num_workers) * amount for name, amount in resources.items()}
     )
     if not has_room and not ray_cluster.address_of(config.ray_address):
         raise ConfigError(

@@ -103,6 +103,14 @@ def knock(address: str) -> None:
         socket.create_connection(place, timeout=ANSWER_WITHIN_S).close()
 
 
+def has_room(needed: Mapping[str, float]) -> bool:
+    """Whether the cluster, when nothing else runs on it, has these resources."""
+    import ray
+
+    there = ray.cluster_resources()
+    return all(amount <= there.get(name, 0) for name, amount in needed.items())
+
+
 def resources_in_words(resources: Mapping[str, float]) -> str:
     """Resources in words, without those that Ray adds itself."""
     known = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -301,3 +302,11 @@ def test_a_record_whose_figures_contradict_each_other_is_refused(
         if command != "compare":  # which names the records that it leaves out, each in a line
             assert "contradicts itself: images_per_second is" in refusal.what
             assert contradicts in refusal.what
+
+
+def test_steps_that_are_a_pipe_do_not_keep_a_reader_waiting(tmp_path):
+    published = next(RESULTS.glob("runs/20261121T055223Z_*"))
+    run = shutil.copytree(published, tmp_path / published.name)
+    (run / "steps.csv").unlink()
+    os.mkfifo(run / "steps.csv")
+    assert load_record(run) == load_record(published)

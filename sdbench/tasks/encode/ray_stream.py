@@ -22,7 +22,7 @@ import numpy as np
 
 from sdbench.base.errors import RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
-from sdbench.ranks.ray_cluster import resources_in_words
+from sdbench.ranks.ray_cluster import has_room, resources_in_words
 from sdbench.settings.online import ANY, ActorSettings
 
 if TYPE_CHECKING:
@@ -281,12 +281,11 @@ def _check_room(pools: Sequence[Pool]) -> None:
         if pool.accelerator_type is not None:
             name = f"accelerator_type:{pool.accelerator_type}"
             needed[name] = 0.001  # what Ray asks of a node for the kind of its accelerator
-    there = ray.cluster_resources()
-    if any(amount > there.get(name, 0) for name, amount in needed.items()):
+    if not has_room(needed):
         raise RunError(
             f"the Ray cluster is too small for the decoders and encoders: they take "
             f"{resources_in_words(needed)} (--num_decoders, --num_encoders, --encoder_resources, "
-            f"--encoder_accelerator_type), and it has {resources_in_words(there)}"
+            f"--encoder_accelerator_type), and it has {resources_in_words(ray.cluster_resources())}"
         )
 
 
