@@ -32,7 +32,8 @@ from sdbench.settings.request import parse
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
 LOCK_NAME = ".measuring"
-MEASURING_PROGRAMS = {"benchmark.py": BenchmarkConfig, "data.py": FeedSettings}
+ROOT = Path(__file__).resolve().parents[2]
+MEASURING_PROGRAMS = {ROOT / "benchmark.py": BenchmarkConfig, ROOT / "data.py": FeedSettings}
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
 GRACE_S = 20.0
@@ -116,11 +117,11 @@ def measuring_command(command: Sequence[str]) -> list[str]:
     """A user's command for `run_child`: found, and without a results folder of its own.
 
     A flag or a value that benchmark.py or data.py does not know is refused here: each start of them
-    takes seconds.
+    takes seconds. Those of another checkout may know others.
     """
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
     for number, word in enumerate(command, start=1):
-        if (settings := MEASURING_PROGRAMS.get(os.path.basename(word))) is not None:
+        if (settings := MEASURING_PROGRAMS.get(Path(word).resolve())) is not None:
             parse(settings, command[number:], description="", epilog="", prog=word, takes_file=True)
             break
     return find_program(command)

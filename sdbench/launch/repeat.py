@@ -36,7 +36,7 @@ examples:
 
 Three runs or more give an interval between runs. With --against the two commands take turns, and
 are compared: the same command five times now and five times an hour later differs by more than
-chance. The exit code is 1 if a run failed; the others are kept.
+chance. The exit code is 1 if a run failed, and the others are kept; 2 if the command is refused.
 """
 
 

@@ -16,6 +16,7 @@ import pytest
 from sdbench.cli import main
 from tests.refusals import refusal_of
 
+ROOT = Path(__file__).resolve().parents[2]
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 pytestmark = pytest.mark.usefixtures("starts")
 
@@ -55,6 +56,14 @@ def test_failed_runs_are_told_and_the_others_are_kept(tmp_path, capsys):
     assert "it takes 3 that ended well" in printed.out
     assert "not compared: no row on this side has a figure" in printed.err
     assert len(list(folder.glob("candidate/1/*/record.json"))) == 1
+
+
+def test_the_program_of_another_checkout_may_have_other_flags(tmp_path, starts):
+    other = tmp_path / "benchmark.py"
+    other.symlink_to(FAKE)
+    argv = ["repeat", "1", "--folder", str(tmp_path / "repeat"), "--", "python", str(other)]
+    assert main([*argv, "--flag_of_before", "1"]) == 0
+    assert starts.read_text() == "--flag_of_before 1\n"
 
 
 def test_a_command_that_is_refused_is_started_once(tmp_path, starts):
@@ -98,9 +107,9 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
         (["3", "--", "python", FAKE, "--results_dir", "x"], "COMMAND", "--results_dir"),
         (["3", "--against", "python 'x", "--", "python", FAKE], "--against", "python 'x"),
         (["3", "--against", "no-such-one", "--", "python", FAKE], "COMMAND", "no-such-one"),
-        (["3", "--", "python", "benchmark.py", "--lr", "much"], "--lr", "much"),
+        (["3", "--", "python", f"{ROOT}/benchmark.py", "--lr", "much"], "--lr", "much"),
         (
-            ["3", "--against", "python data.py --num_workers=x", "--", "python"],
+            ["3", "--against", f"python {ROOT}/data.py --num_workers=x", "--", "python"],
             "--num_workers",
             "x",
         ),
