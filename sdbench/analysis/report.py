@@ -113,7 +113,7 @@ PLACES = {
     ),
     LIMITS_PAGE: (LIMITS,),
 }
-PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
+CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
 EPILOG = """\
 examples:
   python -m sdbench report
@@ -169,7 +169,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
     with plain_style():
         drawn, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
-        plots = [plot for plot in (*drawn, training_times.draw(times)) if plot is not None]
+        plots = [*drawn, *training_times.draw(times)]
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     ladder = _make_ladder(ended_well, losses)
     tables = {
@@ -190,9 +190,9 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
             help_text,
             [table for table in tables.get(name, ()) if table is not None and table.rows],
             folds.get(name, ()),
-            [plot for plot in plots if plot.name in names_of_plots],
+            [plot for plot in plots if plot.chart in charts],
         )
-        for name, (heading, help_text, names_of_plots) in SECTIONS.items()
+        for name, (heading, help_text, charts) in SECTIONS.items()
     }
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
@@ -216,12 +216,12 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
     for path, text in texts.items():
         replace_file(path, text)
-    save(plots, results / "plots", names=PLOT_NAMES)
+    save(plots, results / "plots", charts=CHARTS)
     summary = (
         f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
         f"from {len(records)} runs and {len(figures)} figures of others"
     )
-    missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
+    missing = sorted(set(CHARTS) - {plot.chart for plot in plots})
     if missing:
         summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
     if left_out:
@@ -231,7 +231,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
 def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> tuple[list[Plot | None], list[Path]]:
+) -> tuple[list[Plot], list[Path]]:
     """The plots of throughput and of runs, and the tables of steps that cannot be read."""
     measured = [
         {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
@@ -241,8 +241,8 @@ def _draw_plots(
     drawn = [
         *throughput_plots.draw_micro_batch(rows),
         *throughput_plots.draw_scaling(rows),
-        run_plots.draw_breakdown(ended_well),
-        step_times,
+        *run_plots.draw_breakdown(ended_well),
+        *step_times,
     ]
     return drawn, left_out
 

@@ -8,17 +8,28 @@ of the encoders. A series of a single figure is not drawn.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sdbench.base.escape import for_plot
 from sdbench.record.configuration import group
 from sdbench.report.figures import MEASURED, describe_origin, device_of
-from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
+from sdbench.report.plots import (
+    MARKERS,
+    SERIES_COLOURS,
+    Plot,
+    make_figure,
+    name_panel,
+    render,
+    set_title,
+)
 from sdbench.report.runs import describe_work, name_runs
 from sdbench.report.terminal import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MICRO_BATCH = "sd_p4de_p5"
 SPEED_UP = "p5-model-scaling-stable-diff"
@@ -31,6 +42,8 @@ SEED_PANEL = (512, "online", 8)
 MAX_PANELS = 4
 MAX_SERIES = 8
 MAX_TICKS = 12
+# Characters of a line of the legend.
+LEGEND_WIDTH = 74
 # A legend names the model only if it is another one.
 USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
@@ -101,7 +114,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
         (MICRO_BATCH, f"{against} per GPU type, with and without EMA", seed_panels),
         (OTHER_MICRO_BATCHES, f"{against}, other work", other_panels),
     )
-    return [_draw(*chart, "micro-batch {}".format) for chart in charts if chart[-1]]
+    return [plot for chart in charts for plot in _draw(*chart, "micro-batch {}".format)]
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
@@ -131,7 +144,7 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
         (SPEED_UP, "Speed-up against GPU count, with the ideal line", from_smallest),
         (SCALING, "Throughput against GPU count", panels),
     )
-    return [_draw(*chart, _count_devices) for chart in charts if chart[-1]]
+    return [plot for chart in charts for plot in _draw(*chart, _count_devices)]
 
 
 def _collect(
@@ -225,48 +238,64 @@ def _label_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return labelled
 
 
-def _draw(name: str, title: str, panels: Panels, describe_x: Callable[[int], str]) -> Plot:
-    shown = {key: panels[key][:MAX_SERIES] for key in list(panels)[:MAX_PANELS]}
-    every_series = [one for series in shown.values() for one in series]
-    colours = _number(one.device for one in every_series)
-    sources = _number(one.source for one in every_series)
+def _draw(
+    chart: str, title: str, panels: Panels, describe_x: Callable[[int], str]
+) -> Iterator[Plot]:
+    """Draw the first few panels; a device has the same colour in all of them."""
+    shown = list(panels.items())[:MAX_PANELS]
+    colours = _number(one.device for _, panel in shown for one in panel[:MAX_SERIES])
+    for index, (work, panel) in enumerate(shown):
+        figure, notes = _draw_panel(name_panel(chart, index), chart, panel, colours, describe_x)
+        set_title(figure.axes[0], work)
+        yield render(figure, chart=chart, index=index, title=f"{title}: {work}", notes=notes)
+
+
+def _draw_panel(
+    name: str,
+    chart: str,
+    panel: Sequence[Series],
+    colours: Mapping[str, int],
+    describe_x: Callable[[int], str],
+) -> tuple[Figure, dict[str, list[str]]]:
+    shown = panel[:MAX_SERIES]
+    sources = _number(one.source for one in shown)
     footnotes = [f"[{number}] {source}" for source, number in sources.items()]
-    left_out = sum(map(len, panels.values())) - len(every_series)
-    if left_out:
-        footnotes.insert(0, f"{left_out} more series are not drawn")
-    legend_inches = LEGEND_LINE_INCHES * (1 + max(map(len, shown.values())))
-    figure, axes = make_figure(
-        [PANEL_HEIGHT_INCHES] * len(shown),
+    if len(panel) > len(shown):
+        footnotes.insert(0, f"{len(panel) - len(shown)} more series are not drawn")
+    labels = [
+        textwrap.fill(
+            for_plot(f"{series.label} [{sources[series.source]}]"), LEGEND_WIDTH, max_lines=2
+        )
+        for series in shown
+    ]
+    num_lines = 1 + sum(1 + label.count("\n") for label in labels)
+    figure, (ax,) = make_figure(
+        [PANEL_HEIGHT_INCHES],
         sources="; ".join(footnotes),
-        gap=0.9 + legend_inches,
-        below=0.55 + legend_inches,
+        below=0.55 + LEGEND_LINE_INCHES * num_lines,
     )
+    smallest = min(min(series.points) for series in shown)
+    if chart == SPEED_UP:
+        largest = max(max(series.points) for series in shown)
+        ends = [smallest, largest], [1, largest / smallest]
+        ax.plot(*ends, color="#666666", linestyle=":", label="ideal")
     notes: dict[str, list[str]] = {}
-    for ax, (panel_title, panel) in zip(axes, shown.items(), strict=True):
-        ax.set_title(shorten(panel_title, length=90))
-        smallest = min(min(series.points) for series in panel)
-        if name == SPEED_UP:
-            largest = max(max(series.points) for series in panel)
-            ends = [smallest, largest], [1, largest / smallest]
-            ax.plot(*ends, color="#666666", linestyle=":", label="ideal")
-        for series in panel:
-            gid = f"{name}-{len(notes) + 1}"
-            notes[gid] = [
-                f"{series.label}\n{describe_x(x)}: {point.note}"
-                for x, point in series.points.items()
-            ]
-            colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
-            label = shorten(series.label, length=80) + f" [{sources[series.source]}]"
-            scale = 1 / series.points[smallest].rate if name == SPEED_UP else 1.0
-            _draw_line(ax, series, scale=scale, color=colour, label=label, gid=gid)
-        if name in (SPEED_UP, SCALING):
-            _label_gpu_counts(ax, panel)
-        else:
-            _label_micro_batches(ax, panel)
-        ax.set_ylabel(f"speed-up over {smallest} GPUs" if name == SPEED_UP else "images/s")
-        # Below the axes, where it covers no line.
-        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
-    return render(figure, name=name, title=title, notes=notes)
+    for series, label in zip(shown, labels, strict=True):
+        gid = f"{name}-{len(notes) + 1}"
+        notes[gid] = [
+            f"{series.label}\n{describe_x(x)}: {point.note}" for x, point in series.points.items()
+        ]
+        colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
+        scale = 1 / series.points[smallest].rate if chart == SPEED_UP else 1.0
+        _draw_line(ax, series, scale=scale, color=colour, label=label, gid=gid)
+    if chart in (SPEED_UP, SCALING):
+        _label_gpu_counts(ax, shown)
+    else:
+        _label_micro_batches(ax, shown)
+    ax.set_ylabel(f"speed-up over {smallest} GPUs" if chart == SPEED_UP else "images/s")
+    # Below the axes, where it covers no line.
+    ax.legend(loc="upper left", bbox_to_anchor=(-0.2, -0.48 / PANEL_HEIGHT_INCHES))
+    return figure, notes
 
 
 def _draw_line(ax: Axes, series: Series, *, scale: float, color: str, **style: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
 from sdbench.record.store import OK
 from sdbench.report.figures import MEASURED, TIME, describe_origin
-from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
+from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, set_title
 from sdbench.report.runs import describe_device
 from sdbench.report.tables import Cell, Field, Table, tabulate
 from sdbench.report.terminal import format_number
@@ -79,32 +79,31 @@ def make_time_table(series: Sequence[Sequence[dict[str, Any]]]) -> Table | None:
     return table.without_empty_columns()
 
 
-def draw(series: Sequence[Sequence[dict[str, Any]]]) -> Plot | None:
+def draw(series: Sequence[Sequence[dict[str, Any]]]) -> list[Plot]:
     """Draw the time of a run against the number of workers, with the ideal line.
 
-    None if no series has two numbers of workers.
+    Each of the first few series with two numbers of workers has a panel.
     """
     lines = [points for points in series if len(points) > 1]
-    if not lines:
-        return None
-    shown = lines[:MAX_PANELS]
-    origins = [f"{points[0]['kind']}: {describe_origin(points[0])}" for points in shown]
-    sources = "; ".join(dict.fromkeys(origins))
-    if len(lines) > len(shown):
-        sources = f"{len(lines) - len(shown)} more series are not drawn; {sources}"
-    figure, axes = make_figure([2.2] * len(shown), sources=sources)
-    notes = {}
-    for number, (ax, points) in enumerate(zip(axes, shown, strict=True), 1):
-        gid = f"{NAME}-{number}"
-        _draw_panel(ax, points, gid=gid)
-        notes[gid] = [
+    plots = []
+    for index, points in enumerate(lines[:MAX_PANELS]):
+        sources = f"{points[0]['kind']}: {describe_origin(points[0])}"
+        if len(lines) > MAX_PANELS:
+            sources = f"{len(lines) - MAX_PANELS} more series are not drawn; {sources}"
+        figure, (ax,) = make_figure([2.2], sources=sources)
+        gid = f"{NAME}-{index + 1}-line"
+        work = _draw_panel(ax, points, gid=gid)
+        notes = [
             f"{point['workers']} workers: {_time_cell(point).text} s\n{describe_origin(point)}"
             for point in points
         ]
-    return render(figure, name=NAME, title=TITLE, notes=notes)
+        title = f"{TITLE}: {work}"
+        plots.append(render(figure, chart=NAME, index=index, title=title, notes={gid: notes}))
+    return plots
 
 
-def _draw_panel(ax: Axes, points: Sequence[dict[str, Any]], *, gid: str) -> None:
+def _draw_panel(ax: Axes, points: Sequence[dict[str, Any]], *, gid: str) -> str:
+    """Draw a series, and return what ran in words."""
     first = points[0]
     numbers = [point["workers"] for point in points]
     medians_s = [point["median_s"] for point in points]
@@ -125,8 +124,9 @@ def _draw_panel(ax: Axes, points: Sequence[dict[str, Any]], *, gid: str) -> None
     units = {"image_size": "px", "num_images": "pictures"}
     parts += [f"{first[name]} {unit}" for name, unit in units.items() if first.get(name)]
     title = ", ".join(str(part) for part in parts if part)
-    ax.set_title(shorten(title, length=90))
+    set_title(ax, title)
     ax.legend(loc="upper right")
+    return title
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -32,14 +32,17 @@ PART_COLOURS = (
     *("#882255", "#555555", "#999933", "#AA4499", "#BBBBBB"),
 )
 MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
-WIDTH_INCHES = 7.5
+# As wide as a phone, where a label of 8 points has 8 pixels: 5.2 x 72 = 374.
+WIDTH_INCHES = 5.2
 # Several charts on one page would have these ids twice, such as patch_1 and matplotlib.axis_2.
 NUMBERED_ID = re.compile(r' id="(?:matplotlib\.)?[A-Za-z0-9]+_[0-9]+"')
 METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
-DOTS_PER_INCH = 110
+DOTS_PER_INCH = 130
+# Characters in a line of a title.
+MAX_TITLE = 62
 STYLE = {
     "font.size": 9.5,
-    "axes.titlesize": 10.5,
+    "axes.titlesize": 9,
     "axes.titlelocation": "left",
     # A fixed place for the title: to find one takes a seventh of the time.
     "axes.titley": 1.0,
@@ -62,20 +65,27 @@ STYLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A rendered chart.
+    """A rendered chart, or one panel of a chart.
 
     Attributes:
-        name: File name without extension.
+        chart: Name of the chart.
+        index: Of the panel, from 0.
         title: Also the alternative text of the picture.
         notes: Text that the page shows at each point of a line or at a bar, by its id in the SVG,
             which begins with the name.
     """
 
-    name: str
+    chart: str
+    index: int
     title: str
     svg: str
     png: bytes
     notes: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """File name without extension."""
+        return name_panel(self.chart, self.index)
 
     @property
     def svg_element(self) -> str:
@@ -101,7 +111,7 @@ def make_figure(
     heights_inches: Sequence[float],
     *,
     sources: str,
-    left: float = 0.8,
+    left: float = 0.85,
     gap: float = 0.85,
     below: float = 0.55,
 ) -> tuple[Figure, list[Axes]]:
@@ -111,7 +121,7 @@ def make_figure(
     """
     from matplotlib.figure import Figure
 
-    lines = textwrap.wrap(sources, 118, max_lines=3, placeholder=" ...")
+    lines = textwrap.wrap(sources, 82, max_lines=3, placeholder=" ...")
     above, right = 0.4, 0.2
     below += 0.1 + 0.14 * len(lines)
     total = above + sum(heights_inches) + gap * (len(heights_inches) - 1) + below
@@ -127,14 +137,30 @@ def make_figure(
     return figure, axes
 
 
+def set_title(ax: Axes, text: str, **style: Any) -> None:
+    """Give axes a title of at most two lines."""
+    lines = textwrap.wrap(for_plot(text), MAX_TITLE, max_lines=2, placeholder=" ...")
+    ax.set_title("\n".join(lines), **style)
+
+
 def shorten(text: Any, *, length: int = 60) -> str:
     """Shorten a text to a label of at most `length` characters."""
     label = " ".join(str(text).split())
     return for_plot(label if len(label) <= length else f"{label[: length - 3]}...")
 
 
+def name_panel(chart: str, index: int) -> str:
+    """The name of a panel, counted from 0; the first has the name of its chart."""
+    return f"{chart}-{index + 1}" if index else chart
+
+
 def render(
-    figure: Figure, *, name: str, title: str, notes: Mapping[str, Sequence[str]] | None = None
+    figure: Figure,
+    *,
+    chart: str,
+    title: str,
+    index: int = 0,
+    notes: Mapping[str, Sequence[str]] | None = None,
 ) -> Plot:
     """Render a figure as SVG and PNG, without the date and the version of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -144,17 +170,18 @@ def render(
     metadata = {"Title": title, "Date": None, "Creator": None, "Type": None, "Format": None}
     FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
     FigureCanvasSVG(figure).print_svg(svg, metadata=metadata)  # last: it sets the figure to 72 dpi
-    return Plot(name, title, svg.getvalue(), png.getvalue(), notes or {})
+    return Plot(chart, index, title, svg.getvalue(), png.getvalue(), notes or {})
 
 
-def save(plots: Iterable[Plot], folder: Path, *, names: Iterable[str]) -> None:
-    """Write the plots, and delete those of `names`, all possible ones, that were not drawn."""
+def save(plots: Iterable[Plot], folder: Path, *, charts: Sequence[str]) -> None:
+    """Write the plots, and delete panels of `charts`, all possible ones, that were not drawn."""
     folder.mkdir(exist_ok=True)
-    left = set(names)
+    pictures = {}
     for plot in plots:
-        replace_file(folder / f"{plot.name}.svg", plot.svg)
-        replace_file(folder / f"{plot.name}.png", plot.png)
-        left.discard(plot.name)
-    for name in left:
-        (folder / f"{name}.svg").unlink(missing_ok=True)
-        (folder / f"{name}.png").unlink(missing_ok=True)
+        pictures |= {f"{plot.name}.svg": plot.svg, f"{plot.name}.png": plot.png}
+    for name, picture in pictures.items():
+        replace_file(folder / name, picture)
+    possible = re.compile(rf"({'|'.join(map(re.escape, charts))})(-[0-9]+)?\.(svg|png)")
+    for path in folder.iterdir():
+        if possible.fullmatch(path.name) and path.name not in pictures:
+            path.unlink()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.escape import for_plot
 from sdbench.record.configuration import group, place_of_encoders
 from sdbench.record.store import STEPS_NAME
-from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
+from sdbench.report.plots import (
+    PART_COLOURS,
+    SERIES_COLOURS,
+    Plot,
+    make_figure,
+    name_panel,
+    render,
+    set_title,
+    shorten,
+)
 from sdbench.report.runs import describe_devices, group_runs, read_steps, tell_apart, use_each
 
 if TYPE_CHECKING:
@@ -43,47 +50,40 @@ MAX_TRACES = 4
 MAX_STEPS_DRAWN = 300
 
 
-def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
-    """Draw the share of each phase in a step; None if no run was profiled.
+def draw_breakdown(records: Sequence[dict[str, Any]]) -> list[Plot]:
+    """Draw the share of each phase in a step of the runs that were profiled.
 
-    Each device and kind of work has axes of its own.
+    Each device and kind of work has a panel.
     """
     profiled = _latest([record for record in records if record["summary"].get("breakdown")])
-    if not profiled:
-        return None
-    shown = profiled[:MAX_BARS]
-    sources = _describe_sources(shown, num_found=len(profiled))
-    groups = list(group(shown, key_of=_work_of).values())
-    heights = [0.62 * len(bars) for bars in groups]
-    figure, axes = make_figure(heights, sources=sources, left=0.25, gap=0.65, below=1.25)
-    notes: dict[str, list[str]] = {}
-    for ax, bars in zip(axes, groups, strict=True):
+    panels = group(profiled[:MAX_BARS], key_of=_work_of).values()
+    plots = []
+    for index, bars in enumerate(panels):
+        sources = _describe_sources(bars, num_found=len(profiled), most=MAX_BARS)
+        height = [0.62 * len(bars)]
+        figure, (ax,) = make_figure(height, sources=sources, left=0.25, below=1.4)
         common, labels = tell_apart(bars)
-        _set_title(ax, common, weight="bold")
+        name = name_panel(BREAKDOWN, index)
+        notes: dict[str, list[str]] = {}
         for position, (record, label) in enumerate(zip(bars, labels, strict=True)):
-            _draw_bar(ax, record, y=-position, label=label, notes=notes)
+            _draw_bar(ax, record, y=-position, label=label, name=name, notes=notes)
+        set_title(ax, common, weight="bold")
         ax.set_ylim(-len(bars) + 0.6, 0.75)
         ax.set_xlim(0, 100)
-        ax.set_xticks([])
+        ax.set_xticks(range(0, 101, 20))
         ax.set_yticks([])
-        ax.spines[["left", "bottom"]].set_visible(False)
+        ax.spines["left"].set_visible(False)
         ax.grid(False)
-    axes[-1].set_xticks(range(0, 101, 20))
-    axes[-1].spines["bottom"].set_visible(True)
-    axes[-1].set_xlabel("share of a step, %")
-    handles, names = axes[0].get_legend_handles_labels()
-    parts = dict(zip(names, handles, strict=True))
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.5 / figure.get_figheight())}
-    spaces = {"ncols": 4, "columnspacing": 1.2, "handlelength": 1.2}
-    figure.legend(parts.values(), parts.keys(), **place, **spaces)
-    title = "Where the time of a step goes"
-    return render(figure, name=BREAKDOWN, title=title, notes=notes)
-
-
-def _set_title(ax: Axes, text: str, *, weight: str = "normal") -> None:
-    """Give axes a title of at most two lines."""
-    lines = textwrap.wrap(for_plot(text), 95, max_lines=2, placeholder=" ...")
-    ax.set_title("\n".join(lines), fontsize=9, weight=weight)
+        ax.set_xlabel("share of a step, %")
+        handles, names = ax.get_legend_handles_labels()
+        parts = dict(zip(names, handles, strict=True))
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.5 / figure.get_figheight())}
+        spaces = {"ncols": 3, "columnspacing": 1.2, "handlelength": 1.2}
+        figure.legend(parts.values(), parts.keys(), **place, **spaces)
+        devices, image_size, latents = _work_of(bars[0])
+        title = f"Where the time of a step goes: {devices}, {image_size} px, {latents}"
+        plots.append(render(figure, chart=BREAKDOWN, index=index, title=title, notes=notes))
+    return plots
 
 
 def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -91,10 +91,8 @@ def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
     return describe_devices(record), config["image_size"], place_of_encoders(config)
 
 
-def draw_step_times(
-    records: Sequence[dict[str, Any]], runs: Path
-) -> tuple[Plot | None, list[Path]]:
-    """Draw the time of every step, with warm-up shaded; None without a table of steps.
+def draw_step_times(records: Sequence[dict[str, Any]], runs: Path) -> tuple[list[Plot], list[Path]]:
+    """Draw the time of every step of the newest runs, a panel each, with warm-up shaded.
 
     Tables of steps in the folder `runs` that cannot be read are named and returned.
     """
@@ -115,16 +113,16 @@ def draw_step_times(
 
     shown, left_out = use_each(list(traced)[:MAX_TRACES], read)
     if not shown:
-        return None, left_out
-    drawn = [record for record, _ in shown]
-    sources = _describe_sources(drawn, num_found=len(traced))
-    figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.9)
-    _, labels = tell_apart(drawn)
-    for ax, (record, steps), label in zip(axes, shown, labels, strict=True):
+        return [], left_out
+    plots = []
+    _, labels = tell_apart([record for record, _ in shown])
+    for index, ((record, steps), label) in enumerate(zip(shown, labels, strict=True)):
+        sources = _describe_sources([record], num_found=len(traced), most=MAX_TRACES)
+        figure, (ax,) = make_figure([1.5], sources=sources)
         _draw_trace(ax, record, steps, label=label)
-    axes[-1].set_xlabel("step")
-    plot = render(figure, name=STEP_TIMES, title="Step times, with warm-up shaded")
-    return plot, left_out
+        title = f"Step times, with warm-up shaded: {label}"
+        plots.append(render(figure, chart=STEP_TIMES, index=index, title=title))
+    return plots, left_out
 
 
 def _latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,15 +135,19 @@ def _latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(latest, key=began, reverse=True)
 
 
-def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int) -> str:
+def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int, most: int) -> str:
     text = f"measured: results/runs/{', '.join(record['run_id'] for record in shown)}"
-    if num_found == len(shown):
-        return text
-    return f"The newest {len(shown)} of {num_found} configurations; {text}"
+    return f"The newest {most} of {num_found} configurations; {text}" if num_found > most else text
 
 
 def _draw_bar(
-    ax: Axes, record: dict[str, Any], *, y: float, label: str, notes: dict[str, list[str]]
+    ax: Axes,
+    record: dict[str, Any],
+    *,
+    y: float,
+    label: str,
+    name: str,
+    notes: dict[str, list[str]],
 ) -> None:
     """Draw the phases of a step, and add the text that the page shows at each to `notes`."""
     breakdown = record["summary"]["breakdown"]
@@ -154,7 +156,7 @@ def _draw_bar(
     for (name, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
         seconds = breakdown["seconds"].get(name, 0.0)
         percent = 100 * seconds / breakdown["step_time_s"]
-        gid = f"{BREAKDOWN}-{len(notes) + 1}"
+        gid = f"{name}-{len(notes) + 1}"
         notes[gid] = [f"{label}\n{meaning}: {percent:.1f} %, {seconds:.3g} s\n{origin}"]
         style = {"height": 0.5, "color": colour, "edgecolor": "white"}
         ax.barh(y, percent, left=left, label=meaning, gid=gid, **style)
@@ -167,7 +169,7 @@ def _draw_bar(
             ax.text(left + percent / 2, y, f"{percent:.0f}", color=text_colour, **place)
         left += percent
     heading = f"{label}: {breakdown['step_time_s']:.3g} s"
-    ax.text(0, y + 0.3, shorten(heading, length=105), fontsize=8.5, va="bottom")
+    ax.text(0, y + 0.3, shorten(heading, length=72), fontsize=8.5, va="bottom")
 
 
 def _draw_trace(
@@ -193,6 +195,7 @@ def _draw_trace(
     ax.set_xlim(-0.5, steps[-1]["index"] + 0.5)
     ax.set_ylim(0, 1.08 * max(max(group) for group in times_s))
     ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("step")
     ax.set_ylabel("step time, s")
     notes = ", ".join(record["summary"].get("flags", ()))
-    _set_title(ax, f"{label} ({notes})" if notes else label)
+    set_title(ax, f"{label} ({notes})" if notes else label)

@@ -114,7 +114,7 @@ def draw_run(run: TrainingRun) -> Plot | None:
             ax.axvline(restart["step"], **DASHED)
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("step")
-    return render(figure, name="training", title="Training, step by step")
+    return render(figure, chart="training", title="Training, step by step")
 
 
 def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:

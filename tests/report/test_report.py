@@ -78,7 +78,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(tmp_path, caps
 def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     results = make_results(tmp_path, quoted=False)
     (results / "plots").mkdir()
-    for name in (f"{SCALING}.svg", f"{SCALING}.png", "page.png"):
+    for name in (f"{SCALING}.svg", f"{SCALING}-3.png", "page.png"):
         (results / "plots" / name).write_text("of an earlier time")
     assert main(["report", "--folder", str(results)]) == 0
     assert [path.name for path in (results / "plots").iterdir()] == ["page.png"]
@@ -99,15 +99,12 @@ def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
     assert "512 px, the encoders run in the step (online), 8 devices" in texts
     assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
     assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
-    assert any(
-        text.startswith("[1] results/runs; [2] AWS (2024) MosaicML Stable Diffusion section 1.5")
-        for text in texts
-    )
+    assert any(text.startswith("[1] results/runs; [2] AWS (2024) MosaicML") for text in texts)
     for name in (SPEED_UP, SCALING):
-        labels = [text for text in texts_of(results, name) if text.startswith("NVIDIA H200")]
-        assert labels == [
-            "NVIDIA H200, EMA, fast, amp_bf16, micro-batch 4, global batch 2048, measured [1]"
-        ]
+        texts = texts_of(results, name)
+        (label,) = [text for text in texts if text.startswith("NVIDIA H200")]
+        assert label == "NVIDIA H200, EMA, fast, amp_bf16, micro-batch 4, global batch 2048,"
+        assert texts[texts.index(label) + 1] == "measured [1]"
     assert "ideal" in texts_of(results, SPEED_UP)
     assert "speed-up over 8 GPUs" in texts_of(results, SPEED_UP)
 
@@ -116,17 +113,14 @@ def test_other_work_has_axes_of_its_own(tmp_path):
     runs = [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
     results = make_results(tmp_path, *runs)
     rebuild(results)
-    panels = {
-        name: [text for text in texts_of(results, name) if text.endswith((" device", " devices"))]
-        for name in (MICRO_BATCH, OTHER_MICRO_BATCHES)
+    titles = {
+        MICRO_BATCH: "512 px, the encoders run in the step (online), 8 devices",
+        OTHER_MICRO_BATCHES: "512 px, the encoders run in the step (online), 1 device",
+        f"{OTHER_MICRO_BATCHES}-2": "512 px, latents and text embeddings made beforehand",
     }
-    assert panels == {
-        MICRO_BATCH: ["512 px, the encoders run in the step (online), 8 devices"],
-        OTHER_MICRO_BATCHES: [
-            "512 px, the encoders run in the step (online), 1 device",
-            "512 px, latents and text embeddings made beforehand (precomputed), 8 devices",
-        ],
-    }
+    for name, title in titles.items():
+        assert title in texts_of(results, name)
+    assert not (results / "plots" / f"{MICRO_BATCH}-2.svg").exists()
 
 
 def test_growing_batches_are_told_from_a_constant_one(tmp_path):
@@ -136,7 +130,7 @@ def test_growing_batches_are_told_from_a_constant_one(tmp_path):
     ]
     results = make_results(tmp_path, *runs, quoted=False)
     rebuild(results)
-    assert any("32 images per GPU and step" in text for text in texts_of(results, SCALING))
+    assert "32 images per GPU and step" in " ".join(texts_of(results, SCALING))
 
 
 def test_runs_are_drawn_with_their_phases_warm_up_and_flags(tmp_path):
@@ -166,7 +160,12 @@ def test_bars_and_traces_say_in_what_they_differ(tmp_path):
     runs = [make_record(summary__breakdown=BREAKDOWN, **change) for change in changes]
     results = make_results(tmp_path, *runs, quoted=False)
     rebuild(results)
-    bars = [text for text in texts_of(results, "time_breakdown") if text.endswith(": 4 s")]
+    bars = [
+        text
+        for name in ("time_breakdown", "time_breakdown-2")
+        for text in texts_of(results, name)
+        if text.endswith(": 4 s")
+    ]
     assert sorted(bars) == [
         "engine composer, attention eager: 4 s",
         "engine composer, code 977fb62: 4 s",
@@ -174,7 +173,8 @@ def test_bars_and_traces_say_in_what_they_differ(tmp_path):
         "engine torch: 4 s",
         "fast: 4 s",  # the only one on latents
     ]
-    traces = [text for text in texts_of(results, "step_times") if "engine" in text]
+    names = ("step_times", "step_times-2", "step_times-3", "step_times-4")
+    traces = [text for name in names for text in texts_of(results, name) if "engine" in text]
     assert len(set(traces)) == 4
 
 

@@ -66,12 +66,17 @@ def test_the_seeds_table_and_ours_beside_it(run_of) -> None:
     assert {row["pictures seen"] for row in rows[3:]} == {"4"}
     assert rows[3]["images/s while it trains"] == "1"  # the median of 0.5, 1 and 1
     # Two of the three series are lines.
-    svg = draw(series).svg
-    for text in ("802.14", "313.25", "100", "60", "L4, CompVis/stable-diffusion-v1-4"):
-        assert text in svg
-    assert svg.count("time of the run, s") == 2
+    quoted_plot, own_plot = draw(series)
+    for text in ("802.14", "313.25", "L4, CompVis/stable-diffusion-v1-4"):
+        assert text in quoted_plot.svg
+    assert own_plot.notes == {
+        "training_times-2-line": [
+            "1 workers: median 100 (77.67 to 127.9, between-runs) s\nresults/runs",
+            "2 workers: 60 s\nresults/runs",
+        ]
+    }
 
 
 def test_without_runs_and_figures_there_is_nothing_to_show() -> None:
     series = collect([], [])
-    assert make_time_table(series) is None and draw(series) is None
+    assert make_time_table(series) is None and draw(series) == []
