@@ -63,25 +63,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     kind = NUMERICS if flags.numerics else RUNS
 
-    def publish_one(run: Path) -> Path:
+    def publish_one(run: Path) -> tuple[Path, bool]:
         return publish(run, results=flags.folder, kind=kind)
 
     if len(flags.runs) == 1:  # what is wrong with it is bad input
         published, refused = [publish_one(flags.runs[0])], []
     else:
         published, refused = use_each(flags.runs, publish_one)
-    for folder in published:
-        print(f"published {folder}")
-    made, left_out = rebuild(flags.folder)
+    try:
+        made, left_out = rebuild(flags.folder)
+    except BaseException:
+        for folder, is_new in published:
+            if is_new:  # all or nothing
+                shutil.rmtree(folder)
+        raise
+    for folder, is_new in published:
+        print(f"published {folder}" if is_new else f"published before: {folder}")
     print(made)
     return EXIT_FAILED if refused or left_out else EXIT_OK
 
 
-def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
+def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
     """Copy a run's record, log and table of steps, if it has one, into a folder of results.
 
     Paths of this machine are replaced by the names of their flags. `kind` is the folder in
     `results`: `RUNS` for measurements of speed, `NUMERICS` for runs of losses.
+
+    Returns:
+        The published folder, and whether it is new: it may hold this very run already.
     """
     record = read_record(run, flag="RUN")
     if record["status"] != "ok":
@@ -93,14 +102,6 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         )
     if kind == NUMERICS:
         read_run(record, run)
-    target = results / kind / record["run_id"]
-    if target.exists():
-        raise ConfigError(
-            "this run is published already, and a published run is never edited",
-            value=str(target),
-            allowed=f"a run that is not in results/{kind}",
-            flag="RUN",
-        )
     tables = [STEPS_NAME] if kind_of(record) == BENCHMARK else []
     copied = [run / name for name in (RECORD_NAME, LOG_NAME, *tables)]
     try:
@@ -123,6 +124,17 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
             allowed="a run without passwords, signed URLs, keys and tokens",
             flag="RUN",
         )
+    published = json.loads(texts[0])
+    target = results / kind / record["run_id"]
+    if target.exists():
+        if read_json(target / RECORD_NAME) == published:
+            return target, False
+        raise ConfigError(
+            "another record of this run is published already, and a published run is never edited",
+            value=str(target),
+            allowed=f"a run that is not in {results / kind}, or is there as it is",
+            flag="RUN",
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place and then renamed: half a run must not look like a published one.
     with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
@@ -130,10 +142,10 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         whole.mkdir()
         for name in tables:
             shutil.copy(run / name, whole / name)
-        write_json(whole / RECORD_NAME, json.loads(texts[0]))
+        write_json(whole / RECORD_NAME, published)
         replace_file(whole / LOG_NAME, redact(texts[1]))
         whole.rename(target)
-    return target
+    return target, True
 
 
 def secrets_in(path: Path) -> Iterator[str]:

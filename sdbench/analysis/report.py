@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from sdbench.analysis import (
     feed_table,
@@ -32,11 +33,11 @@ from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file
 from sdbench.base.outside import read_text
-from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
+from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
 from sdbench.report import run_plots
-from sdbench.report.markers import fill_blocks
+from sdbench.report.figures import write_out
+from sdbench.report.markers import BEGIN, END, fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.runs import read_record, use_each
@@ -45,6 +46,8 @@ from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
+# Rows of the tables of a folder, by table.
+Figures = Mapping[str, Sequence[dict[str, Any]]]
 RUNS, NUMERICS = "runs", "numerics"
 README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
@@ -62,8 +65,8 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     ),
     HEADLINES: (
         "Best of each machine",
-        "What was measured here. Of the published configurations of a machine, a model and a "
-        "kind of work, the one whose 95 % interval begins highest; a configuration with an "
+        "What was measured here. Of the configurations of a machine, a model and a kind of "
+        "work, the one whose 95 % interval begins highest; a configuration with an "
         "interval between runs goes before one without.",
         (),
     ),
@@ -114,10 +117,18 @@ PLACES = {
     LIMITS_PAGE: (LIMITS,),
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
+MADE_FROM = (
+    "Made by python -m sdbench report from the records in runs/ and from other people's figures in "
+    "quoted/. The same rows, unrounded: throughput.csv and data.csv beside this page."
+)
 EPILOG = """\
 examples:
+  python -m sdbench report runs --out my.html
+      a page of your own runs
   python -m sdbench report
+      results/ of this checkout again
   python -m sdbench report --folder my-results
+      a folder that `publish --folder my-results` has begun
 """
 
 
@@ -128,18 +139,76 @@ class ReportFlags:
     folder: Path = setting(PATH, Path("results"), "of the results, and of what is made of them")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageFlags(ReportFlags):
+    """Flags of report."""
+
+    runs: tuple[Path, ...] = setting(
+        PATH,
+        (),
+        "runs, or folders of runs, for a page of these alone",
+        is_positional=True,
+        takes_several=True,
+        spelling="[RUNS ...]",
+    )
+    out: Path = setting(PATH, Path("runs.html"), "the page of the runs that are given")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the tables, plots and pages of a folder; exit with 1 if a file is left out."""
-    flags = parse(
-        ReportFlags,
+    """Make a page of runs, or everything of a folder; exit with 1 if a file is left out."""
+    request = parse(
+        PageFlags,
         argv,
         prog="python -m sdbench report",
-        description="Make tables, plots and a page from records and from other people's figures.",
+        description="Make a page of your own runs, or the tables, plots and pages of a folder of "
+        "results, from its records and from other people's figures.",
         epilog=EPILOG,
-    ).config
-    made, left_out = rebuild(flags.folder)
+    )
+    flags = request.config
+    unused = "folder" if flags.runs else "out"
+    if request.is_users(unused):
+        raise ConfigError(
+            "runs become a page of their own, a folder of results has its pages inside",
+            value=str(getattr(flags, unused)),
+            allowed="RUNS with --out, or --folder",
+            flag=f"--{unused}",
+        )
+    made, left_out = write_page(flags.runs, flags.out) if flags.runs else rebuild(flags.folder)
     print(made)
     return EXIT_FAILED if left_out else EXIT_OK
+
+
+def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
+    """Write a page of all runs in or below some folders.
+
+    Returns:
+        What was made, in words; and the files that cannot be read, which are named on stderr.
+
+    Raises:
+        ConfigError: There is no run that ended well, or the page cannot be written.
+    """
+    files = [file for place in places for file in sorted(place.rglob(RECORD_NAME))]
+    read, left_out = use_each(files, lambda file: (read_record(file, flag="RUNS"), file.parent))
+    # A run counts once, however many copies of its folder there are.
+    runs = {record["run_id"]: (record, folder) for record, folder in read}
+    records = [record for record, _ in runs.values()]
+    ended_well = [record for record in records if record["status"] == OK]
+    if not ended_well:
+        raise ConfigError(
+            f"there is no run that ended well, and {len(records)} that did not",
+            value=" ".join(map(str, places)),
+            allowed=f"folders with a {RECORD_NAME} in or below them",
+            flag="RUNS",
+        )
+    folders = {run_id: folder for run_id, (_, folder) in runs.items()}
+    made, bad_steps = _make_sections(ended_well, folders)
+    shown = [section for section in made.sections.values() if section.has_content]
+    page = format_page(shown, made_from="Made by python -m sdbench report, from records of runs.")
+    write_out(out, page)
+    summary = f"a page of {len(ended_well)} runs"
+    if len(ended_well) < len(records):
+        summary += f", without {len(records) - len(ended_well)} that did not end well"
+    return summary, [*left_out, *bad_steps]
 
 
 def rebuild(results: Path) -> tuple[str, list[Path]]:
@@ -147,37 +216,116 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
     A record or a table that cannot be read is named on stderr and left out.
 
-    The folder has README.md and may have runs/, quoted/, modelled/, numerics/, profiles/, pages/,
-    ladder.md and limits.md. If a text with places for tables cannot be used, nothing is written.
+    The folder may have README.md, runs/, quoted/, modelled/, numerics/, profiles/, pages/,
+    ladder.md and limits.md. A folder with runs gets a README.md if it has none. If a text with
+    places for tables cannot be used, nothing is written.
 
     Returns:
         What was made, and which plots have no data, in words; and the files that are left out.
     """
-    files = sorted(results.glob(f"{RUNS}/*/record.json"))
+    files = sorted(results.glob(f"{RUNS}/*/{RECORD_NAME}"))
     records, left_out = use_each(files, _load_record)
-    by_kind = group(records, key_of=kind_of)
-    trained, whole_runs = by_kind.pop(BENCHMARK, []), by_kind.pop(TRAIN, [])
-    loaded = [record for record in records if kind_of(record) in by_kind]
-    ended_well = [record for record in trained if record["status"] == OK]
     quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
     modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
     losses, bad_losses = load_losses(results)
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
-    of_others = [row for rows in (*quoted.values(), *modelled.values()) for row in rows]
-    figures = [row for row in of_others if row.get("images_per_second") is not None]
-
-    times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
-    with plain_style():
-        drawn, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
-        plots = [*drawn, *training_times.draw(times)]
+    folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
+    made, bad_steps = _make_sections(
+        records, folders, quoted=quoted, modelled=modelled, losses=losses, profiles=profiles
+    )
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
+    figures = _figures_of(quoted, modelled)
+    rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
+    columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
+
+    # Everything is made before anything is written.
+    sections = made.sections.values()
+    shown = [section for section in sections if section.has_content]
+    texts = {
+        results / "throughput.csv": format_csv(rows, columns=columns),
+        results / "data.csv": feed_table.format_csv(_loaded(records)),
+        results / "index.html": format_page(shown, made_from=MADE_FROM),
+    }
+    generated = {name: _format_section(section) for name, section in made.sections.items()}
+    generated |= {
+        name: to_captioned_markdown(group) or NO_RUNS for name, group in made.ladder.items()
+    }
+    for name, places in PLACES.items():
+        path = results / name
+        if path.exists():
+            text = _read_text(path)
+        elif name == README and (results / RUNS).is_dir():
+            text = _begin_readme()
+        elif name != README:
+            continue
+        else:
+            raise ConfigError(
+                "a folder of results has no text and no runs",
+                value=str(path),
+                allowed="a folder that `publish --folder` has begun, or RUNS for a page of runs",
+                flag="--folder",
+            )
+        texts[path] = fill_blocks(text, {place: generated[place] for place in places}, path=path)
+    ended_well = _ended_well(records)
+    for path in sorted((results / "pages").glob("*.md")):
+        texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
+
+    for path, text in texts.items():
+        replace_file(path, text)
+    plots = [plot for section in sections for plot in section.plots]
+    save(plots, results / "plots", charts=CHARTS)
+    summary = (
+        f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
+        f"from {len(records)} runs and {len(figures)} figures of others"
+    )
+    missing = sorted(set(CHARTS) - {plot.chart for plot in plots})
+    if missing:
+        summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
+    if left_out:
+        summary += f"\nleft out, as they cannot be read: {len(left_out)} files"
+    return summary, left_out
+
+
+class _Made(NamedTuple):
+    """Sections by name, and the tables of speed-ups by their places in ladder.md."""
+
+    sections: dict[str, Section]
+    ladder: dict[str, list[Table]]
+
+
+def _make_sections(
+    records: Sequence[dict[str, Any]],
+    folders: Mapping[str, Path],
+    *,
+    quoted: Figures = MappingProxyType({}),
+    modelled: Figures = MappingProxyType({}),
+    losses: Sequence[loss_band.LossRun] = (),
+    profiles: Sequence[Mapping[str, Any]] = (),
+) -> tuple[_Made, list[Path]]:
+    """Make the sections of a page; also return the tables of steps that cannot be read.
+
+    Args:
+        records: Of all runs.
+        folders: Of these runs, by run id.
+        quoted: Figures of others, by table.
+        modelled: Predicted figures, by table.
+        losses: Runs whose losses are compared.
+        profiles: Profiled steps.
+    """
+    ended_well = _ended_well(records)
+    times = training_times.collect(
+        _of_kind(records, TRAIN), [row for rows in quoted.values() for row in rows]
+    )
+    with plain_style():
+        drawn, bad_steps = _draw_plots(ended_well, _figures_of(quoted, modelled), folders)
+        plots = [*drawn, *training_times.draw(times)]
     ladder = _make_ladder(ended_well, losses)
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
         HEADLINES: [make_headline_table(ended_well)],
         MEASURED: make_tables(ended_well),
         TIMES: [training_times.make_time_table(times)],
-        DATA: [feed_table.make_data_table(loaded)],
+        DATA: [feed_table.make_data_table(_loaded(records))],
         SPEED_UPS: [
             table for name, group in ladder.items() if name != NOT_MEASURED for table in group
         ],
@@ -194,50 +342,48 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         )
         for name, (heading, help_text, charts) in SECTIONS.items()
     }
-    rows = [*map(make_row, trained), *figures]
-    columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
+    return _Made(sections, ladder), bad_steps
 
-    # Everything is made before anything is written.
-    shown = [section for section in sections.values() if section.has_content]
-    texts = {
-        results / "throughput.csv": format_csv(rows, columns=columns),
-        results / "data.csv": feed_table.format_csv(loaded),
-        results / "index.html": format_page(shown),
-    }
-    generated = {name: _format_section(section) for name, section in sections.items()}
-    generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}
-    for name, places in PLACES.items():
-        path = results / name
-        if name == README or path.exists():
-            contents = {place: generated[place] for place in places}
-            texts[path] = fill_blocks(_read_text(path), contents, path=path)
-    for path in sorted((results / "pages").glob("*.md")):
-        texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
-    for path, text in texts.items():
-        replace_file(path, text)
-    save(plots, results / "plots", charts=CHARTS)
-    summary = (
-        f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
-        f"from {len(records)} runs and {len(figures)} figures of others"
-    )
-    missing = sorted(set(CHARTS) - {plot.chart for plot in plots})
-    if missing:
-        summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
-    if left_out:
-        summary += f"\nleft out, as they cannot be read: {len(left_out)} files"
-    return summary, left_out
+def _of_kind(records: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if kind_of(record) == kind]
+
+
+def _loaded(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of runs that read data and train nothing."""
+    return [record for record in records if kind_of(record) not in (BENCHMARK, TRAIN)]
+
+
+def _ended_well(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in _of_kind(records, BENCHMARK) if record["status"] == OK]
+
+
+def _figures_of(*kinds: Figures) -> list[dict[str, Any]]:
+    """The figures of others that have a rate."""
+    rows = (row for tables in kinds for table in tables.values() for row in table)
+    return [row for row in rows if row.get("images_per_second") is not None]
+
+
+def _begin_readme() -> str:
+    """A README.md with a heading and a place for each of its tables."""
+    parts = ["# Results", "The page [index.html](index.html) has these tables too."]
+    for place in PLACES[README]:
+        heading, help_text, _ = SECTIONS[place]
+        parts += [f"## {heading}", help_text, f"{BEGIN.format(place)}\n{END.format(place)}"]
+    return "\n\n".join(parts) + "\n"
 
 
 def _draw_plots(
-    ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
+    ended_well: Sequence[dict[str, Any]],
+    figures: Sequence[dict[str, Any]],
+    folders: Mapping[str, Path],
 ) -> tuple[list[Plot], list[Path]]:
     """The plots of throughput and of runs, and the tables of steps that cannot be read."""
     measured = [
         {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
     ]
     rows = [*measured, *figures]
-    step_times, left_out = run_plots.draw_step_times(ended_well, runs)
+    step_times, left_out = run_plots.draw_step_times(ended_well, folders)
     drawn = [
         *throughput_plots.draw_micro_batch(rows),
         *throughput_plots.draw_scaling(rows),

@@ -178,7 +178,7 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
                 "num_configurations": len(tracks[track]),
             }
         )
-    caption = "The best published configuration of each machine, model and kind of work"
+    caption = "The best configuration of each machine, model and kind of work"
     return tabulate(HEADLINE, rows, name="headlines", caption=caption).without_empty_columns()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +91,14 @@ def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
     return describe_devices(record), config["image_size"], place_of_encoders(config)
 
 
-def draw_step_times(records: Sequence[dict[str, Any]], runs: Path) -> tuple[list[Plot], list[Path]]:
+def draw_step_times(
+    records: Sequence[dict[str, Any]], folders: Mapping[str, Path]
+) -> tuple[list[Plot], list[Path]]:
     """Draw the time of every step of the newest runs, a panel each, with warm-up shaded.
 
-    Tables of steps in the folder `runs` that cannot be read are named and returned.
+    Tables of steps in the folders of the runs that cannot be read are named and returned.
     """
-    traced = {runs / record["run_id"] / STEPS_NAME: record for record in _latest(records)}
+    traced = {folders[record["run_id"]] / STEPS_NAME: record for record in _latest(records)}
     traced = {path: record for path, record in traced.items() if path.exists()}
 
     def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ import pytest
 from sdbench.analysis.report import rebuild
 from sdbench.cli import main
 from tests.refusals import refusal_of, refused
-from tests.report.results_folder import RESULTS, make_readme, make_record
+from tests.report.results_folder import RESULTS, make_readme, make_record, make_results
 
 COMMITTED = ("README.md", "ladder.md", "throughput.csv", "data.csv", "index.html")
 COMMITTED += ("plots/*.svg", "pages/*.md")
@@ -114,6 +114,46 @@ def test_a_file_that_is_not_what_it_should_be_is_named_and_left_out(
     printed = capsys.readouterr()
     assert f"got '{path}'" in printed.err
     assert "from 0 runs and 0 figures" in printed.out and "left out" in printed.out
+
+
+def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys):
+    records = [make_record(), make_record(status="failed", reason="no disk", summary=None)]
+    runs = make_results(tmp_path / "results", *records, quoted=False) / "runs"
+    shutil.copytree(runs, tmp_path / "again")  # copies of the same runs count once
+    page = tmp_path / "my.html"
+    assert main(["report", str(runs), str(tmp_path / "again"), "--out", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "a page of 1 runs, without 1 that did not end well"
+    )
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<h2>Best of each machine</h2>") == 1 and "Figures of others" not in text
+    assert ">step_times" not in text and "<figcaption>Step times" in text
+    assert refusal_of("report", tmp_path / "none").flag == "RUNS"
+    assert refusal_of("report", runs, "--folder", tmp_path).flag == "--folder"
+    assert refusal_of("report", "--out", page).flag == "--out"
+
+
+def test_publishing_begins_a_folder_and_may_be_repeated(tmp_path, capsys):
+    (run,) = (make_results(tmp_path / "mine", make_record(), quoted=False) / "runs").iterdir()
+    (run / "stdout.log").write_text("step 1\n")
+    results = tmp_path / "new"
+    for said in ("published", "published before:"):
+        assert main(["publish", str(run), "--folder", str(results)]) == 0
+        assert capsys.readouterr().out.startswith(f"{said} {results / 'runs' / run.name}\n")
+    assert "| 1 x Intel Xeon Processor, 2 cores |" in (results / "README.md").read_text()
+    record = json.loads((run / "record.json").read_text())
+    record["duration_s"] += 1
+    (run / "record.json").write_text(json.dumps(record))
+    assert refusal_of("publish", run, "--folder", results).value == str(results / "runs" / run.name)
+
+
+def test_a_run_is_not_published_where_its_tables_cannot_be_made(tmp_path):
+    (run,) = (make_results(tmp_path / "mine", make_record(), quoted=False) / "runs").iterdir()
+    (run / "stdout.log").write_text("step 1\n")
+    results = make_results(tmp_path / "results", quoted=False)
+    (results / "README.md").write_text("no place")
+    assert refusal_of("publish", run, "--folder", results).flag == "--folder"
+    assert list((results / "runs").iterdir()) == []
 
 
 def test_a_folder_without_a_readme_is_refused(tmp_path):
