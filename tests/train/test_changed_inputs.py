@@ -5,6 +5,7 @@ Nothing of it is taken silently: it is refused, and taken by a flag where it is 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_a_run_does_not_go_on_with_something_else(model, change, told, capsys):
     assert load_record(Path("runs/run"))["status"] == "ok"  # that of the first process
     assert run(2, model, "--changed_inputs", "accept") == 0
     assert told in capsys.readouterr().out
+
+
+def test_an_older_runs_exclamation_marks_were_other_tokens(capsys):
+    write_folder(Path("data"))
+    assert run(1, "tiny") == 0
+    (note,) = Path("runs/run").rglob("checkpoint.json")
+    content = json.loads(note.read_text())
+    assert content["facts"].pop("exclamation_mark") == [0]
+    note.write_text(json.dumps(content))
+    assert run(2, "tiny") == 2
+    assert 'each "!" of a caption was token 256' in capsys.readouterr().err
+    assert run(2, "tiny", "--changed_inputs", "accept") == 0
 
 
 @pytest.mark.slow

@@ -40,12 +40,17 @@ class CaptionTokenizer:
         """
         self.pad_token_id = pad_token_id
         if folder is None:
-            self._tokenizer = load_carried_tokenizer()
+            tokenizer = copy.deepcopy(load_carried_tokenizer())
+            if tokenizer.pad_token_id != pad_token_id:
+                # Each "!" of a caption is then the pad token, as in Stable Diffusion 2.
+                tokenizer.add_special_tokens(
+                    {"pad_token": tokenizer.convert_ids_to_tokens(pad_token_id)}
+                )
         else:
-            self._tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+            tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
         if new_token is not None:
-            self._tokenizer = copy.deepcopy(self._tokenizer)
-            self._tokenizer.add_tokens([new_token])
+            tokenizer.add_tokens([new_token])
+        self._tokenizer = tokenizer
 
     def read_word(self, word: str) -> list[int]:
         """Return the tokens of a word."""
@@ -73,15 +78,8 @@ class CaptionTokenizer:
         return padded
 
     def for_diffusers(self) -> CLIPTokenizerFast:
-        """The tokenizer as diffusers calls it, which pads by itself.
-
-        Saved and loaded again, with "!" for the pad token it takes each "!" of a caption for one:
-        so does that of Stable Diffusion 2.
-        """
-        tokenizer = copy.deepcopy(self._tokenizer)
-        if tokenizer.pad_token_id != self.pad_token_id:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.pad_token_id)
-        return tokenizer
+        """The tokenizer as diffusers calls it, which pads by itself."""
+        return copy.deepcopy(self._tokenizer)
 
 
 @functools.cache

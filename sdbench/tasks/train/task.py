@@ -23,6 +23,7 @@ from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
 from sdbench.run.trackers import TensorboardLog
+from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import (
     compare_inputs,
@@ -236,7 +237,11 @@ class Train(TrainingTask):
             parts += ["vae", "text_encoder"]
         if config.lora_rank is None and config.learned_token is None:
             parts = [part for part in parts if part not in config.trained_parts]
-        return {"data": of_data, "weights": self.plan.architecture.identify_weights(parts)}
+        architecture = self.plan.architecture
+        inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
+        if "text_encoder" in parts and architecture.tokenizer_folder is None:
+            inputs["exclamation_mark"] = make_tokenizer(architecture).read_word("!")
+        return inputs
 
     def _settings(self) -> dict[str, Any]:
         """As a checkpoint has them: without secrets, and a model of the hub by its commit."""
