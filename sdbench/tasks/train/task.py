@@ -233,13 +233,14 @@ class Train(TrainingTask):
             print(f"warning: a change of the data will not be seen: {error}", file=sys.stderr)
             of_data = None
         parts = [] if config.train == "vae" else ["unet"]
-        if config.step_has_encoders or config.online_preprocessing:
+        has_encoders = config.step_has_encoders or config.online_preprocessing
+        if has_encoders:
             parts += ["vae", "text_encoder"]
         if config.lora_rank is None and config.learned_token is None:
             parts = [part for part in parts if part not in config.trained_parts]
         architecture = self.plan.architecture
         inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
-        if "text_encoder" in parts and architecture.tokenizer_folder is None:
+        if has_encoders and architecture.tokenizer_folder is None:
             inputs["exclamation_mark"] = make_tokenizer(architecture).read_word("!")
         return inputs
 
