@@ -30,7 +30,6 @@ from sdbench.state.writer import (
     NotFinite,
     find_remains,
     hide,
-    num_bytes_of,
     remove,
     remove_remains,
 )
@@ -47,8 +46,6 @@ class SaveReport:
     """How a save has ended.
 
     Attributes:
-        step: Step after which the checkpoint was made.
-        duration_s: From its beginning to its end.
         stall_s: How long training on this rank stood still for it.
         is_copied: Whether this rank's part was copied in memory before it was written.
         num_bytes: Of the tensors, of all ranks; 0 if it failed.
@@ -100,7 +97,8 @@ class Checkpoints:
         self._ended: concurrent.futures.Future[SaveReport] | None = None
         self._stall_s = 0.0
         self._reports: list[SaveReport] = []
-        self._held: set[int] = set()
+        # Steps whose checkpoints are not removed, however old they become.
+        self.held: set[int] = set()
         # The newest one that was found whole to its last byte, by its save or as it was read.
         self._verified: set[int] = set()
 
@@ -120,10 +118,7 @@ class Checkpoints:
         return found
 
     def begin_save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        facts: Mapping[str, Any],
+        self, step: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
     ) -> None:
         """Begin to save, as soon as the save before has ended. All ranks call it.
 
@@ -139,7 +134,7 @@ class Checkpoints:
         started_s = time.perf_counter()
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            if num_bytes_of(tensor) <= SMALL_BYTES:
+            if tensor.nbytes <= SMALL_BYTES:  # a DTensor counts as a whole
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
         make_room = functools.partial(self._make_room, step)
@@ -151,14 +146,6 @@ class Checkpoints:
     def path_of(self, step: int) -> Path:
         """The folder of a checkpoint."""
         return _path_of(self.folder, step)
-
-    def hold(self, step: int) -> None:
-        """Do not remove this checkpoint, however old it becomes, until `release` is called."""
-        self._held.add(step)
-
-    def release(self, step: int) -> None:
-        """Let a held checkpoint go: once it is old, the next save removes it."""
-        self._held.discard(step)
 
     @property
     def is_reading(self) -> bool:
@@ -172,11 +159,7 @@ class Checkpoints:
                 self._writer.is_read.wait()
 
     def finish(self) -> None:
-        """Wait for the current save, if there is one.
-
-        Raises:
-            RunError: It failed, on all ranks alike.
-        """
+        """Wait for the current save, if there is one; a RunError on all ranks if it failed."""
         report = self._collect()
         if report is not None and report.error is not None:
             raise RunError(
@@ -294,7 +277,7 @@ class Checkpoints:
 
     def _stays(self, old: int) -> bool:
         is_kept = bool(self._keep_every) and old % self._keep_every == 0
-        return is_kept or old in self._held
+        return is_kept or old in self.held
 
 
 def find_newest(run: Path) -> Checkpoint | None:
