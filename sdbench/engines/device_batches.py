@@ -18,11 +18,7 @@ Prepare = Callable[[Batch], Batch]
 
 
 class Loader(Protocol):
-    """Yields the batches of one epoch per iteration.
-
-    Attributes:
-        num_images_delivered: Images of all batches that were yielded.
-    """
+    """Yields the batches of one epoch per iteration, and counts their images."""
 
     num_images_delivered: int
 

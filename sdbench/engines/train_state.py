@@ -23,9 +23,8 @@ SEEDS_OF_A_STEP = 1_000_003
 class TrainState:
     """The state of one rank between two steps.
 
-    Attributes:
-        num_steps: Steps trained, including those before a resume.
-        is_skipped: Whether the update of the current or the last step is skipped.
+    It counts the steps trained, also before a resume, and knows whether the update of the current
+    or the last one is skipped.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class TrainState:
         batches: Loader,
         config: EngineConfig,
     ) -> None:
-        """Join the parts; the job's model has been placed or sharded."""
         self.num_steps = 0
         self.is_skipped = False
         self._job = job

@@ -80,8 +80,7 @@ class Training:
     def begin(self) -> Batches:
         """Make the state, which the hooks may restore, and the schedule from there on.
 
-        Returns:
-            The job's batches on the device, which the state has the position of.
+        Returns the job's batches on the device, whose position is in the state.
         """
         batches = Batches(
             self.job.loader,
@@ -103,7 +102,7 @@ class Training:
 
     @property
     def num_steps_left(self) -> int:
-        """Steps that this process may take."""
+        """At most, for this process."""
         return self.job.num_steps - self.state.num_steps
 
     def gradients_ready(self, loss: Tensor) -> None:
@@ -147,7 +146,6 @@ class LastGradient:
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
-        """Prepare; hooks are set in profiled backward passes only."""
         self._parameters = list(weights)
         self._clock = clock
         self._hooks: list[Any] = []

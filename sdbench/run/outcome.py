@@ -200,10 +200,6 @@ def _is_full_disk(error: BaseException) -> TypeGuard[OSError]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is a MemoryError, or torch's error of a GPU or a CPU without memory."""
-    message = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or "out of memory" in message
-        or "can't allocate memory" in message
-    )
+    # torch says the first of a GPU and the second of a CPU.
+    said = ("out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(part in str(error) for part in said)

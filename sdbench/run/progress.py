@@ -22,13 +22,10 @@ class StepProgress:
         first_step: int = 0,
         steps_per_period: int | None = None,
     ) -> None:
-        """Show nothing yet.
+        """Show nothing yet, and never if it is not enabled, as on all ranks but the first.
 
-        Args:
-            images_per_step: Global batch.
-            enabled: Whether to show anything; only on the first rank.
-            first_step: Steps that an earlier process has trained.
-            steps_per_period: Steps between two calls of `period_ends`; None without such calls.
+        Earlier processes have trained `first_step` steps. `period_ends` is called after every
+        `steps_per_period` steps, if at all.
         """
         self._images_per_step = images_per_step
         self._enabled = enabled
@@ -37,7 +34,7 @@ class StepProgress:
         self._progress: Progress | None = None
 
     def loop_begins(self) -> None:
-        """The first step is about to begin."""
+        """Start the clock."""
         self._progress = Progress(0, unit="step", num_done=self._first_step, enabled=self._enabled)
 
     def step_ends(
