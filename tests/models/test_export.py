@@ -77,7 +77,9 @@ def test_the_folder_has_no_pickle_and_every_part(write, tmp_path) -> None:
     (tmp_path / "model").mkdir()  # an empty one is taken
     folder = write(build())
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert {Path(name).suffix for name in names} == {".json", ".safetensors", ".txt", ".md"}
+    # Some releases of transformers keep the tokenizer in text files, others in one of JSON.
+    suffixes = {Path(name).suffix for name in names}
+    assert suffixes - {".txt"} == {".json", ".safetensors", ".md"}
     assert {"model_index.json", UNET_FILE, "tokenizer/tokenizer_config.json"} <= names
     assert (folder / "README.md").read_text() == "# a card\n"
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
