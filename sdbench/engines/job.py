@@ -107,15 +107,11 @@ class TrainJob:
     num_steps: int
     flops_per_image: float
     num_parameters: int
+    num_trainable_parameters: int
     prepare: Callable[[Batch], Batch] | None = None
     sharded_blocks: tuple[type[torch.nn.Module], ...] = ()
     max_gradient_norm: float | None = None
     kept: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-
-    @property
-    def num_trainable_parameters(self) -> int:
-        """Trained weights."""
-        return sum(weight.numel() for weight in self.trained_weights().values())
 
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that get gradients, named ``<module>.<parameter>``."""

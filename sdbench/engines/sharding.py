@@ -83,10 +83,12 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
     device_type = weights[0].device.type
     reduce_dtype = None
     if device_type == "cpu":
-        # Only there: where a gathered weight is not used, as in the backward pass of a LoRA, torch
-        # waits for that event on an accelerator.
-        if config.sharding in WITHIN_NODE:
-            let_cpus_average_between_nodes()
+        if config.sharding in WITHIN_NODE and torch.__version__ < "2.11":
+            # torch 2.7 asserts that the stream of an average between nodes has recorded an event.
+            # Those of a CPU, where each operation has ended when it returns, record none. Only on a
+            # CPU: where a gathered weight is not used, as in the backward pass of a LoRA, torch
+            # waits for that event on an accelerator.
+            torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
         # For fp32 and bf16 FSDP2 asks for a reduction by mean, for which gloo returns the sum or an
         # error (pytorch issue 162338). For fp64 it asks for a sum and divides.
         reduce_dtype = torch.float64
@@ -103,17 +105,6 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
             if isinstance(module, job.sharded_blocks) and module is not trained.module:
                 shard(module)
         shard(trained.module)
-
-
-def let_cpus_average_between_nodes() -> None:
-    """Let FSDP2 share weights within each node on CPUs as well.
-
-    torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
-    of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
-    """
-    if torch.__version__ >= "2.11":
-        return
-    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
 
 
 def begin_microbatch(job: TrainJob, *, config: EngineConfig, is_last: bool) -> None:

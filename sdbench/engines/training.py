@@ -37,7 +37,6 @@ class Training:
     """A job whose model is on its device, with its optimizer, average and state.
 
     Attributes:
-        is_sharded: Whether FSDP shards the weights.
         ema: The suite's own moving average; None if there is none or Composer keeps it.
         last_gradient: Tells the backward pass from the wait for other ranks.
         state: What is saved and restored; made by `begin`.

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
-from sdbench.models.stable_diffusion import (
-    MEMORY_FORMATS,
-    encode_images,
-    sample_latents,
-    to_pixels,
-)
+from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, sample_latents, to_pixels
 from sdbench.models.weights import PRECISIONS, Weights, autocast
 
 

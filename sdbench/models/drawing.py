@@ -167,10 +167,7 @@ def draw_share(
 
 
 def make_grid(
-    pictures: Sequence[Image.Image],
-    *,
-    num_columns: int | None = None,
-    captions: Sequence[str] = (),
+    pictures: Sequence[Image.Image], *, num_columns: int | None = None, captions: Sequence[str] = ()
 ) -> Image.Image:
     """Put pictures of one size side by side, in rows; without `num_columns` about in a square.
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.components import make_part
-from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
+from sdbench.models.lora import ADAPTER, LAYERS_FLAGS, Lora, lora_layers, merge_lora
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
-# The sub-models that may have LoRA.
-LORA_PARTS = ("unet", "text_encoder")
 
 # Weights by sub-model, and by name: that of the layer with `.lora_A.weight` or `.lora_B.weight`.
 LoraWeights = Mapping[str, Mapping[str, Tensor]]
@@ -56,7 +54,7 @@ def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
     """Raise a ConfigError unless files have LoRA for a model; its weights are not made."""
     for file in files:
-        _load(file, {part: make_part(part, architecture) for part in LORA_PARTS})
+        _load(file, {part: make_part(part, architecture) for part in LAYERS_FLAGS})
 
 
 def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:

@@ -19,20 +19,10 @@ from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
-from sdbench.models.objective import (
-    EPSILON,
-    PLAIN,
-    SAMPLE,
-    VELOCITY,
-    Objective,
-    min_snr_weights,
-)
+from sdbench.models.objective import EPSILON, PLAIN, SAMPLE, VELOCITY, Objective, min_snr_weights
 from sdbench.models.weights import ENCODER_DTYPES, PRECISIONS, Weights, autocast
 
-MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
 LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 

@@ -82,10 +82,7 @@ class Weights:
 
 
 def draw_weights(
-    model: nn.Module,
-    weights: Weights,
-    *,
-    initialize: Callable[[nn.Module], object] | None = None,
+    model: nn.Module, weights: Weights, *, initialize: Callable[[nn.Module], object] | None = None
 ) -> None:
     """Draw the weights of a model that was made under ``torch.device("meta")``, in place.
 

@@ -138,14 +138,10 @@ class Checkpoints:
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
         make_room = functools.partial(self._make_room, step)
-        path = self.path_of(step)
+        path = path_of(self.folder, step)
         self._writer = CheckpointWriter(path, step=step, facts=facts, make_room=make_room)
         self._ended = self._thread.submit(self._write, started_s, self._writer, planner, tensors)
         self._stall_s = time.perf_counter() - started_s
-
-    def path_of(self, step: int) -> Path:
-        """The folder of a checkpoint."""
-        return _path_of(self.folder, step)
 
     @property
     def is_reading(self) -> bool:
@@ -253,7 +249,7 @@ class Checkpoints:
         for old in steps[: -self._keep]:
             if not self._stays(old):
                 with contextlib.suppress(OSError):  # one checkpoint too many does no harm
-                    hide(self.path_of(old))
+                    hide(path_of(self.folder, old))
 
     def _make_room(self, step: int, num_bytes: int) -> None:
         """Remove the oldest checkpoints until this many bytes are free for one of this step.
@@ -265,7 +261,9 @@ class Checkpoints:
         if not self._verified & set(steps):
             return
         removable = [
-            self.path_of(old) for old in steps if old not in self._verified and not self._stays(old)
+            path_of(self.folder, old)
+            for old in steps
+            if old not in self._verified and not self._stays(old)
         ]
         files = (file for path in removable for file in path.iterdir())
         if shutil.disk_usage(self.folder).free + sum(f.stat().st_size for f in files) < num_bytes:
@@ -303,7 +301,7 @@ def _newest_of(
     for step in reversed(steps):
         fault = None
         try:
-            found = Checkpoint.open(_path_of(folder, step), ranks=ranks)
+            found = Checkpoint.open(path_of(folder, step), ranks=ranks)
             if reads_all:
                 found.check_share()
         except ConfigError as error:
@@ -323,7 +321,8 @@ def _newest_of(
     return None
 
 
-def _path_of(folder: Path, step: int) -> Path:
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a checkpoint."""
     return folder / f"{PREFIX}{step:08d}"
 
 

@@ -9,7 +9,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from sdbench.ranks.distributed import Ranks, gather
-from sdbench.state.checkpoints import Checkpoints
+from sdbench.state.checkpoints import Checkpoints, path_of
 
 
 class RayStorage:
@@ -48,7 +48,7 @@ class RayStorage:
         """
         is_first = self._ranks.rank == 0
         storage = ray.train.get_context().get_storage()
-        checkpoint = self._checkpoints.path_of(step)
+        checkpoint = path_of(self._folder, step)
         if is_first:
             self._checkpoints.held.add(step)
 

@@ -46,12 +46,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        facts: Mapping[str, Any],
-        make_room: Callable[[int], None],
+        self, folder: Path, *, step: int, facts: Mapping[str, Any], make_room: Callable[[int], None]
     ) -> None:
         """Write nothing yet; `make_room` removes older checkpoints until so many bytes are free."""
         # Files are synced to disk here, after `is_read` has been set. The planner copies.

@@ -80,6 +80,9 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         num_steps=plan.max_num_steps,
         flops_per_image=count_flops(step),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trainable_parameters=sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        ),
         prepare=prepare,
         sharded_blocks=SHARDED_BLOCKS,
     )

@@ -98,6 +98,7 @@ def make_parts(*, num_ranks=1, rank=0, **changes) -> TrainJob:
         "num_steps": NUM_STEPS,
         "flops_per_image": 1.0,
         "num_parameters": NUM_FEATURES + 1,
+        "num_trainable_parameters": NUM_FEATURES + 1,
     }
     return TrainJob(**fields | changes)
 

@@ -65,6 +65,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
         device=plan.machine.device_type,
     )
     tune_blocks(model.vae, config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return TrainJob(
         model=model,
         trained={"vae": TrainedModule(model.vae, config.lr, config.weight_decay)},
@@ -76,7 +77,8 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
         flops_per_image=count_flops(Step.of(config, plan.architecture, on_cuda=False)),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
+        num_trainable_parameters=num_parameters,
     )
 
 
