@@ -30,7 +30,6 @@ from tests.engines.linear import (
     make_config,
     make_parts,
     train_by_hand,
-    watch_of,
     watch_with,
 )
 
@@ -41,8 +40,6 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Listener:
-    """Remembers what it is told."""
-
     def __init__(self) -> None:
         self.indices = []
 
@@ -70,15 +67,6 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine, microbatch
     assert sum(step.step_time_s for step in measurements.timings.measured) == pytest.approx(
         measurements.timings.window_s, abs=1e-3
     )
-
-
-@each_engine
-def test_an_exhausted_loader_begins_its_next_epoch(engine):
-    job = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
-    losses = losses_of(load_engine(engine)(job, make_config(), watch_of(0, 7)))
-    assert losses[NUM_STEPS:] == losses[:2]
-    assert len(set(losses)) == NUM_STEPS
-    assert job.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
 
 
 class Reads(TorchDispatchMode):
@@ -132,8 +120,6 @@ def cpu_scaler(monkeypatch):
 
 
 class HooksThatGoBack(Hooks):
-    """Begin with the facts of another run."""
-
     def __init__(self, facts):
         super().__init__()
         self._facts = facts

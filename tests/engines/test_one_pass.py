@@ -32,8 +32,7 @@ def make_job():
     return SimpleNamespace(model=model, trained=trained, images_per_step=2, max_gradient_norm=None)
 
 
-def backward(model, *, step):
-    """Gives each weight a gradient that does not depend on the weights."""
+def backward(model, *, step):  # whose gradients do not depend on the weights
     torch.manual_seed(step)
     sum((weight * torch.randn_like(weight)).sum() for weight in model.parameters()).backward()
 

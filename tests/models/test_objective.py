@@ -85,8 +85,7 @@ def test_min_snr_weights_act_on_the_samples_of_the_loss(batch) -> None:
 
 def test_offset_noise_moves_whole_channels(batch) -> None:
     _, target = run(Objective(offset_noise=0.1), batch)
-    torch.manual_seed(5)
-    _, noise = torch.randint(0, 1000, (2,)), torch.randn(SIZE)
+    _, noise = draws()
     offset = 0.1 * torch.randn(2, 4, 1, 1)
     torch.testing.assert_close(target, noise + offset)
     assert offset.std() > 0.01
