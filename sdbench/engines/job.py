@@ -16,7 +16,8 @@ from sdbench.settings.recipe import TrainConfig
 if TYPE_CHECKING:
     import torch
 
-    from sdbench.engines.device_batches import Batch, Loader
+    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.engines.device_batches import Batch
     from sdbench.engines.train_state import TrainState
 
 
@@ -99,7 +100,7 @@ class TrainJob:
     model: torch.nn.Module
     trained: Mapping[str, TrainedModule]
     loss: Callable[[Any], torch.Tensor]
-    loader: Loader
+    loader: CheckedLoader
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     schedule: Callable[[int], float]
     ema: EmaSpec | None

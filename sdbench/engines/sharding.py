@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -137,16 +137,16 @@ def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
         yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 
 
-def held_weights(
-    job: TrainJob, optimizer: torch.optim.Optimizer, *, sharding: str
-) -> dict[str, torch.Tensor]:
+def own_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer of this rank's weights, which is inside torch's ZeroRedundancyOptimizer."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def held_weights(job: TrainJob, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The trained weights whose optimizer state this rank holds, or their fp32 copies, by name."""
-    weights = job.trained_weights()
-    # `optim` is the inner optimizer of torch's ZeroRedundancyOptimizer, for this rank's weights.
-    own = optimizer.optim if sharding in ZERO1 else optimizer
+    own = own_optimizer(optimizer)
     held = getattr(own, "masters", None)
     if held is None:
-        if sharding not in ZERO1:
-            return weights
         held = {id(weight): weight for group in own.param_groups for weight in group["params"]}
-    return {name: held[id(weight)] for name, weight in weights.items() if id(weight) in held}
+    weights = job.trained_weights().items()
+    return {name: held[id(weight)] for name, weight in weights if id(weight) in held}

@@ -66,8 +66,7 @@ class Training:
         update_early(self.optimizer, job, config, hooks)
         self.ema = None
         if job.ema is not None and job.ema.implementation == "foreach":
-            held = held_weights(job, self.optimizer, sharding=config.sharding)
-            self.ema = ForeachEma(held, job.ema)
+            self.ema = ForeachEma(held_weights(job, self.optimizer), job.ema)
         self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def end_optimizer_phase(self) -> None:
