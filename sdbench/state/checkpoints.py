@@ -13,7 +13,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,7 @@ class Checkpoints:
         All checksums are checked; a file that one rank cannot read counts for all. What is passed
         over is printed. If all are damaged, that is a ConfigError.
         """
-        steps = broadcast(_list_steps(self.folder), self._ranks)
-        found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
+        found = find_newest(self.folder.parent, ranks=self._ranks, reads_all=True)
         self._verified = set() if found is None else {found.step}
         if self._ranks.rank == 0:
             for remains in find_remains(self.folder):
@@ -278,27 +277,14 @@ class Checkpoints:
         return is_kept or old in self.held
 
 
-def find_newest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run whose files have the right sizes, for this process alone."""
-    folder = run / FOLDER_NAME
-    return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
-
-
-def tell_of_passed_over(found: Checkpoint | None) -> None:
-    """Print why newer checkpoints were not taken."""
-    for reason in found.passed_over if found is not None else ():
-        print(f"A checkpoint is passed over. {reason}", flush=True)
-
-
-def _newest_of(
-    folder: Path, steps: Sequence[int], *, ranks: Ranks, reads_all: bool
-) -> Checkpoint | None:
-    """The newest whole checkpoint of these rising steps; all ranks find the same.
+def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, the same on all ranks, which call it.
 
     `reads_all` checks the checksums of all files, and not only their sizes.
     """
+    folder = run / FOLDER_NAME
     passed_over: list[str] = []
-    for step in reversed(steps):
+    for step in reversed(broadcast(_list_steps(folder), ranks)):
         fault = None
         try:
             found = Checkpoint.open(path_of(folder, step), ranks=ranks)
@@ -319,6 +305,12 @@ def _newest_of(
             flag="--run_name",
         )
     return None
+
+
+def tell_of_passed_over(found: Checkpoint | None) -> None:
+    """Print why newer checkpoints were not taken."""
+    for reason in found.passed_over if found is not None else ():
+        print(f"A checkpoint is passed over. {reason}", flush=True)
 
 
 def path_of(folder: Path, step: int) -> Path:
