@@ -44,16 +44,15 @@ def change(path: Path, **values) -> None:
 
 
 def test_built_ins() -> None:
-    facts = {}
-    for name in built_in_names():
-        architecture = resolve_architecture(name)
-        assert architecture.weights_folder is None
-        facts[name] = (
-            architecture.default_image_size,
-            architecture.tokenizer["pad_token_id"],
-            architecture.scheduler["prediction_type"],
+    built_in = {name: resolve_architecture(name) for name in built_in_names()}
+    assert {
+        name: (
+            one.default_image_size,
+            one.tokenizer["pad_token_id"],
+            one.scheduler["prediction_type"],
         )
-    assert facts == {
+        for name, one in built_in.items()
+    } == {
         "mini": (64, 0, "epsilon"),
         "sd1-base": (512, 49407, "epsilon"),
         "sd2-768-v": (768, 0, "v_prediction"),
