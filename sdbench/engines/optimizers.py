@@ -183,6 +183,6 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             torch._foreach_copy_(self._weights, self._masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients."""
+        """Free the gradients of the weights."""
         for weight in self._weights:
             weight.grad = None

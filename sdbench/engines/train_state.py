@@ -23,8 +23,8 @@ SEEDS_OF_A_STEP = 1_000_003
 class TrainState:
     """The state of one rank between two steps.
 
-    It counts the steps trained, also before a resume, and knows whether the update of the current
-    or the last one is skipped.
+    `num_steps` have been trained, those before a resume included. `is_skipped`: the update of the
+    current or the last step is skipped.
     """
 
     def __init__(

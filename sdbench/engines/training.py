@@ -100,7 +100,7 @@ class Training:
 
     @property
     def num_steps_left(self) -> int:
-        """At most, for this process."""
+        """Steps that this process may take."""
         return self.job.num_steps - self.state.num_steps
 
     def gradients_ready(self, loss: Tensor) -> None:

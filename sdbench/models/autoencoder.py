@@ -39,7 +39,7 @@ class Autoencoder(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Encode images, draw latents, and decode them.
 
-        The batch has `image`, as of `to_pixels`. Returns the squared errors (B,) and the
+        The batch has `image`, as `to_pixels` takes it. Returns the squared errors (B,) and the
         divergences (B,), both in fp32.
         """
         mean, logvar = self._encode(batch["image"])

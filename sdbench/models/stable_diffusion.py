@@ -172,7 +172,7 @@ class StableDiffusion(nn.Module):
         return (weights * errors.flatten(1).mean(1)).mean()
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """As `weights.autocast`, to the type of the U-Net."""
+        """Autocast to the compute type of the U-Net within the block, if there is one."""
         return autocast(device, self.autocast_dtype)
 
     def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -213,7 +213,7 @@ def _is_trained(module: nn.Module) -> bool:
 def encode_images(
     vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
 ) -> tuple[Tensor, Tensor]:
-    """Encode images as of `to_pixels` to mean and log-variance of their latents.
+    """Encode images, as `to_pixels` takes them, to mean and log-variance of their latents.
 
     Both are (B, 4, H/8, W/8) in fp32, and not scaled.
     """
@@ -278,7 +278,7 @@ def build_stable_diffusion(
         vae_attention: The same for the VAE; None: as the others.
         encoders: Whether to build VAE and text encoder, which precomputed latents do not need.
         trained: Names of the sub-models to train; the others are frozen.
-        lora: Trained in place of their weights; its names may be a ConfigError.
+        lora: Trained in place of their weights; a name of no linear layer is a ConfigError.
         initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
             row of this one; None: there is no new token.
         device: Of the model.

@@ -28,7 +28,7 @@ SEED_BITS = 32
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Types of trained weights, and of the frozen ones beside LoRA, and of autocast."""
+    """Types of weights (trained ones, and frozen ones beside LoRA) and of autocast, if any."""
 
     weights: torch.dtype
     autocast: torch.dtype | None
