@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
-from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_part
-from sdbench.models.drawing import make_sampler
 from sdbench.models.lora import Lora, is_lora
 from sdbench.models.lora_files import (
     check_lora_files,
@@ -21,7 +18,6 @@ from sdbench.models.lora_files import (
     lora_weights,
     write_for_diffusers,
 )
-from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
 from sdbench.settings.lora import LoraFile
@@ -118,36 +114,6 @@ def test_a_name_of_no_linear_layer_is_refused(layer) -> None:
     with refused("--lora_layers", value=layer):
         lora = Lora(4, 4.0, (("unet", ("to_q", layer)),))
         lora.add_to({"unet": make_part("unet", TINY)}, seed=None)
-
-
-def test_the_flops_are_those_of_a_step() -> None:
-    model = build(LORA)
-    batch = {"latent": torch.zeros(1, 4, 8, 8), "input_ids": IDS}
-    with FlopCounterMode(display=False) as counter:
-        model.loss(*model(batch)).backward()
-    trained = ("unet", "text_encoder")
-    step = Step(architecture=TINY, image_size=64, encodes_images=False, trained=trained, lora=LORA)
-    assert count_flops(step) == counter.get_total_flops()
-
-
-def test_diffusers_loads_a_file_and_computes_what_was_trained(trained, file) -> None:
-    plain = build()
-    pipeline = StableDiffusionPipeline(
-        unet=plain.unet,
-        text_encoder=plain.text_encoder,
-        scheduler=make_sampler("ddim", TINY.scheduler),
-        vae=None,
-        tokenizer=None,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    before = outputs(plain)
-    path = Path(file.path)
-    pipeline.load_lora_weights(path.parent, weight_name=path.name)
-    expected = outputs(trained)
-    torch.testing.assert_close(outputs(pipeline), expected)
-    assert (before - expected).abs().max() > 0.01
 
 
 def added_by_hand(weights: dict, trained: StableDiffusion) -> dict:

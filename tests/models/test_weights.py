@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -26,8 +25,7 @@ def make_by_constructor(part: str) -> nn.Module:
     torch.manual_seed(5)
     if part == "text_encoder":
         return CLIPTextModel(CLIPTextConfig(**TINY.text_encoder))
-    model_class = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[part]
-    return model_class.from_config(getattr(TINY, part))
+    return PARTS[part].from_config(getattr(TINY, part))
 
 
 def is_uniform(weight: torch.Tensor) -> bool:
