@@ -76,7 +76,7 @@ class Checkpoint:
     Attributes:
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
-        files: As of `describe_file`, by name.
+        files: Size and checksum of each file, from `describe_file`, by name.
         ranks: Those that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.

@@ -30,7 +30,6 @@ from sdbench.state.writer import (
     NotFinite,
     find_remains,
     hide,
-    remove,
     remove_remains,
 )
 
@@ -270,7 +269,7 @@ class Checkpoints:
         for path in removable:
             if shutil.disk_usage(self.folder).free >= num_bytes:
                 return
-            remove(path)
+            shutil.rmtree(hide(path), ignore_errors=True)  # a kill leaves only hidden remains
 
     def _stays(self, old: int) -> bool:
         is_kept = bool(self._keep_every) and old % self._keep_every == 0

@@ -177,16 +177,12 @@ def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and (buffer.size(), buffer.dtype) == (tensor.size(), tensor.dtype)
 
 
-def hide(folder: Path) -> None:
-    """Rename a checkpoint, if it is there, so that no search finds it."""
+def hide(folder: Path) -> Path:
+    """Rename a checkpoint, if it is there, so that no search finds it; returns its new place."""
+    hidden = folder.with_name(f".{folder.name}.removing")
     if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}.removing"))
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; a kill leaves only hidden remains."""
-    hide(folder)
-    shutil.rmtree(folder.with_name(f".{folder.name}.removing"), ignore_errors=True)
+        folder.rename(hidden)
+    return hidden
 
 
 def find_remains(folder: Path) -> list[Path]:
