@@ -40,7 +40,6 @@ def make_job():
 
 
 def train(optimizer_class, *, fused, has_alike_gradients=True):
-    """Two steps of an fp32 model."""
     model = make_job().model.float()
     optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
     for _ in range(2):

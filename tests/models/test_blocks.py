@@ -72,7 +72,6 @@ class SmallBlock(ResnetBlock2D):
         nn.Module.__init__(self)
 
     def forward(self, x):
-        """The double."""
         return 2 * x
 
 

@@ -15,7 +15,6 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.channels_last, torch.con
 
 
 def run(module, x, gradient, *, dtype):
-    """Output, and gradients of input, weight and bias."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = module(x)

@@ -42,7 +42,6 @@ def tokenizer() -> CaptionTokenizer:
 
 @pytest.fixture
 def write(tokenizer, tmp_path):
-    """A function that exports a model and returns the folder."""
 
     def write(model: StableDiffusion, **changes) -> Path:
         options = {"trained": {}, "tokenizer": tokenizer.for_diffusers(), "card": "# a card\n"}

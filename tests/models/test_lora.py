@@ -74,7 +74,6 @@ def write_for_kohya(weights, path: Path, *, lora: Lora) -> None:
 
 @pytest.fixture(params=[write_for_diffusers, write_for_kohya])
 def file(request, trained, tmp_path) -> LoraFile:
-    """A file in each format."""
     stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
     path = tmp_path / "lora.safetensors"
     request.param(lora_weights(stored, LORA), path, lora=LORA)

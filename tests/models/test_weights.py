@@ -106,8 +106,6 @@ def test_half_precision_rounds_the_same_numbers() -> None:
 
 
 class DevicesOfDraws(TorchDispatchMode):
-    """The types of the devices on which random numbers are drawn."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found = set()
