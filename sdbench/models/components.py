@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,34 +20,17 @@ from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.weights import Weights, draw_weights
 
-
-@dataclass(frozen=True)
-class Attention:
-    """Implementations of attention: diffusers' processors, and transformers' name of one.
-
-    The VAE's one head is too wide, 512, for the kernels of flash attention and cuDNN.
-    """
-
-    unet: Callable[[], Any]
-    vae: Callable[[], Any]
-    text_encoder: str
-
-
-def _by_kernel(kernel: SDPBackend) -> Attention:
-    return Attention(functools.partial(KernelAttnProcessor, kernel), AttnProcessor2_0, "sdpa")
-
-
-ATTENTION = {
-    "eager": Attention(AttnProcessor, AttnProcessor, "eager"),
-    "by_shape": Attention(ByShapeAttnProcessor, AttnProcessor2_0, "sdpa"),
-    "sdpa": Attention(AttnProcessor2_0, AttnProcessor2_0, "sdpa"),
-    "flash": _by_kernel(SDPBackend.FLASH_ATTENTION),
-    "cudnn": _by_kernel(SDPBackend.CUDNN_ATTENTION),
-    "efficient": _by_kernel(SDPBackend.EFFICIENT_ATTENTION),
-    "xformers": Attention(XFormersAttnProcessor, AttnProcessor2_0, "sdpa"),
+# diffusers' attention processors of the U-Net. The one head of the VAE is too wide, 512, for flash
+# attention and cuDNN: VAE and text encoder have eager attention, or the kernel that torch chooses.
+ATTENTION: dict[str, Callable[[], Any]] = {
+    "eager": AttnProcessor,
+    "by_shape": ByShapeAttnProcessor,
+    "sdpa": AttnProcessor2_0,
+    "flash": functools.partial(KernelAttnProcessor, SDPBackend.FLASH_ATTENTION),
+    "cudnn": functools.partial(KernelAttnProcessor, SDPBackend.CUDNN_ATTENTION),
+    "efficient": functools.partial(KernelAttnProcessor, SDPBackend.EFFICIENT_ATTENTION),
+    "xformers": XFormersAttnProcessor,
 }
-
-
 # How weights are read from a folder.
 SAFE = {"use_safetensors": True, "local_files_only": True}
 PARTS = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, "text_encoder": CLIPTextModel}
@@ -66,15 +48,15 @@ def make_part(
     Its weights are loaded from the folder of the architecture, or drawn if it has none; without a
     seed neither is done. Without `weights` it has shapes only, on the meta device.
     """
-    implementation = getattr(ATTENTION[attention], part)
     folder = architecture.weights_folder_of(part)
     loads = weights is not None and weights.seed is not None and folder is not None
     is_text_encoder = part == "text_encoder"
+    kind = attention if part == "unet" or attention == "eager" else "sdpa"
     if loads:
         # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
         options = {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
         if is_text_encoder:
-            options = {"dtype": torch.float32, "attn_implementation": implementation}
+            options = {"dtype": torch.float32, "attn_implementation": kind}
         model = PARTS[part].from_pretrained(folder / part, **SAFE, **options)
     else:
         config = getattr(architecture, part)
@@ -85,12 +67,12 @@ def make_part(
         )
         with torch.device("meta"), refusing:
             if is_text_encoder:
-                config = CLIPTextConfig(**config, attn_implementation=implementation)
+                config = CLIPTextConfig(**config, attn_implementation=kind)
                 model = CLIPTextModel(config)
             else:
                 model = PARTS[part].from_config(config)
     if not is_text_encoder:
-        model.set_attn_processor(implementation())
+        model.set_attn_processor(ATTENTION[kind]())
     if loads:
         weights.place(model)
     elif weights is not None:
