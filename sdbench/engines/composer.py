@@ -19,11 +19,10 @@ from composer.utils import dist, get_device
 
 from sdbench.base.errors import RunError
 from sdbench.engines.device_batches import Batches
-from sdbench.engines.job import EmaSpec, EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, mean_over_ranks
 from sdbench.measure import phases
-from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 
@@ -40,8 +39,12 @@ def fit(
     training = Training(job, config, watch, hooks)
     training.end_optimizer_phase()
     algorithms = []
-    if job.ema is not None and job.ema.implementation == "composer":
-        algorithms.append(_composer_ema(job.ema, watch.phases))
+    if (ema := job.ema) is not None and ema.implementation == "composer":
+        average = EMA(
+            half_life=f"{ema.half_life_batches}ba", update_interval=f"{ema.interval_batches}ba"
+        )
+        average.apply = watch.phases.wrap(phases.EMA, average.apply)
+        algorithms.append(average)
     # They are on the device already, where Composer leaves them.
     batches = training.begin()
     with (
@@ -86,12 +89,6 @@ def fit(
     return measurements_of(watch, num_images=job.loader.num_images_delivered)
 
 
-def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
-    ema = EMA(half_life=f"{spec.half_life_batches}ba", update_interval=f"{spec.interval_batches}ba")
-    ema.apply = clock.wrap(phases.EMA, ema.apply)
-    return ema
-
-
 class ComposerDiffusion(ComposerModel):
     """The job's model and loss as a model of Composer."""
 
@@ -101,7 +98,7 @@ class ComposerDiffusion(ComposerModel):
         self._loss = job.loss
 
     def forward(self, batch: dict[str, torch.Tensor]) -> Any:
-        """The model's output for a batch."""
+        """Call the model."""
         return self.model(batch)
 
     def loss(self, outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,27 +13,11 @@ from sdbench.engines.job import EngineConfig
 from sdbench.measure import phases
 from sdbench.measure.watch import StepWatch
 
+if TYPE_CHECKING:
+    from sdbench.data.pipeline.loader import CheckedLoader
+
 Batch = dict[str, Tensor]
 Prepare = Callable[[Batch], Batch]
-
-
-class Loader(Protocol):
-    """Yields the batches of one epoch per iteration.
-
-    Attributes:
-        num_images_delivered: Images of all batches that were yielded.
-    """
-
-    num_images_delivered: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Begin an epoch, or continue the resumed one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position."""
 
 
 class MicroBatch(NamedTuple):
@@ -70,7 +54,7 @@ class Batches:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: CheckedLoader,
         *,
         config: EngineConfig,
         device: torch.device,

@@ -16,7 +16,8 @@ from sdbench.settings.recipe import TrainConfig
 if TYPE_CHECKING:
     import torch
 
-    from sdbench.engines.device_batches import Batch, Loader
+    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.engines.device_batches import Batch
     from sdbench.engines.train_state import TrainState
 
 
@@ -33,10 +34,8 @@ class TrainingHooks(Protocol):
     def gradients_ready(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Act on the gradients of a step before its update, which it may skip.
 
-        Args:
-            loss: Of this rank's batch, on the device.
-            norm: Of all gradients before they were clipped, on the device; None where they are not
-                clipped.
+        The loss of this rank's batch and the norm of all gradients before they were clipped, None
+        where they are not, are on the device.
         """
 
     def step_ended(self, state: TrainState) -> None:
@@ -49,9 +48,8 @@ class EmaSpec:
 
     Attributes:
         implementation: ``composer`` (Composer's algorithm, over every trainable parameter and all
-            buffers) or ``foreach`` (torch's foreach kernels over the trained weights, in fp32).
+            buffers) or ``foreach`` (`ForeachEma`, over the trained weights).
         half_life_batches: Steps after which the influence of a weight has halved.
-        interval_batches: Steps from one update to the next.
         warms_up: The decay of the n-th update is at most (1 + n) / (10 + n), as in open-diffusion.
     """
 
@@ -68,11 +66,7 @@ class EmaSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModule:
-    """A sub-module whose weights are trained, and the settings of its parameter group.
-
-    The learning rate is that before the schedule's multiplier. Each step subtracts rate x decay x
-    weight, as AdamW defines it.
-    """
+    """A sub-module whose weights are trained, its learning rate without schedule, and its decay."""
 
     module: torch.nn.Module
     lr: float
@@ -84,20 +78,16 @@ class TrainJob:
     """A training job.
 
     Attributes:
-        model: Maps a batch to the input of `loss`.
+        model: Maps a batch to the input of `loss`, which makes a scalar of it.
         trained: The trained sub-modules of `model` by name. Their weights are averaged, sharded
             and saved.
-        loss: Maps the model's output to a scalar.
         loader: Batches of this rank.
-        make_optimizer: Makes the optimizer from torch's parameter groups, see
-            `optimizers.parameter_groups`.
+        make_optimizer: Makes the optimizer from `optimizers.parameter_groups`.
         schedule: `schedule(step)` is the multiplier of all learning rates; steps count from 0.
-        ema: The moving average of the trained weights, or None.
         images_per_step: Global batch.
         num_steps: Maximum number of optimizer steps; the watch may end the run earlier.
         flops_per_image: As `replay.count_flops`.
-        num_parameters: Weights of all sub-models.
-        num_trainable_parameters: Trained weights.
+        num_parameters: Weights of all sub-models, also of encoders that are done and gone.
         prepare: Applied to the whole batch of a step on the device, without gradients, before it is
             split into micro-batches.
         sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.
@@ -110,7 +100,7 @@ class TrainJob:
     model: torch.nn.Module
     trained: Mapping[str, TrainedModule]
     loss: Callable[[Any], torch.Tensor]
-    loader: Loader
+    loader: CheckedLoader
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     schedule: Callable[[int], float]
     ema: EmaSpec | None

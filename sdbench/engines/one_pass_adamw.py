@@ -41,11 +41,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """Copy the weights, in bf16 on the CPU, and compile the kernel.
-
-        Raises:
-            ConfigError: The kernel cannot be compiled.
-        """
+        """Copy the weights, in bf16 on the CPU, and compile the kernel, or raise a ConfigError."""
         super().__init__(groups, **settings)
         for weight in self._weights:
             assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
@@ -128,7 +124,6 @@ _OPERATORS.impl("adamw_one_pass", _run_kernel, "CPU")
 
 @functools.cache
 def _compile() -> Callable[..., None]:
-    """Compile `SOURCE` for this processor and load it."""
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = f"{folder}/update.o", f"{folder}/update.so"
         # Linked without OpenMP, whose functions are found in the library that torch has loaded:

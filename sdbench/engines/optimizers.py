@@ -17,23 +17,16 @@ from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
 
 # Parameters of AdamW._init_group in the releases of torch that the suite was tried with.
 INIT_GROUP = (
-    "group",
-    "params_with_grad",
-    "grads",
-    "exp_avgs",
-    "exp_avg_sqs",
-    "max_exp_avg_sqs",
-    "state_steps",
+    *("group", "params_with_grad", "grads"),
+    *("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"),
 )
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
-    """The weights of a job as torch's parameter groups, one for each trained module.
+    """The weights of a placed or sharded job as torch's parameter groups, one for each module.
 
-    Args:
-        job: Its model has been placed or sharded.
-        which: ``trainable``; or ``all``, which adds the frozen weights to the first group. They get
-            no gradients, so that the optimizer leaves them alone.
+    `which` is ``trainable``; or ``all``, which adds the frozen weights to the first group. They get
+    no gradients, so that the optimizer leaves them alone.
     """
     groups = [
         {
@@ -113,7 +106,6 @@ class AdamW(torch.optim.AdamW):
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Make the optimizer as torch does, if its `_init_group` is the known one."""
         if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
             raise RunError(
                 f"torch {torch.__version__} is not known to this suite: its AdamW lists the "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import EngineConfig, TrainJob
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -83,10 +83,12 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
     device_type = weights[0].device.type
     reduce_dtype = None
     if device_type == "cpu":
-        # Only there: where a gathered weight is not used, as in the backward pass of a LoRA, torch
-        # waits for that event on an accelerator.
-        if config.sharding in WITHIN_NODE:
-            let_cpus_average_between_nodes()
+        if config.sharding in WITHIN_NODE and torch.__version__ < "2.11":
+            # torch 2.7 asserts that the stream of an average between nodes has recorded an event.
+            # Those of a CPU, where each operation has ended when it returns, record none. Only on a
+            # CPU: where a gathered weight is not used, as in the backward pass of a LoRA, torch
+            # waits for that event on an accelerator.
+            torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
         # For fp32 and bf16 FSDP2 asks for a reduction by mean, for which gloo returns the sum or an
         # error (pytorch issue 162338). For fp64 it asks for a sum and divides.
         reduce_dtype = torch.float64
@@ -103,17 +105,6 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
             if isinstance(module, job.sharded_blocks) and module is not trained.module:
                 shard(module)
         shard(trained.module)
-
-
-def let_cpus_average_between_nodes() -> None:
-    """Let FSDP2 share weights within each node on CPUs as well.
-
-    torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
-    of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
-    """
-    if torch.__version__ >= "2.11":
-        return
-    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
 
 
 def begin_microbatch(job: TrainJob, *, config: EngineConfig, is_last: bool) -> None:
@@ -146,16 +137,16 @@ def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
         yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 
 
-def held_weights(
-    job: TrainJob, optimizer: torch.optim.Optimizer, *, sharding: str
-) -> dict[str, torch.Tensor]:
+def own_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer of this rank's weights, which is inside torch's ZeroRedundancyOptimizer."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def held_weights(job: TrainJob, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The trained weights whose optimizer state this rank holds, or their fp32 copies, by name."""
-    weights = job.trained_weights()
-    # `optim` is the inner optimizer of torch's ZeroRedundancyOptimizer, for this rank's weights.
-    own = optimizer.optim if sharding in ZERO1 else optimizer
+    own = own_optimizer(optimizer)
     held = getattr(own, "masters", None)
     if held is None:
-        if sharding not in ZERO1:
-            return weights
         held = {id(weight): weight for group in own.param_groups for weight in group["params"]}
-    return {name: held[id(weight)] for name, weight in weights.items() if id(weight) in held}
+    weights = job.trained_weights().items()
+    return {name: held[id(weight)] for name, weight in weights if id(weight) in held}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sdbench.engines.device_batches import Loader
+from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EngineConfig, TrainJob
-from sdbench.engines.sharding import forget_gathered, held_weights
+from sdbench.engines.sharding import forget_gathered, held_weights, own_optimizer
 from sdbench.models.weights import PRECISIONS
 from sdbench.ranks.distributed import Ranks
 
@@ -23,9 +23,8 @@ SEEDS_OF_A_STEP = 1_000_003
 class TrainState:
     """The state of one rank between two steps.
 
-    Attributes:
-        num_steps: Steps trained, including those before a resume.
-        is_skipped: Whether the update of the current or the last step is skipped.
+    `num_steps` have been trained, those before a resume included. `is_skipped`: the update of the
+    current or the last step is skipped.
     """
 
     def __init__(
@@ -34,10 +33,9 @@ class TrainState:
         optimizer: torch.optim.Optimizer,
         *,
         ema: ForeachEma | None,
-        batches: Loader,
+        batches: Batches,
         config: EngineConfig,
     ) -> None:
-        """Join the parts; the job's model has been placed or sharded."""
         self.num_steps = 0
         self.is_skipped = False
         self._job = job
@@ -85,32 +83,27 @@ class TrainState:
         optimizer and the average; what several ranks have is equal on all of them.
         """
         # Here, since a measurement does without torch.distributed.checkpoint.
-        from sdbench.state.checkpoint import (
-            AVERAGED_PREFIX,
-            COPIES_PREFIX,
-            FROZEN_PREFIX,
-            TRAINED_PREFIX,
-        )
+        from sdbench.state import checkpoint as names
 
         forget_gathered(self._job)
         weights = self._job.trained_weights()
-        named = {TRAINED_PREFIX + name: weight.detach() for name, weight in weights.items()}
-        named |= {FROZEN_PREFIX + name: weight for name, weight in self._job.kept.items()}
-        held = held_weights(self._job, self._optimizer, sharding=self._config.sharding)
+        named = {names.TRAINED_PREFIX + name: weight.detach() for name, weight in weights.items()}
+        named |= {names.FROZEN_PREFIX + name: weight for name, weight in self._job.kept.items()}
+        held = held_weights(self._job, self._optimizer)
         has_copies = self._config.master_weights == "fp32"
         dtype = PRECISIONS[self._config.precision].weights
-        states = self._optimizer_states()
+        states = own_optimizer(self._optimizer).state
         for name, weight in held.items():
             if has_copies:
-                named[COPIES_PREFIX + name] = weight.detach()
+                named[names.COPIES_PREFIX + name] = weight.detach()
             if weight is weights[name] and has_copies:
                 # FSDP makes the weight from the copy in each step. It is saved like the others.
-                named[TRAINED_PREFIX + name] = weight.detach().to(dtype)
+                named[names.TRAINED_PREFIX + name] = weight.detach().to(dtype)
             # An optimizer has state for all weights or, like plain SGD, for none.
             assert weight in states or not states, f"the optimizer has no state of {name}"
             for key, value in states.get(weight, {}).items():
                 named[f"optimizer.{key}.{name}"] = value
-        named |= {AVERAGED_PREFIX + name: one for name, one in (self.averages or {}).items()}
+        named |= {names.AVERAGED_PREFIX + name: one for name, one in (self.averages or {}).items()}
         return named | _random_states()
 
     def facts(self) -> dict[str, Any]:
@@ -187,13 +180,9 @@ class TrainState:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        for values in self._optimizer_states().values():
+        for values in own_optimizer(self._optimizer).state.values():
             for value in values.values():
                 value.zero_()
-
-    def _optimizer_states(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
-        return getattr(self._optimizer, "optim", self._optimizer).state
 
     def _load_scale(self) -> None:
         if self._scaler is not None and self._loaded_scale:

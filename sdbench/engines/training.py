@@ -37,7 +37,6 @@ class Training:
     """A job whose model is on its device, with its optimizer, average and state.
 
     Attributes:
-        is_sharded: Whether FSDP shards the weights.
         ema: The suite's own moving average; None if there is none or Composer keeps it.
         last_gradient: Tells the backward pass from the wait for other ranks.
         state: What is saved and restored; made by `begin`.
@@ -67,8 +66,7 @@ class Training:
         update_early(self.optimizer, job, config, hooks)
         self.ema = None
         if job.ema is not None and job.ema.implementation == "foreach":
-            held = held_weights(job, self.optimizer, sharding=config.sharding)
-            self.ema = ForeachEma(held, job.ema)
+            self.ema = ForeachEma(held_weights(job, self.optimizer), job.ema)
         self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def end_optimizer_phase(self) -> None:
@@ -80,8 +78,7 @@ class Training:
     def begin(self) -> Batches:
         """Make the state, which the hooks may restore, and the schedule from there on.
 
-        Returns:
-            The job's batches on the device, which the state has the position of.
+        Returns the job's batches on the device, whose position is in the state.
         """
         batches = Batches(
             self.job.loader,
@@ -147,7 +144,6 @@ class LastGradient:
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
-        """Prepare; hooks are set in profiled backward passes only."""
         self._parameters = list(weights)
         self._clock = clock
         self._hooks: list[Any] = []

@@ -6,11 +6,12 @@ needs the network. torch is not imported here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
+from sdbench.base.outside import shorten
 from sdbench.models.objective import PREDICTION_TYPES
 
 ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
@@ -56,24 +58,23 @@ PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
 class Architecture:
     """The configurations of one model. Compared by identity, so that it can be a cache's key.
 
+    They are those of diffusers' UNet2DConditionModel, AutoencoderKL and DDPMScheduler and of
+    transformers' CLIPTextModel. Its repr leaves out where the weights come from.
+
     Attributes:
         name: Built-in name, folder name or hub id.
         weights_folder: Local diffusers folder with safetensors weights; None: random weights.
         part_folders: The same for parts that come from elsewhere, by part.
         tokenizer_folder: Folder of the model's own tokenizer; None: CLIP's.
         revision: Commit of the hub repository that the model came from.
-        unet: Configuration of diffusers' UNet2DConditionModel.
-        vae: Configuration of diffusers' AutoencoderKL.
-        text_encoder: Configuration of transformers' CLIPTextModel.
-        scheduler: Configuration of diffusers' DDPMScheduler.
         tokenizer: `pad_token_id`, the id that fills a caption up to 77 tokens.
     """
 
-    name: str
-    weights_folder: Path | None = None
-    part_folders: Mapping[str, Path | None] = field(default_factory=dict)
-    tokenizer_folder: Path | None = None
-    revision: str | None = None
+    name: str = field(repr=False)
+    weights_folder: Path | None = field(default=None, repr=False)
+    part_folders: Mapping[str, Path | None] = field(default_factory=dict, repr=False)
+    tokenizer_folder: Path | None = field(default=None, repr=False)
+    revision: str | None = field(default=None, repr=False)
     unet: dict[str, Any]
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
@@ -81,11 +82,7 @@ class Architecture:
     tokenizer: dict[str, Any]
 
     def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
-        """Checksums of the weight files of parts; parts with random weights are left out.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
+        """Checksums of the weight files of parts; parts with random weights are left out."""
         known = {}
         for part in parts:
             folder = self.weights_folder_of(part)
@@ -142,11 +139,9 @@ def resolve_architecture(
 ) -> Architecture:
     """Find the architecture and the weights of a model.
 
-    Args:
-        model_name: Built-in name, local diffusers folder, or hub id (`owner/name`).
-        revision: Branch, tag or commit of a hub id.
-        random_weights: Do not load the weights of a folder or hub id. Hub ids of built-in
-            architectures then need no network.
+    `model_name` is a built-in name, a local diffusers folder, or a hub id (`owner/name`), which may
+    have a revision: a branch, tag or commit. With `random_weights` the weights of a folder or hub
+    id are not loaded; hub ids of built-in architectures then need no network.
 
     Raises:
         ConfigError: There is no such model, a part of it is missing, its weights are in a format
@@ -185,6 +180,16 @@ def resolve_architecture(
 
 def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
+
+
+@contextlib.contextmanager
+def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG) -> Iterator[None]:
+    """Make a ConfigError of any error of the block: diffusers and transformers raise all kinds."""
+    try:
+        yield
+    except Exception as error:
+        said = shorten(" ".join(str(error).split()), length=200)
+        raise ConfigError(f"{what} ({said})", value=value, allowed=allowed, flag=flag) from error
 
 
 def _read_built_in(name: str) -> dict[str, Any]:

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
-from sdbench.models.stable_diffusion import (
-    MEMORY_FORMATS,
-    encode_images,
-    sample_latents,
-    to_pixels,
-)
+from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, sample_latents, to_pixels
 from sdbench.models.weights import PRECISIONS, Weights, autocast
 
 
@@ -44,11 +39,8 @@ class Autoencoder(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Encode images, draw latents, and decode them.
 
-        Args:
-            batch: `image` (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
-
-        Returns:
-            The squared errors (B,) and the divergences (B,), both in fp32.
+        The batch has `image`, as `to_pixels` takes it. Returns the squared errors (B,) and the
+        divergences (B,), both in fp32.
         """
         mean, logvar = self._encode(batch["image"])
         noise = torch.randn(mean.shape, device=mean.device)
@@ -86,10 +78,7 @@ def build_autoencoder(
     kl_weight: float,
     device: str | torch.device = "cpu",
 ) -> Autoencoder:
-    """Build a VAE that is ready to train; arguments are as for `build_stable_diffusion`.
-
-    `kl_weight` is that of `Autoencoder`.
-    """
+    """Build a VAE that is ready to train; arguments are as for `build_stable_diffusion`."""
     numbers, layout = PRECISIONS[precision], MEMORY_FORMATS[memory_format]
     weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
     model = Autoencoder(

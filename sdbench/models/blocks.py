@@ -183,10 +183,7 @@ def fuse_group_norms(model: nn.Module) -> None:
 
 
 def checkpoint_activations(
-    unet: Any,
-    *,
-    which: str,
-    recompute: Callable[[], AbstractContextManager[Any]] | None = None,
+    unet: Any, *, which: str, recompute: Callable[[], AbstractContextManager[Any]] | None = None
 ) -> None:
     """Recompute activations of a U-Net in the backward pass instead of keeping them.
 

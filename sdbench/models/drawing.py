@@ -73,9 +73,8 @@ def draw(
     """Generate a batch of pictures, one for each prompt and seed, in the precision of training.
 
     The initial noise of a picture depends only on its seed, and is drawn in fp32 on the CPU:
-    diffusers' pipeline gives the same picture for
-    ``generator=torch.Generator().manual_seed(seed)``. No other random numbers are drawn. `check`
-    is called after each step of the sampler, and may raise.
+    diffusers' pipeline gives the same picture for ``torch.Generator().manual_seed(seed)``. No other
+    random numbers are drawn. `check` is called after each step of the sampler, and may raise.
     """
     assert model.text_encoder is not None and len(prompts) == len(seeds)
     pipeline = StableDiffusionPipeline(
@@ -168,10 +167,7 @@ def draw_share(
 
 
 def make_grid(
-    pictures: Sequence[Image.Image],
-    *,
-    num_columns: int | None = None,
-    captions: Sequence[str] = (),
+    pictures: Sequence[Image.Image], *, num_columns: int | None = None, captions: Sequence[str] = ()
 ) -> Image.Image:
     """Put pictures of one size side by side, in rows; without `num_columns` about in a square.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LAYERS_FLAGS = {"unet": "--lora_layers", "text_encoder": "--lora_text_encoder_layers"}
 # Added to the seed of a model; those of U-Net, VAE and text encoder are the seed itself, 1 and 2.
 SEED_OFFSETS = {"unet": 3, "text_encoder": 4}
-# Of the only adapter; peft has it in the names of its weights.
+# peft has it in the names of its weights.
 ADAPTER = "default"
 # In the names of weights in layers with LoRA: the frozen weight, and the two matrices.
 BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
@@ -28,14 +28,9 @@ BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA of a model.
+    """LoRA of a model: a layer with the weight W computes with W + alpha / rank B A.
 
-    A layer with the weight W computes with W + alpha / rank B A.
-
-    Attributes:
-        rank: Of B A.
-        alpha: B A is multiplied by alpha / rank.
-        layers: Sub-model and names of its linear layers; for names with dots the end is enough.
+    `layers` has sub-models and names of their linear layers; for names with dots the end is enough.
     """
 
     rank: int
@@ -44,7 +39,7 @@ class Lora:
 
     @staticmethod
     def of(config: Any) -> Lora | None:
-        """The LoRA that the config of a training run asks for; None if all weights are trained."""
+        """The LoRA of a training run; None if all weights are trained."""
         if config.lora_rank is None:
             return None
         layers = {"unet": config.lora_layers}

@@ -14,18 +14,14 @@ from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sdbench.base.errors import ConfigError
-from sdbench.base.outside import shorten
-from sdbench.models.architecture import Architecture
+from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.components import make_part
-from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
+from sdbench.models.lora import ADAPTER, LAYERS_FLAGS, Lora, lora_layers, merge_lora
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
-# The sub-models that may have LoRA.
-PARTS = ("unet", "text_encoder")
 
 # Weights by sub-model, and by name: that of the layer with `.lora_A.weight` or `.lora_B.weight`.
 LoraWeights = Mapping[str, Mapping[str, Tensor]]
@@ -58,7 +54,7 @@ def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
     """Raise a ConfigError unless files have LoRA for a model; its weights are not made."""
     for file in files:
-        _load(file, {part: make_part(part, architecture) for part in PARTS})
+        _load(file, {part: make_part(part, architecture) for part in LAYERS_FLAGS})
 
 
 def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
@@ -78,15 +74,15 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # an error is told in one sentence
+    refusing = refuse_errors(
+        "this LoRA cannot be used",
+        value=file.path,
+        allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
+        flag="--lora",
+    )
     try:
-        _load_by_diffusers(Path(file.path), parts)
-    except Exception as error:  # diffusers raises any kind
-        raise ConfigError(
-            f"this LoRA cannot be used: {shorten(' '.join(str(error).split()), length=200)}",
-            value=file.path,
-            allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
-            flag="--lora",
-        ) from error
+        with refusing:
+            _load_by_diffusers(Path(file.path), parts)
     finally:
         logger.setLevel(level)
 

@@ -30,10 +30,9 @@ CUDA_FRAGMENTATION = 0.05
 class MemoryEstimate:
     """Memory of one rank by use at the time of its peak, in GiB.
 
-    `process` is that of libraries on a CPU, of CUDA context and workspaces on a GPU. Activations
-    grow with the micro-batch. `temporaries` are the other tensors: weights cast by autocast, the
-    optimizer's, and memory that CUDA's allocator reserves and does not use. `phase` is encoders,
-    backward or optimizer.
+    `process` is that of libraries on a CPU, of CUDA context and workspaces on a GPU. `temporaries`
+    are weights cast by autocast, the optimizer's, and memory that CUDA's allocator reserves and
+    does not use. `phase` is encoders, backward or optimizer.
     """
 
     process: float
@@ -48,7 +47,7 @@ class MemoryEstimate:
 
     @property
     def total_gib(self) -> float:
-        """Sum of all parts."""
+        """The peak."""
         return sum(self._parts().values())
 
     def describe(self) -> str:

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 # Keys of diffusers' schedulers.
 ZERO_TERMINAL_SNR_KEY = "rescale_betas_zero_snr"
 SPACING_KEY = "timestep_spacing"
-# Noise, velocity, or the latents themselves.
-PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
-EPSILON, VELOCITY, SAMPLE = PREDICTION_TYPES
+PREDICTION_TYPES = EPSILON, VELOCITY, SAMPLE = ("epsilon", "v_prediction", "sample")
 # The samplers by name, classes of diffusers.
 SAMPLERS = {
     "ddim": "DDIMScheduler",
@@ -31,7 +29,7 @@ class Objective:
     """Changes of a training run to the objective of its model; by default none.
 
     Attributes:
-        prediction_type: One of `PREDICTION_TYPES`; None: that of the model's schedule.
+        prediction_type: None: that of the model's schedule.
         min_snr_gamma: Limit of the signal-to-noise ratio in the weights of Hang et al. 2023 (arXiv
             2303.09556); None: every time step counts the same.
         offset_noise: Standard deviation of noise that is the same for all pixels of a channel,

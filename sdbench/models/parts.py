@@ -12,6 +12,7 @@ from sdbench.models.architecture import (
     CONFIG_FILES,
     PAD_TOKEN_IDS,
     Architecture,
+    refuse_errors,
     resolve_architecture,
 )
 
@@ -67,29 +68,25 @@ def _pad_token(params: Mapping[str, Any]) -> dict[str, Any]:
 def _check_params(part: str, params: Mapping[str, Any]) -> None:
     """Make the part on the meta device; diffusers itself ignores unknown parameters."""
     import torch
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from diffusers import DDPMScheduler
     from transformers import CLIPTextConfig
 
-    part_class: Any = {
-        "unet": UNet2DConditionModel,
-        "vae": AutoencoderKL,
-        "text_encoder": CLIPTextConfig,
-        "scheduler": DDPMScheduler,
-    }[part]
+    from sdbench.models.components import PARTS
+
+    classes = {**PARTS, "text_encoder": CLIPTextConfig, "scheduler": DDPMScheduler}
+    part_class: Any = classes[part]
     known = inspect.signature(part_class.__init__).parameters
     unknown = sorted(params.keys() - known.keys())
-    try:
+    refusing = refuse_errors(
+        f"no {part} can be made from these numbers",
+        value=dict(params),
+        allowed=f"parameters of {part_class.__name__} that fit together",
+        flag=PARTS_FLAG,
+    )
+    with refusing, torch.device("meta"):
         if unknown:
             raise ValueError(f"no such parameter: {unknown[0]}")
-        with torch.device("meta"):
-            part_class(**params)
-    except Exception as error:  # diffusers raises any kind
-        raise ConfigError(
-            f"no {part} can be made from these numbers ({error})",
-            value=dict(params),
-            allowed=f"parameters of {part_class.__name__} that fit together",
-            flag=PARTS_FLAG,
-        ) from error
+        part_class(**params)
 
 
 def _check_widths(architecture: Architecture) -> None:

@@ -38,7 +38,6 @@ from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.lora import Lora
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 
-# In the user's cache folder.
 REPLAYS_FOLDER = "replayed-steps"
 
 # Larger than the prime factors of usual tensor sizes (2, 3, 5; 7 and 11 of 77 tokens).
@@ -66,7 +65,6 @@ class Step:
     The fields are arguments of `build_stable_diffusion` and `blocks.checkpoint_activations`, or:
 
     Attributes:
-        image_size: Side of the square image in pixels.
         on_cuda: Whether to allocate as on CUDA.
         encodes_images: Whether images are encoded in the step, and captions with them.
         trained: ``unet``, with or without ``text_encoder``; or only ``vae``.
@@ -119,8 +117,6 @@ class StepProfile:
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
         trained_start: Index of the first operation of a trained sub-model.
-        trained_weights: The trained weights, and so all their gradients.
-        frozen_weights: The other weights.
         frozen_beside: Frozen weights beside LoRA, included in `frozen_weights`.
         gathered_weights: Trained weights that FSDP gathers at the same time: those outside of
             blocks, and two blocks, one of which is gathered ahead.
@@ -157,7 +153,7 @@ class _AllocationLog(TorchDispatchMode):
         return result
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Add a complete gradient; a hook for parameters."""
+        """Count the gradient of a parameter."""
         self.gradient_bytes += parameter.grad.nbytes
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -187,13 +183,6 @@ class _CudaAutocastRules(TorchFunctionMode):
 @functools.cache
 def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or read the replay of an earlier process from the cache."""
-    # Nothing of it depends on where the weights come from.
-    bare = dataclasses.replace(
-        step.architecture,
-        **{"name": "", "weights_folder": None, "part_folders": {}},
-        **{"tokenizer_folder": None, "revision": None},
-    )
-    step = dataclasses.replace(step, architecture=bare)
     try:
         folder = private_folder(REPLAYS_FOLDER)
     except ConfigError:  # the plan has a note of it
@@ -209,7 +198,10 @@ def profile_step(step: Step) -> StepProfile:
 
 
 def _fingerprint(step: Step) -> str:
-    """Hash of what a replay depends on: the step, this code, and the libraries."""
+    """Hash of what a replay depends on: the step, this code, and the libraries.
+
+    It does not depend on where the weights come from, which the repr of an architecture leaves out.
+    """
     modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
     digest = hashlib.sha256(repr((step, versions)).encode())

@@ -7,32 +7,22 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
-from sdbench.models.objective import (
-    EPSILON,
-    PLAIN,
-    SAMPLE,
-    VELOCITY,
-    Objective,
-    min_snr_weights,
-)
+from sdbench.models.objective import EPSILON, PLAIN, SAMPLE, VELOCITY, Objective, min_snr_weights
 from sdbench.models.weights import ENCODER_DTYPES, PRECISIONS, Weights, autocast
 
-MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
 LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 
@@ -73,17 +63,16 @@ class StableDiffusion(nn.Module):
         self.memory_format = memory_format
         self._phase = phase
         # In fp64: 1 - alphas_cumprod is small, and inaccurate in fp32, at the first time steps.
-        signal_power = scheduler.alphas_cumprod.double()
-        self._add_buffer("signal_scale", signal_power.sqrt())
-        self._add_buffer("noise_scale", (1.0 - signal_power).sqrt())
+        power = scheduler.alphas_cumprod.double()
         weights = None
         if objective.min_snr_gamma is not None:
             weights = min_snr_weights(
-                signal_power,
-                gamma=objective.min_snr_gamma,
-                prediction_type=self.prediction_type,
-            )
-        self._add_buffer("loss_weights", weights)
+                power, gamma=objective.min_snr_gamma, prediction_type=self.prediction_type
+            ).float()
+        # Not persistent: the schedule is configuration and does not belong in a checkpoint.
+        self.register_buffer("signal_scale", power.sqrt().float(), persistent=False)
+        self.register_buffer("noise_scale", (1.0 - power).sqrt().float(), persistent=False)
+        self.register_buffer("loss_weights", weights, persistent=False)
 
     def train(self, mode: bool = True) -> StableDiffusion:
         """Set the mode of the trained sub-models; frozen ones stay in evaluation mode."""
@@ -125,11 +114,7 @@ class StableDiffusion(nn.Module):
     def predict(
         self, latents: Tensor, text_states: Tensor, *, timesteps: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Noise latents (B, 4, H/8, W/8), scaled, and predict what the objective asks for.
-
-        Returns:
-            The prediction in the compute type and the target in fp32, of the same shape.
-        """
+        """Noise scaled latents (B, 4, H/8, W/8); return prediction and target as `forward`."""
         signal_scale = self.signal_scale[timesteps].view(-1, 1, 1, 1)
         noise_scale = self.noise_scale[timesteps].view(-1, 1, 1, 1)
         noised = signal_scale * latents + noise_scale * noise
@@ -163,9 +148,7 @@ class StableDiffusion(nn.Module):
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
         """Encode `image` and `input_ids` by frozen encoders, so many images per call of an encoder.
 
-        Returns:
-            `latent_mean` and `latent_logvar`, and `text_embedding` or, if the text encoder is
-            trained, `input_ids`.
+        The captions stay `input_ids` if the text encoder is trained.
         """
         assert self.text_encoder is not None
         moments = [self.moments(images) for images in batch["image"].split(encoder_batch_size)]
@@ -188,12 +171,8 @@ class StableDiffusion(nn.Module):
         errors = nn.functional.mse_loss(prediction, target, reduction="none")
         return (weights * errors.flatten(1).mean(1)).mean()
 
-    def _add_buffer(self, name: str, value: Tensor | None) -> None:
-        # Not persistent: the schedule is configuration and does not belong in a checkpoint.
-        self.register_buffer(name, None if value is None else value.float(), persistent=False)
-
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Compute in `autocast_dtype` within the block, if there is one."""
+        """Autocast to the compute type of the U-Net within the block, if there is one."""
         return autocast(device, self.autocast_dtype)
 
     def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -234,10 +213,9 @@ def _is_trained(module: nn.Module) -> bool:
 def encode_images(
     vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
 ) -> tuple[Tensor, Tensor]:
-    """Encode images (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
+    """Encode images, as `to_pixels` takes them, to mean and log-variance of their latents.
 
-    Returns:
-        Mean and log-variance of the latents, both (B, 4, H/8, W/8) in fp32, not scaled.
+    Both are (B, 4, H/8, W/8) in fp32, and not scaled.
     """
     images = to_pixels(images, vae.dtype, memory_format=memory_format)
     distribution = vae.encode(images).latent_dist
@@ -257,7 +235,7 @@ def to_pixels(
 
 
 def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor, scaling_factor: float) -> Tensor:
-    """Latents of these moments, (mean + deviation * noise) * scaling_factor, (B, 4, H/8, W/8)."""
+    """Latents of these moments: (mean + deviation * noise) * scaling_factor."""
     deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
     return (mean + deviation * noise) * scaling_factor
 
@@ -287,10 +265,10 @@ def build_stable_diffusion(
     """Build a model that is ready to train.
 
     Random weights of the U-Net are drawn on `device`, which is fast; those of the encoders, and
-    with LoRA those of the U-Net, on the CPU, see `build_encoders`.
+    with LoRA those of the U-Net, on the CPU, see `make_encoder`.
 
     Args:
-        architecture: With a weights folder its weights are loaded, else drawn.
+        architecture: See `make_part`.
         seed: Of the random weights; None draws nothing, for fake tensors. The caller's random
             generators keep their state.
         precision: One of `PRECISIONS`. The caller sets torch's global switch for TF32.
@@ -300,15 +278,12 @@ def build_stable_diffusion(
         vae_attention: The same for the VAE; None: as the others.
         encoders: Whether to build VAE and text encoder, which precomputed latents do not need.
         trained: Names of the sub-models to train; the others are frozen.
-        lora: Trained in place of their weights.
+        lora: Trained in place of their weights; a name of no linear layer is a ConfigError.
         initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
             row of this one; None: there is no new token.
         device: Of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
-
-    Raises:
-        ConfigError: As `Lora.add_to`.
     """
     numbers = PRECISIONS[precision]
     layout = MEMORY_FORMATS[memory_format]
@@ -322,16 +297,17 @@ def build_stable_diffusion(
     unet = make_part("unet", architecture, attention=attention, weights=weights)
     vae = text_encoder = None
     if encoders:
-        vae, text_encoder = build_encoders(
-            architecture,
+        make = functools.partial(
+            make_encoder,
+            architecture=architecture,
             seed=seed,
-            encoder_dtype=encoder_dtype,
             memory_format=memory_format,
-            attention=attention,
-            vae_attention=vae_attention,
             device=device,
-            text_dtype=numbers.weights if "text_encoder" in trained else None,
         )
+        dtype = ENCODER_DTYPES[encoder_dtype]
+        text_dtype = numbers.weights if "text_encoder" in trained else dtype
+        vae = make("vae", dtype=dtype, attention=vae_attention or attention)
+        text_encoder = make("text_encoder", dtype=text_dtype, attention=attention)
     model = StableDiffusion(
         unet=unet,
         vae=vae,
@@ -357,32 +333,28 @@ def build_stable_diffusion(
     return model
 
 
-def build_encoders(
+def make_encoder(
+    part: str,
     architecture: Architecture,
     *,
     seed: int | None,
-    encoder_dtype: str = "fp32",
+    dtype: torch.dtype,
     memory_format: str = "contiguous",
     attention: str = "sdpa",
-    vae_attention: str | None = None,
     device: str | torch.device = "cpu",
-    text_dtype: torch.dtype | None = None,
-) -> tuple[AutoencoderKL, CLIPTextModel]:
-    """Build the VAE and the text encoder that `build_stable_diffusion` gives a model, frozen.
+) -> Any:
+    """Make a VAE or a text encoder as `build_stable_diffusion` does, frozen.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
-    export, or a run that goes on elsewhere, has to draw the same. Arguments are those of
-    `build_stable_diffusion`; `text_dtype` is the type of the text encoder's weights if it is not
-    `encoder_dtype`.
+    export, or a run that goes on elsewhere, has to draw the same.
     """
-
-    def make(part: str, seed_offset: int, attention: str, **form: Any) -> Any:
-        # A seed each, so that the weights of a sub-model do not depend on another one's size.
-        own_seed = None if seed is None else seed + seed_offset
-        weights = Weights(seed=own_seed, device=device, generator_device="cpu", **form)
-        module = make_part(part, architecture, attention=attention, weights=weights)
-        return module.requires_grad_(False).eval()
-
-    dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    vae = make("vae", 1, vae_attention or attention, dtype=dtype, memory_format=layout)
-    return vae, make("text_encoder", 2, attention, dtype=text_dtype or dtype)
+    # A seed each, so that the weights of a sub-model do not depend on another one's size.
+    weights = Weights(
+        seed=None if seed is None else seed + {"vae": 1, "text_encoder": 2}[part],
+        device=device,
+        dtype=dtype,
+        memory_format=MEMORY_FORMATS[memory_format],
+        generator_device="cpu",
+    )
+    module = make_part(part, architecture, attention=attention, weights=weights)
+    return module.requires_grad_(False).eval()

@@ -28,10 +28,7 @@ SEED_BITS = 32
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Types of trained weights, their gradients and state, and of autocast, if there is one.
-
-    LoRA is in fp32; the frozen weights beside it have the type of weights.
-    """
+    """Types of weights (trained ones, and frozen ones beside LoRA) and of autocast, if any."""
 
     weights: torch.dtype
     autocast: torch.dtype | None
@@ -58,9 +55,6 @@ class Weights:
 
     Attributes:
         seed: Of random weights; None leaves weights uninitialised, for fake tensors.
-        device: Device of the weights.
-        dtype: Type of floating-point weights.
-        memory_format: Layout of four-dimensional weights.
         generator_device: Whose generator draws; None: `device`. The numbers depend on the kind of
             GPU.
     """
@@ -88,10 +82,7 @@ class Weights:
 
 
 def draw_weights(
-    model: nn.Module,
-    weights: Weights,
-    *,
-    initialize: Callable[[nn.Module], object] | None = None,
+    model: nn.Module, weights: Weights, *, initialize: Callable[[nn.Module], object] | None = None
 ) -> None:
     """Draw the weights of a model that was made under ``torch.device("meta")``, in place.
 
@@ -152,7 +143,6 @@ class _DrawingByBlocks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator of torch, as it is or by blocks."""
         aten, kwargs = torch.ops.aten, kwargs or {}
         is_drawing = func in (aten.uniform_.default, aten.normal_.default)
         if not is_drawing or args[0].device.type != "cpu":

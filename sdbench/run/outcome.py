@@ -189,7 +189,9 @@ def _classify(error: BaseException, *, rank: int | None) -> Failure:
         )
     else:
         reason = f"{type(error).__name__}: {error}"
-        status = store.OOM if _is_out_of_memory(error) else store.FAILED
+        # torch says the first of a GPU and the second of a CPU.
+        said = any(part in reason for part in ("out of memory", "can't allocate memory"))
+        status = store.OOM if said or isinstance(error, MemoryError) else store.FAILED
     reason += remark_of(error)
     reason = redact(reason if rank is None else f"rank {rank}: {reason}")
     return Failure(status, reason, exit_code, cause=type(error).__name__)
@@ -197,13 +199,3 @@ def _classify(error: BaseException, *, rank: int | None) -> Failure:
 
 def _is_full_disk(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is a MemoryError, or torch's error of a GPU or a CPU without memory."""
-    message = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or "out of memory" in message
-        or "can't allocate memory" in message
-    )

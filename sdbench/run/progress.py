@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from sdbench.base.progress import Progress
 from sdbench.measure.timer import WARMUP
 
 
+@dataclasses.dataclass(kw_only=True)
 class StepProgress:
     """An observer that shows steps as they end; the first and the last are always shown.
 
     Where a run has periods of steps, the first step and the periods are shown.
+
+    Attributes:
+        images_per_step: Global batch.
+        enabled: Whether to show anything; only on the first rank.
+        first_step: Steps that an earlier process has trained.
+        steps_per_period: Steps between two calls of `period_ends`; None without such calls.
     """
 
-    def __init__(
-        self,
-        *,
-        images_per_step: int,
-        enabled: bool,
-        first_step: int = 0,
-        steps_per_period: int | None = None,
-    ) -> None:
-        """Show nothing yet.
-
-        Args:
-            images_per_step: Global batch.
-            enabled: Whether to show anything; only on the first rank.
-            first_step: Steps that an earlier process has trained.
-            steps_per_period: Steps between two calls of `period_ends`; None without such calls.
-        """
-        self._images_per_step = images_per_step
-        self._enabled = enabled
-        self._first_step = first_step
-        self._steps_per_period = steps_per_period
-        self._progress: Progress | None = None
+    images_per_step: int
+    enabled: bool
+    first_step: int = 0
+    steps_per_period: int | None = None
+    _progress: Progress | None = dataclasses.field(default=None, init=False)
 
     def loop_begins(self) -> None:
-        """The first step is about to begin."""
-        self._progress = Progress(0, unit="step", num_done=self._first_step, enabled=self._enabled)
+        """Start the clock."""
+        self._progress = Progress(0, unit="step", num_done=self.first_step, enabled=self.enabled)
 
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
@@ -46,14 +38,14 @@ class StepProgress:
         """A step has ended; `num_steps` may have grown since the last one."""
         progress = self._progress
         assert progress is not None
-        progress.total = self._first_step + num_steps
+        progress.total = self.first_step + num_steps
 
         def note() -> str:
-            images_per_second = progress.rate * self._images_per_step
+            images_per_second = progress.rate * self.images_per_step
             name = "warm-up" if phase == WARMUP else phase
             return f"{name}, {images_per_second:.3g} images/s, loss {loss():.4f}"
 
-        if self._steps_per_period is not None and (index or self._steps_per_period == 1):
+        if self.steps_per_period is not None and (index or self.steps_per_period == 1):
             progress.count(1)
         else:
             progress.advance(note=note, is_due=index == 0 or index + 1 == num_steps)

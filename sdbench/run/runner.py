@@ -52,12 +52,9 @@ def run(
 
     A stop signal before there is a record is the caller's, see `stop.stoppable`.
 
-    Args:
-        entry: A value of `TASKS`, imported once the command line is found valid.
-        parse: Makes the task's request from arguments.
-        argv: Command-line arguments; None takes those of the process.
-        began: Called with the folder of the run, on the first rank.
-        launch: `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
+    The task, `entry` of `TASKS`, is imported once `parse` has made its request of the arguments.
+    `began` is called with the folder of the run, on the first rank. `launch` is
+    `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
     """
     end_with_launcher()
     command = list(sys.argv[1:] if argv is None else argv)

@@ -35,10 +35,8 @@ class Task(abc.ABC):
         kind: Key of the task in `TASKS` and, where its records have a schema, in
             `store.SCHEMA_FILES`.
         program: The command that starts the task, e.g. ``benchmark.py``.
-        record_name: File name of its record.
         is_distributed: Whether several ranks can share the work.
         timeout_s: How long ranks wait for each other.
-        request: What the user asked for.
         resources: Closed when the run is over.
     """
 
@@ -56,9 +54,8 @@ class Task(abc.ABC):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Fill in open settings and check all; on every rank, before the ranks are connected.
 
-        Raises:
-            ConfigError: The request cannot be run here.
-            RunError: Data or models that it needs cannot be reached.
+        A request that cannot be run here is a ConfigError; data or models out of reach are a
+        RunError.
         """
 
     def printed_config(self) -> str | None:
@@ -69,9 +66,8 @@ class Task(abc.ABC):
     def make_folder(self) -> Path:
         """Make the folder of the run and open other outputs; on the first rank.
 
-        Raises:
-            ConfigError: An output exists already, or cannot be written.
-            RunError: An output cannot be reached.
+        It is a ConfigError if one exists already or cannot be written, a RunError if it is out of
+        reach.
         """
 
     @abc.abstractmethod
@@ -84,11 +80,9 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def work(self, run: Run) -> dict[str, Any]:
-        """Do the work; on every rank.
+        """Do the work; on every rank. The first one's further fields of the record are used.
 
-        Returns:
-            Further fields of the record, ``summary`` among them; mappings are merged into those of
-            `for_record`. Only the first rank's are used.
+        ``summary`` is among them; mappings are merged into those of `for_record`.
         """
 
     def write_partial(self, folder: Path) -> None:

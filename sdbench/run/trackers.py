@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -19,8 +20,24 @@ PERIOD_S = 10.0
 ID_NAME = "wandb_id.txt"
 
 
-class Tracker:
-    """Logs figures of a run; its first error becomes a warning and turns it off.
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method of a tracker that is on; an error becomes a warning and turns it off."""
+
+    @functools.wraps(method)
+    def call(tracker: _Tracker, *args: Any, **options: Any) -> None:
+        if not tracker.is_on:
+            return
+        try:
+            method(tracker, *args, **options)
+        except Exception as error:  # of any kind: a log must not end the run
+            tracker.is_on = False
+            print(f"warning: {tracker.program} is off for this run: {error}", file=sys.stderr)
+
+    return call
+
+
+class _Tracker:
+    """Logs figures and pictures of a run to another program.
 
     Attributes:
         program: Name of the other program.
@@ -33,58 +50,37 @@ class Tracker:
         self.is_on = is_on
         self._writer: Any = None  # of the other program
 
-    def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Log figures of a step, by name."""
-        self._guard(lambda: self._log(figures, step))
 
-    def log_picture(self, name: str, path: Path, *, step: int) -> None:
-        """Log the picture of a file."""
-        self._guard(lambda: self._log_picture(name, path, step))
-
-    def _log(self, figures: Mapping[str, float], step: int) -> None:
-        raise NotImplementedError
-
-    def _log_picture(self, name: str, path: Path, step: int) -> None:
-        raise NotImplementedError
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        if not self.is_on:
-            return
-        try:
-            action()
-        except Exception as error:  # of any kind: a log must not end the run
-            self.is_on = False
-            print(f"warning: {self.program} is off for this run: {error}", file=sys.stderr)
-
-
-class TensorboardLog(Tracker):
+class TensorboardLog(_Tracker):
     """Writes event files when asked to."""
 
     program = "TensorBoard"
 
+    @_guarded
     def start(self, *, folder: Path, num_steps: int) -> None:
         """Begin an event file in the folder of a run that goes on after `num_steps` steps.
 
         TensorBoard hides later steps of older files.
         """
+        from tensorboardX import SummaryWriter
 
-        def open_writer() -> None:
-            from tensorboardX import SummaryWriter
+        purge_step = num_steps + 1 if num_steps else None
+        self._writer = SummaryWriter(str(folder / EVENTS_FOLDER_NAME), purge_step=purge_step)
 
-            purge_step = num_steps + 1 if num_steps else None
-            self._writer = SummaryWriter(str(folder / EVENTS_FOLDER_NAME), purge_step=purge_step)
-
-        self._guard(open_writer)
-
+    @_guarded
     def close(self) -> None:
         """Write the figures that are still kept."""
-        self._guard(lambda: self._writer.close())
+        self._writer.close()
 
-    def _log(self, figures: Mapping[str, float], step: int) -> None:
+    @_guarded
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        """Write scalars."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def _log_picture(self, name: str, path: Path, step: int) -> None:
+    @_guarded
+    def log_picture(self, name: str, path: Path, *, step: int) -> None:
+        """Write an image."""
         import numpy as np
         from PIL import Image
 
@@ -93,7 +89,7 @@ class TensorboardLog(Tracker):
         self._writer.add_image(name, pixels, step, dataformats="HWC")
 
 
-class WandbLog(Tracker):
+class WandbLog(_Tracker):
     """Logs to W&B when asked to: losses as an observer of steps, or the figures it is given."""
 
     program = "Weights & Biases"
@@ -106,80 +102,75 @@ class WandbLog(Tracker):
         self._pending: list[tuple[int, str, Callable[[], float]]] = []
         self._last_s = time.monotonic()
 
+    @_guarded
     def start(self, *, config: dict[str, Any], folder: Path, has_parts: bool = False) -> None:
         """Open the W&B run; it is offline without an API key or with WANDB_MODE=offline.
 
-        Args:
-            config: Settings, without secrets.
-            folder: Of the run.
-            has_parts: Whether several processes may train the run in turn. All log to one W&B run,
-                whose charts have the key ``step`` as their x axis.
+        `config` has no secrets. With `has_parts` several processes may train the run in turn: all
+        log to one W&B run, whose charts have the key ``step`` as their x axis.
         """
+        import wandb
 
-        def init() -> None:
-            import wandb
-
-            # Without a key wandb.init would ask at the terminal and wait.
-            has_key = "WANDB_API_KEY" in os.environ or wandb.api.api_key is not None
-            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-            same_run = {"id": _read_id(folder), "resume": "allow"} if has_parts else {}
-            self._writer = wandb.init(
-                name=self._name,
-                project=self._project,
-                config=config,
-                dir=str(folder),
-                mode=mode,
-                # Neither the command line nor the output, which W&B would take as they are: the
-                # config and stdout.log have them without secrets.
-                settings=wandb.Settings(init_timeout=30, console="off", _disable_meta=True),
-                **same_run,
-            )
-            if has_parts:
-                # W&B's own step only rises: it would drop the steps that are trained again.
-                self._writer.define_metric("*", step_metric="step")
-
-        self._guard(init)
+        # Without a key wandb.init would ask at the terminal and wait.
+        has_key = "WANDB_API_KEY" in os.environ or wandb.api.api_key is not None
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        same_run = {"id": _read_id(folder), "resume": "allow"} if has_parts else {}
+        self._writer = wandb.init(
+            name=self._name,
+            project=self._project,
+            config=config,
+            dir=str(folder),
+            mode=mode,
+            # Neither the command line nor the output, which W&B would take as they are: the
+            # config and stdout.log have them without secrets.
+            settings=wandb.Settings(init_timeout=30, console="off", _disable_meta=True),
+            **same_run,
+        )
+        if has_parts:
+            # W&B's own step only rises: it would drop the steps that are trained again.
+            self._writer.define_metric("*", step_metric="step")
 
     def loop_begins(self) -> None:
         """Log nothing yet."""
 
+    @_guarded
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
         """Keep this step to be logged later, and log the kept ones if that is due."""
-        if not self.is_on:
-            return
         is_due = time.monotonic() - self._last_s >= PERIOD_S
         if self._pending and (is_due or phase != self._pending[-1][1]):
-            self._guard(self._log_pending)
+            self.close()
         self._pending.append((index, phase, loss))
 
+    @_guarded
     def close(self) -> None:
-        """Log the steps that are still kept; the loop has ended. Waits for the device."""
-        self._guard(self._log_pending)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Log the result and close the W&B run."""
-
-        def finish() -> None:
-            self._writer.summary.update(summary)
-            self._writer.finish()
-
-        self._guard(finish)
-
-    def _log(self, figures: Mapping[str, float], step: int) -> None:
-        self._writer.log({"step": step, **figures})
-
-    def _log_picture(self, name: str, path: Path, step: int) -> None:
-        import wandb
-
-        self._writer.log({"step": step, name: wandb.Image(str(path))})
-
-    def _log_pending(self) -> None:
+        """Log the steps that are still kept. Waits for the device."""
         for index, phase, loss in self._pending:
             self._writer.log({"loss/train/total": loss(), "phase": phase}, index)
         self._pending.clear()
         self._last_s = time.monotonic()
+
+    @_guarded
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Log the result and close the W&B run."""
+        self._writer.summary.update(summary)
+        self._writer.finish()
+
+    @_guarded
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        """Log figures beside the key ``step``."""
+        self._writer.log({"step": step, **figures})
+
+    @_guarded
+    def log_picture(self, name: str, path: Path, *, step: int) -> None:
+        """Log a picture beside the key ``step``."""
+        import wandb
+
+        self._writer.log({"step": step, name: wandb.Image(str(path))})
+
+
+Tracker = TensorboardLog | WandbLog
 
 
 def _read_id(folder: Path) -> str:

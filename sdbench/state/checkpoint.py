@@ -74,11 +74,10 @@ class Checkpoint:
     """A checkpoint: all its files are there, with the sizes that they were saved with.
 
     Attributes:
-        folder: Where it is.
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
-        files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
-        ranks: The ranks that read it.
+        files: Size and checksum of each file, from `describe_file`, by name.
+        ranks: Those that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
     """
@@ -95,9 +94,8 @@ class Checkpoint:
     def open(cls, folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
         """Open a checkpoint.
 
-        Raises:
-            ConfigError: A file is missing or has another size, or the description is damaged or of
-                another version.
+        It is a ConfigError if a file is missing or has another size, or if the description is
+        damaged or of another version.
         """
         path = folder / DESCRIPTION_NAME
         try:
@@ -120,11 +118,7 @@ class Checkpoint:
         return cls(folder=folder, ranks=ranks, **content)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The saved tensors on the meta device, with their whole size and dtype.
-
-        Raises:
-            ConfigError: `.metadata` is damaged.
-        """
+        """The saved tensors on the meta device, with their whole size and dtype."""
         return {
             name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
             for name, saved in self._read_metadata().state_dict_metadata.items()
@@ -140,11 +134,7 @@ class Checkpoint:
             self._check_file(name)
 
     def read(self, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Read the tensors whose names begin with one of the prefixes, to the CPU.
-
-        Raises:
-            ConfigError: A file is damaged.
-        """
+        """Read the tensors whose names begin with one of the prefixes, to the CPU."""
         tensors = {
             name: torch.empty_like(like, device="cpu")
             for name, like in self.tensors().items()

@@ -13,7 +13,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from sdbench.state.writer import (
     NotFinite,
     find_remains,
     hide,
-    num_bytes_of,
-    remove,
     remove_remains,
 )
 
@@ -47,8 +45,6 @@ class SaveReport:
     """How a save has ended.
 
     Attributes:
-        step: Step after which the checkpoint was made.
-        duration_s: From its beginning to its end.
         stall_s: How long training on this rank stood still for it.
         is_copied: Whether this rank's part was copied in memory before it was written.
         num_bytes: Of the tensors, of all ranks; 0 if it failed.
@@ -100,7 +96,8 @@ class Checkpoints:
         self._ended: concurrent.futures.Future[SaveReport] | None = None
         self._stall_s = 0.0
         self._reports: list[SaveReport] = []
-        self._held: set[int] = set()
+        # Steps whose checkpoints are not removed, however old they become.
+        self.held: set[int] = set()
         # The newest one that was found whole to its last byte, by its save or as it was read.
         self._verified: set[int] = set()
 
@@ -110,8 +107,7 @@ class Checkpoints:
         All checksums are checked; a file that one rank cannot read counts for all. What is passed
         over is printed. If all are damaged, that is a ConfigError.
         """
-        steps = broadcast(_list_steps(self.folder), self._ranks)
-        found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
+        found = find_newest(self.folder.parent, ranks=self._ranks, reads_all=True)
         self._verified = set() if found is None else {found.step}
         if self._ranks.rank == 0:
             for remains in find_remains(self.folder):
@@ -120,10 +116,7 @@ class Checkpoints:
         return found
 
     def begin_save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        facts: Mapping[str, Any],
+        self, step: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
     ) -> None:
         """Begin to save, as soon as the save before has ended. All ranks call it.
 
@@ -139,26 +132,14 @@ class Checkpoints:
         started_s = time.perf_counter()
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            if num_bytes_of(tensor) <= SMALL_BYTES:
+            if tensor.nbytes <= SMALL_BYTES:  # a DTensor counts as a whole
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
         make_room = functools.partial(self._make_room, step)
-        path = self.path_of(step)
+        path = path_of(self.folder, step)
         self._writer = CheckpointWriter(path, step=step, facts=facts, make_room=make_room)
         self._ended = self._thread.submit(self._write, started_s, self._writer, planner, tensors)
         self._stall_s = time.perf_counter() - started_s
-
-    def path_of(self, step: int) -> Path:
-        """The folder of a checkpoint."""
-        return _path_of(self.folder, step)
-
-    def hold(self, step: int) -> None:
-        """Do not remove this checkpoint, however old it becomes, until `release` is called."""
-        self._held.add(step)
-
-    def release(self, step: int) -> None:
-        """Let a held checkpoint go: once it is old, the next save removes it."""
-        self._held.discard(step)
 
     @property
     def is_reading(self) -> bool:
@@ -172,11 +153,7 @@ class Checkpoints:
                 self._writer.is_read.wait()
 
     def finish(self) -> None:
-        """Wait for the current save, if there is one.
-
-        Raises:
-            RunError: It failed, on all ranks alike.
-        """
+        """Wait for the current save, if there is one; a RunError on all ranks if it failed."""
         report = self._collect()
         if report is not None and report.error is not None:
             raise RunError(
@@ -270,7 +247,7 @@ class Checkpoints:
         for old in steps[: -self._keep]:
             if not self._stays(old):
                 with contextlib.suppress(OSError):  # one checkpoint too many does no harm
-                    hide(self.path_of(old))
+                    hide(path_of(self.folder, old))
 
     def _make_room(self, step: int, num_bytes: int) -> None:
         """Remove the oldest checkpoints until this many bytes are free for one of this step.
@@ -282,7 +259,9 @@ class Checkpoints:
         if not self._verified & set(steps):
             return
         removable = [
-            self.path_of(old) for old in steps if old not in self._verified and not self._stays(old)
+            path_of(self.folder, old)
+            for old in steps
+            if old not in self._verified and not self._stays(old)
         ]
         files = (file for path in removable for file in path.iterdir())
         if shutil.disk_usage(self.folder).free + sum(f.stat().st_size for f in files) < num_bytes:
@@ -290,37 +269,24 @@ class Checkpoints:
         for path in removable:
             if shutil.disk_usage(self.folder).free >= num_bytes:
                 return
-            remove(path)
+            shutil.rmtree(hide(path), ignore_errors=True)  # a kill leaves only hidden remains
 
     def _stays(self, old: int) -> bool:
         is_kept = bool(self._keep_every) and old % self._keep_every == 0
-        return is_kept or old in self._held
+        return is_kept or old in self.held
 
 
-def find_newest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run whose files have the right sizes, for this process alone."""
-    folder = run / FOLDER_NAME
-    return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
-
-
-def tell_of_passed_over(found: Checkpoint | None) -> None:
-    """Print why newer checkpoints were not taken."""
-    for reason in found.passed_over if found is not None else ():
-        print(f"A checkpoint is passed over. {reason}", flush=True)
-
-
-def _newest_of(
-    folder: Path, steps: Sequence[int], *, ranks: Ranks, reads_all: bool
-) -> Checkpoint | None:
-    """The newest whole checkpoint of these rising steps; all ranks find the same.
+def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, the same on all ranks, which call it.
 
     `reads_all` checks the checksums of all files, and not only their sizes.
     """
+    folder = run / FOLDER_NAME
     passed_over: list[str] = []
-    for step in reversed(steps):
+    for step in reversed(broadcast(_list_steps(folder), ranks)):
         fault = None
         try:
-            found = Checkpoint.open(_path_of(folder, step), ranks=ranks)
+            found = Checkpoint.open(path_of(folder, step), ranks=ranks)
             if reads_all:
                 found.check_share()
         except ConfigError as error:
@@ -340,7 +306,14 @@ def _newest_of(
     return None
 
 
-def _path_of(folder: Path, step: int) -> Path:
+def tell_of_passed_over(found: Checkpoint | None) -> None:
+    """Print why newer checkpoints were not taken."""
+    for reason in found.passed_over if found is not None else ():
+        print(f"A checkpoint is passed over. {reason}", flush=True)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a checkpoint."""
     return folder / f"{PREFIX}{step:08d}"
 
 

@@ -9,7 +9,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from sdbench.ranks.distributed import Ranks, gather
-from sdbench.state.checkpoints import Checkpoints
+from sdbench.state.checkpoints import Checkpoints, path_of
 
 
 class RayStorage:
@@ -43,20 +43,18 @@ class RayStorage:
         """Begin to copy the checkpoint of a step. All ranks call it after the same step.
 
         The checkpoint is held until it is copied: with a store slower than the saves it would be
-        removed as an old one, for which Ray ends the run.
-
-        Raises:
-            RuntimeError: The copy before has failed.
+        removed as an old one, for which Ray ends the run. It is a RuntimeError if the copy before
+        has failed.
         """
         is_first = self._ranks.rank == 0
         storage = ray.train.get_context().get_storage()
-        checkpoint = self._checkpoints.path_of(step)
+        checkpoint = path_of(self._folder, step)
         if is_first:
-            self._checkpoints.hold(step)
+            self._checkpoints.held.add(step)
 
         def upload(local: Checkpoint, name: str) -> Checkpoint:
             copied = storage.persist_current_checkpoint(local, name)
-            self._checkpoints.release(step)
+            self._checkpoints.held.discard(step)
             return copied
 
         ray.train.report(

@@ -41,18 +41,12 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes one checkpoint into a hidden folder, which gets its name when it is whole.
 
     Attributes:
-        step: As in `Checkpoint`.
         is_read: Set when this rank's part of the tensors has been read: they may change.
         is_copied: Whether they were copied first, or are read in place.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        facts: Mapping[str, Any],
-        make_room: Callable[[int], None],
+        self, folder: Path, *, step: int, facts: Mapping[str, Any], make_room: Callable[[int], None]
     ) -> None:
         """Write nothing yet; `make_room` removes older checkpoints until so many bytes are free."""
         # Files are synced to disk here, after `is_read` has been set. The planner copies.
@@ -125,8 +119,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         synchronize(self._folder.parent)
 
     def storage_meta(self) -> None:
-        """Leave the machine's path out of the metadata."""
-        return None
+        """Nothing: the machine's path is not for the metadata."""
 
 
 class CopyingPlanner(dcp.DefaultSavePlanner):
@@ -149,11 +142,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self, plan: dcp.SavePlan) -> bool:
-        """Copy the tensors of this rank's plan, and wait for that.
-
-        Returns:
-            False if there was no room: they are read in place.
-        """
+        """Copy the tensors of this rank's plan, and wait; False if there was no room for it."""
         resolve = super().resolve_data
         tensors = {item.index: resolve(item).detach() for item in plan.items}
         missing = {
@@ -162,7 +151,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
             if not _fits(self._buffers.get(index), tensor)
         }
         free_bytes = psutil.virtual_memory().available / self._num_sharing
-        if sum(map(num_bytes_of, missing.values())) > MAX_SHARE_OF_COPIES * free_bytes:
+        if sum(tensor.nbytes for tensor in missing.values()) > MAX_SHARE_OF_COPIES * free_bytes:
             self._buffers.clear()
             return False
         if self._stream is not None:
@@ -184,25 +173,16 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item) if copied is None else copied
 
 
-def num_bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; a DTensor counts as a whole."""
-    return tensor.numel() * tensor.element_size()
-
-
 def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and (buffer.size(), buffer.dtype) == (tensor.size(), tensor.dtype)
 
 
-def hide(folder: Path) -> None:
-    """Rename a checkpoint, if it is there, so that no search finds it."""
+def hide(folder: Path) -> Path:
+    """Rename a checkpoint, if it is there, so that no search finds it; returns its new place."""
+    hidden = folder.with_name(f".{folder.name}.removing")
     if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}.removing"))
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; a kill leaves only hidden remains."""
-    hide(folder)
-    shutil.rmtree(folder.with_name(f".{folder.name}.removing"), ignore_errors=True)
+        folder.rename(hidden)
+    return hidden
 
 
 def find_remains(folder: Path) -> list[Path]:

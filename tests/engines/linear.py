@@ -197,11 +197,7 @@ def gather_average(averages: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def train_by_hand() -> tuple[list[float], list[torch.Tensor]]:
-    """Whole-batch gradient descent, written with the derivative of the squared error.
-
-    Returns:
-        The loss of each step, and the weights before the first and behind each.
-    """
+    """Whole-batch gradient descent by the derivative of the squared error: losses and weights."""
     pairs = Pairs()
     weight, bias = LinearModel().unet.weight.detach()[0].clone(), torch.tensor(0.5)
     losses, weights = [], [weight.clone()]
@@ -220,10 +216,7 @@ def train_by_hand() -> tuple[list[float], list[torch.Tensor]]:
 def average_by_hand(weights: list[torch.Tensor], *, half_life: int, interval: int) -> torch.Tensor:
     """d^m w_1 + (1 - d) sum_{j=1..m} d^(m-j) w_jk, for weights w_0 .. w_n and m = n // k.
 
-    Args:
-        weights: w_0 to w_n.
-        half_life: In steps; d is 0.5 ** (k / half_life).
-        interval: k.
+    k is the interval, d is 0.5 ** (k / half_life).
     """
     decay, num_updates = 0.5 ** (interval / half_life), (len(weights) - 1) // interval
     terms = [

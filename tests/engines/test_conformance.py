@@ -25,12 +25,12 @@ from tests.engines.linear import (
     MICROBATCH,
     NUM_STEPS,
     Hooks,
+    ResumingHooks,
     average_by_hand,
     losses_of,
     make_config,
     make_parts,
     train_by_hand,
-    watch_of,
     watch_with,
 )
 
@@ -41,8 +41,6 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Listener:
-    """Remembers what it is told."""
-
     def __init__(self) -> None:
         self.indices = []
 
@@ -70,15 +68,6 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine, microbatch
     assert sum(step.step_time_s for step in measurements.timings.measured) == pytest.approx(
         measurements.timings.window_s, abs=1e-3
     )
-
-
-@each_engine
-def test_an_exhausted_loader_begins_its_next_epoch(engine):
-    job = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
-    losses = losses_of(load_engine(engine)(job, make_config(), watch_of(0, 7)))
-    assert losses[NUM_STEPS:] == losses[:2]
-    assert len(set(losses)) == NUM_STEPS
-    assert job.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
 
 
 class Reads(TorchDispatchMode):
@@ -131,30 +120,18 @@ def cpu_scaler(monkeypatch):
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: make(enabled=enabled))
 
 
-class HooksThatGoBack(Hooks):
-    """Begin with the facts of another run."""
-
-    def __init__(self, facts):
-        super().__init__()
-        self._facts = facts
-
-    def begins(self, state):
-        super().begins(state)
-        state.went_back(self._facts)
-
-
 @each_engine
 def test_the_scale_of_fp16_losses_is_saved_and_restored(engine, cpu_scaler):
-    def facts_of_scale(hooks):
-        load_engine(engine)(make_parts(), make_config(precision="amp_fp16"), watch_with(), hooks)
-        facts, _ = hooks.saved[-1]
-        return facts, (facts["scaler"]["scale"], facts["scaler"]["_growth_tracker"])
+    def scale_after(num_steps, hooks):
+        config = make_config(precision="amp_fp16")
+        load_engine(engine)(make_parts(num_steps=num_steps), config, watch_with(), hooks)
+        scaler = hooks.saved[-1][0]["scaler"]
+        return scaler["scale"], scaler["_growth_tracker"]
 
-    facts, found = facts_of_scale(Hooks())
+    first = Hooks()
     # Five steps: doubled twice, and one step towards the next time.
-    assert found == (4096, 1)
-    _, found = facts_of_scale(HooksThatGoBack(facts))
-    assert found == (32768, 0)
+    assert scale_after(NUM_STEPS, first) == (4096, 1)
+    assert scale_after(2 * NUM_STEPS, ResumingHooks(*first.saved[-1])) == (32768, 0)
 
 
 @each_engine

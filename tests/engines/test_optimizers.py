@@ -1,7 +1,8 @@
-"""The suite's AdamW makes torch's update, without torch's copies."""
+"""The suite's AdamW makes torch's update, without copies of tensors; on fp32 copies in one pass."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,28 +10,44 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sdbench.base.errors import RunError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.engines import one_pass_adamw
 from sdbench.engines.job import TrainedModule
-from sdbench.engines.optimizers import AdamW, make_optimizer, parameter_groups
+from sdbench.engines.one_pass_adamw import AdamWInOnePass
+from sdbench.engines.optimizers import (
+    AdamW,
+    AdamWOfMasterWeights,
+    make_optimizer,
+    parameter_groups,
+    update_early,
+)
+
+NUM_STEPS = 3
+
+
+def make_job():
+    """Two groups; layers of each layout, one with more weights than a thread takes."""
+    torch.manual_seed(0)
+    one = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last),
+        nn.Conv2d(8, 64, 3, padding=1),
+        nn.Conv2d(64, 64, 1).to(memory_format=torch.channels_last),
+        nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last),
+    )
+    model = nn.Sequential(one, nn.Flatten(1), nn.Linear(64 * 16, 5)).bfloat16()
+    trained = {"one": TrainedModule(one, 0.01, 0.1), "two": TrainedModule(model[2], 0.002, 0.0)}
+    return SimpleNamespace(model=model, trained=trained, images_per_step=2, max_gradient_norm=None)
 
 
 def train(optimizer_class, *, fused, has_alike_gradients=True):
-    """Two steps of a model with one layer of each layout."""
-    torch.manual_seed(0)
-    model = nn.ModuleList(
-        [
-            nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last),
-            nn.Conv2d(8, 6, 3),
-            nn.Conv2d(8, 6, 1).to(memory_format=torch.channels_last),
-            nn.Linear(8, 6),
-        ]
-    )
+    model = make_job().model.float()
     optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
     for _ in range(2):
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
         if not has_alike_gradients:
-            model[0].weight.grad = model[0].weight.grad.contiguous()
+            first = model[0][0].weight
+            first.grad = first.grad.contiguous()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             optimizer.step()
     operators = [event.key for event in profiler.key_averages()]
@@ -89,3 +106,132 @@ def test_a_torch_that_is_not_known_is_refused(monkeypatch):
     with pytest.raises(RunError) as caught:
         AdamW([torch.zeros(1)])
     assert caught.value.status == "failed"
+
+
+def backward(model, *, step):  # whose gradients do not depend on the weights
+    torch.manual_seed(step)
+    sum((weight * torch.randn_like(weight)).sum() for weight in model.parameters()).backward()
+
+
+def train_copies(optimizer_class, *, early=False, then=None):
+    """A few steps, the last ones by the optimizer `then`; weights and optimizer afterwards."""
+    job = make_job()
+    weights = list(job.model.parameters())
+    optimizer = optimizer_class(parameter_groups(job, which="trainable"), fused=True)
+    if early:
+        update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=2), None)
+    for step in range(NUM_STEPS):
+        if then is not None and step == 1:
+            optimizer = go_on(optimizer, then(parameter_groups(job, which="trainable"), fused=True))
+        optimizer.param_groups[0]["lr"] *= 0.5  # as a schedule does
+        backward(job.model, step=step)
+        assert sum(weight.grad is not None for weight in weights) == (0 if early else len(weights))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights, optimizer
+
+
+def go_on(first, second):
+    """Give a second optimizer the copies, state and rates of the first, as a checkpoint does."""
+    pairs = zip(first.masters.values(), second.masters.values(), strict=True)
+    for old, new in pairs:
+        new.data.copy_(old.data)
+        second.state[new] = {name: value.clone() for name, value in first.state[old].items()}
+    for group, other in zip(first.param_groups, second.param_groups, strict=True):
+        other["lr"] = group["lr"]
+    return second
+
+
+def assert_alike(found, expected):
+    """Weights and state, up to the rounding of fp32 in another order of multiplying and adding."""
+    for (weight, one), (other_weight, other) in zip(
+        zip(found[0], found[1].masters.values(), strict=True),
+        zip(expected[0], expected[1].masters.values(), strict=True),
+        strict=True,
+    ):
+        assert weight.stride() == other_weight.stride() and torch.equal(weight, one.bfloat16())
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        state, expected_state = found[1].state[one], expected[1].state[other]
+        assert state.keys() == expected_state.keys()
+        for name, tensor in expected_state.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        (AdamWInOnePass, {}),
+        (AdamWInOnePass, {"early": True}),
+        (AdamWInOnePass, {"then": AdamWOfMasterWeights}),
+        (AdamWOfMasterWeights, {"then": AdamWInOnePass}),
+    ],
+)
+def test_one_pass_is_torchs_update_and_a_state_goes_on_in_either(first, options):
+    assert_alike(train_copies(first, **options), train_copies(AdamWOfMasterWeights))
+
+
+def test_the_first_update_is_the_closed_form_and_rounds_as_torch_does():
+    weight = nn.Parameter(torch.randn(1000).bfloat16())
+    before = weight.detach().double()
+    optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.25, weight_decay=0.5)
+    weight.grad = torch.randn(1000).bfloat16()
+    weight.grad[0] = torch.nan
+    optimizer.step()
+    gradient = weight.grad.double()
+    # The first means are the gradient and its square.
+    expected = before * (1 - 0.25 * 0.5) - 0.25 * gradient / (gradient.abs() + 1e-8)
+    (master,) = optimizer.masters.values()
+    torch.testing.assert_close(master.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert weight[0].isnan() and weight[1:].isfinite().all()
+    torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gradient_in_another_layout_is_put_in_order():
+    torch.manual_seed(0)
+    plain = torch.randn(4, 3, 2, 2).bfloat16()
+    gradient = torch.randn(4, 3, 2, 2).bfloat16()
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        weight = nn.Parameter(plain.clone(memory_format=layout))
+        optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.1)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("size", "norm", "hooks", "num_ranks"),
+    [(1, None, None, 1), (2, 1.0, None, 1), (2, None, object(), 1), (2, None, None, 2)],
+)
+def test_gradients_that_are_not_complete_or_looked_at_stay(
+    size, norm, hooks, num_ranks, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    job = make_job()
+    job.max_gradient_norm = norm
+    optimizer = AdamWInOnePass(parameter_groups(job, which="trainable"))
+    update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=size), hooks)
+    backward(job.model, step=0)
+    assert all(weight.grad is not None for weight in job.model.parameters())
+
+
+def test_a_weight_that_is_needed_as_it_was_is_an_error():
+    weight = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = AdamWInOnePass([{"params": [weight]}])
+    output = weight.square().sum()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def test_a_compiler_that_fails_is_told_with_what_it_said(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('g++: no such processor')\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    one_pass_adamw._compile.cache_clear()
+    with pytest.raises(ConfigError) as caught:
+        AdamWInOnePass([{"params": [nn.Parameter(torch.ones(4).bfloat16())]}])
+    assert (caught.value.value, caught.value.flag) == ("g++: no such processor", "--optimizer")

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,14 +61,6 @@ class WithBuffer(LinearModel):
         self.register_buffer("position_ids", torch.arange(77))
 
 
-class Observer:
-    """Sleeps when a step has ended."""
-
-    def __init__(self, nap):
-        self.loop_begins = lambda: None
-        self.step_ends = lambda **step: nap()
-
-
 def train(engine, sharding, place):
     """Train four steps, the last one profiled and with a sleep in a place of this rank, if any."""
     ranks, naps = Ranks.from_environment(), iter([SLEEP_S])
@@ -83,8 +76,8 @@ def train(engine, sharding, place):
 
         return slowed
 
-    observers = [Observer(functools.partial(nap, "observer"))]
-    watch = watch_of(2, 1, 1, num_steps=4, observers=observers)
+    observer = SimpleNamespace(loop_begins=lambda: None, step_ends=lambda **_: nap("observer"))
+    watch = watch_of(2, 1, 1, num_steps=4, observers=[observer])
     config = make_config(sharding=sharding, optimizer="adamw")
     job = make_parts(
         model=WithBuffer(),

@@ -33,8 +33,6 @@ NUM_BEFORE = 3
 
 
 class NoisyModel(LinearModel):
-    """bf16 weights, and noise from torch's generator."""
-
     def __init__(self):
         super().__init__()
         self.bfloat16()

@@ -44,24 +44,23 @@ def terminal_signals():
     signal.signal(signal.SIGHUP, handler)
 
 
-def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
-    """Train while signals arrive; returns the exception that ends it, and the weights.
-
-    Args:
-        engine: Of `ENGINES`.
-        signals: Number of a micro-batch, from 1, to the signal that arrives in it.
-        ends_with: Class of the exception.
-    """
-    num_losses = 0
+def loss_with(faults):
+    """The loss, with a signal or a NaN in the micro-batches of these numbers, from 1."""
+    numbers = itertools.count(1)
 
     def loss(output):
-        nonlocal num_losses
-        num_losses += 1
-        if num_losses in signals:
-            os.kill(os.getpid(), signals[num_losses])
-        return mean_squared_error(output)
+        value, fault = mean_squared_error(output), faults.get(next(numbers))
+        if fault == "nan":
+            return value * float("nan")
+        if fault is not None:
+            os.kill(os.getpid(), fault)
+        return value
 
-    job, fit = make_parts(loss=loss), load_engine(engine)
+    return loss
+
+
+def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
+    job, fit = make_parts(loss=loss_with(signals)), load_engine(engine)
     with pytest.raises(ends_with) as caught, stop_signals_raise():
         fit(job, make_config(), watch_with())
     return caught.value, job.model.unet.weight.detach()[0]
@@ -146,33 +145,15 @@ def test_a_signal_that_python_drops_comes_again(number, error, capsys):
     assert "Exception ignored" not in capsys.readouterr().err
 
 
-class ReadsAtStep4:
-    """Reads the loss of the fourth step alone, as a progress line may."""
-
-    def loop_begins(self):
-        pass
-
-    def step_ends(self, *, index, loss, **_):
-        if index == 3:
-            loss()
-
-
 def train_rank(engine, fault, *, rank) -> tuple[str, int]:
-    """Train until rank 1 is signalled or has a loss of NaN; the exception's name, and the steps."""
-    num_losses = 0
-
-    def loss(output):
-        nonlocal num_losses
-        num_losses += 1
-        value = mean_squared_error(output)
-        # Two micro-batches a step: this is the third one.
-        if rank == 1 and num_losses == 5:
-            if fault == "nan":
-                return value * float("nan")
-            os.kill(os.getpid(), signal.SIGTERM)
-        return value
-
-    watch = watch_with(*([ReadsAtStep4()] if rank == 0 else []))
+    """Train until rank 1 has the fault; the exception's name, and the steps."""
+    # Rank 0 reads the loss of the fourth step alone, as a progress line may.
+    observer = SimpleNamespace(
+        loop_begins=lambda: None, step_ends=lambda index, loss, **_: index == 3 and loss()
+    )
+    watch = watch_with(*([observer] if rank == 0 else []))
+    # Two micro-batches a step: the fault is in the third one.
+    loss = loss_with({5: fault} if rank == 1 else {})
     job = make_parts(num_ranks=NUM_RANKS, rank=rank, loss=loss)
     with pytest.raises((RunError, Terminated)) as caught, stop_signals_raise():
         load_engine(engine)(job, make_config(), watch)
@@ -188,7 +169,7 @@ def ends_of_ranks(tmp_path_factory):
         ends = {
             f"{engine} {fault}": train_rank(engine, fault, rank=rank)
             for engine in ENGINES
-            for fault in ("signal", "nan")
+            for fault in (signal.SIGTERM, "nan")
         }
         (folder / f"rank{rank}.json").write_text(json.dumps(ends))
 
@@ -198,7 +179,7 @@ def ends_of_ranks(tmp_path_factory):
 
 @each_engine
 @pytest.mark.parametrize(
-    ("fault", "end"), [("signal", ["Terminated", 3]), ("nan", ["RunError", 4])]
+    ("fault", "end"), [(signal.SIGTERM, ["Terminated", 3]), ("nan", ["RunError", 4])]
 )
 def test_ranks_end_together_when_one_has_a_reason_to(engine, fault, end, ends_of_ranks):
     assert [ends[f"{engine} {fault}"] for ends in ends_of_ranks] == [end, end]

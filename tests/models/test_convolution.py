@@ -15,7 +15,6 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.channels_last, torch.con
 
 
 def run(module, x, gradient, *, dtype):
-    """Output, and gradients of input, weight and bias."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = module(x)
@@ -57,19 +56,24 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "wide"),
+    [(3, 1, False), (3, 2, False), (3, 1, True), (3, 2, True), (1, 1, True)],
+)
 @pytest.mark.parametrize("size", [(4, 4), (5, 3), (1, 2)])
 @BOTH_TYPES
 @BOTH_LAYOUTS
-@pytest.mark.parametrize("wide", [False, True])
-def test_all_passes_are_those_of_torch(stride, size, dtype, layout, wide, forbid_torchs):
-    plain = nn.Conv2d(6, 96, 3, stride=stride, padding=1)
+def test_all_passes_are_those_of_torch(kernel, stride, wide, size, dtype, layout, forbid_torchs):
+    plain = nn.Conv2d(6, 96, kernel, stride=stride, padding=kernel // 2)
     plain, product, x, gradient = make_pair(plain, size, layout=layout, wide=wide)
     expected = run(plain, x, gradient, dtype=dtype)
     forbid_torchs()
     found = run(product, x, gradient, dtype=dtype)
     assert_close(found, expected, dtype=dtype)
     assert found[0].stride() == expected[0].to(memory_format=torch.channels_last).stride()
+    # DDP has a gradient of the weight's own strides in its buckets.
+    if layout == torch.channels_last:
+        assert found[2].stride() == product.weight.stride()
 
 
 @pytest.mark.parametrize("num_channels", [50, 99, 100])
@@ -89,20 +93,6 @@ def test_gradients_of_as_many_pixels_as_channels_are_those_of_torch(
     assert len(products) == (num_channels == 100)
     assert torch.equal(found[0], expected[0])  # the forward pass is torch's own
     assert_close(found, expected, dtype=dtype)
-
-
-@BOTH_TYPES
-@BOTH_LAYOUTS
-def test_single_pixels_are_a_linear_layer(dtype, layout, forbid_torchs):
-    plain, product, x, gradient = make_pair(nn.Conv2d(6, 9, 1), (5, 3), layout=layout, wide=True)
-    expected = run(plain, x, gradient, dtype=dtype)
-    forbid_torchs()
-    found = run(product, x, gradient, dtype=dtype)
-    assert_close(found, expected, dtype=dtype)
-    assert found[0].is_contiguous(memory_format=torch.channels_last)
-    # DDP has a gradient of the weight's own strides in its buckets.
-    if layout == torch.channels_last:
-        assert found[2].stride() == product.weight.stride()
 
 
 def test_many_pixels_and_other_convolutions_are_left_to_torch():

@@ -91,43 +91,18 @@ def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
     assert pixels(drawn).shape == (3, 64, 64, 3)
 
 
-def test_a_picture_depends_on_its_prompt_and_its_seed_alone(model, tokenize) -> None:
-    def one(prompt: str, seed: int) -> np.ndarray:
-        return pixels(draw(model, [prompt], [seed], tokenize=tokenize, settings=SETTINGS))[0]
-
-    together = pixels(draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=SETTINGS))
-    for picture, prompt, seed in zip(together, PROMPTS, (5, 6, 7), strict=True):
-        # Batches of other sizes round differently.
-        assert abs(picture - one(prompt, seed)).max() <= 1
-    assert abs(one(PROMPTS[0], 5) - one(PROMPTS[0], 6)).mean() > 2
-    assert abs(one(PROMPTS[0], 5) - one(PROMPTS[2], 5)).max() > 2
-
-
-def test_drawing_leaves_no_trace_in_training(tokenize) -> None:
-    model = build()
-    before = torch.get_rng_state()
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    draw(model, PROMPTS, [1, 2, 3], tokenize=tokenize, settings=SETTINGS)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.unet.training and model.text_encoder.training and not model.vae.training
-    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-    assert all(weight.grad is None for weight in model.parameters())
-
-
 def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path) -> None:
     prompts = [*PROMPTS, "a green star", "a cat"]  # three batches for two ranks
 
     def samples(ranks: Ranks) -> np.ndarray:
-        pictures = draw_samples(
-            model, prompts, seed=9, tokenize=tokenize, settings=SETTINGS, ranks=ranks
-        )
-        return pixels(pictures)
+        options = {"tokenize": tokenize, "settings": SETTINGS, "ranks": ranks}
+        return pixels(draw_samples(model, prompts, seed=9, **options))
 
-    def run(rank: int, folder) -> None:
-        np.save(folder / f"{rank}.npy", samples(Ranks.from_environment()))
+    def run(rank: int) -> None:
+        np.save(tmp_path / f"{rank}.npy", samples(Ranks.from_environment()))
 
     alone = samples(ALONE)
-    run_in_group(lambda rank: run(rank, tmp_path), tmp_path)
+    run_in_group(run, tmp_path)
     assert np.array_equal(alone, np.load(tmp_path / "0.npy"))
     assert np.array_equal(alone, np.load(tmp_path / "1.npy"))
 

@@ -20,10 +20,8 @@ from sdbench.models.replay import Step, count_flops
 from sdbench.models.weights import Weights
 from sdbench.ranks.distributed import Ranks
 
-resolve_cached = functools.cache(lambda name: resolve_architecture(name))
-
 STEP_NAMES = {field.name for field in dataclasses.fields(Step)}
-PLAIN_STEP = dict(architecture=resolve_cached("tiny"), image_size=64)
+PLAIN_STEP = dict(architecture=resolve_architecture("tiny"), image_size=64)
 
 
 PLAIN_CONFIG = dict(
@@ -58,7 +56,7 @@ def estimate(*, micro_batch=2, num_microbatches=1, num_ranks=1, ranks_per_node=N
 )
 def test_parameters(name, unet, vae, text_encoder) -> None:
     counts = {"unet": unet, "vae": vae, "text_encoder": text_encoder}
-    assert count_parameters(resolve_cached(name)) == counts
+    assert count_parameters(resolve_architecture(name)) == counts
 
 
 def test_script_prints_the_seeds_line_or_csv_without_a_hub(capsys) -> None:
@@ -79,7 +77,7 @@ def test_script_prints_the_seeds_line_or_csv_without_a_hub(capsys) -> None:
 
 
 def test_flops() -> None:
-    step = Step(architecture=resolve_cached("sd2-base"), image_size=256)
+    step = Step(architecture=resolve_architecture("sd2-base"), image_size=256)
     online, latents = (
         count_flops(dataclasses.replace(step, encodes_images=encodes)) for encodes in (True, False)
     )
@@ -129,7 +127,7 @@ def test_memory_of_an_optimizer_step_with_copies_is_exact(
 
 
 def test_weights_that_fsdp_gathers_are_those_of_two_blocks_and_outside_of_blocks() -> None:
-    unet = make_part("unet", resolve_cached("tiny"))
+    unet = make_part("unet", resolve_architecture("tiny"))
     sizes = [
         sum(weight.nbytes for weight in module.parameters())
         for module in unet.modules()
@@ -197,7 +195,7 @@ def count_saved_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int:
 
 def test_activations_are_those_that_autograd_saves() -> None:
     """Independent count on real tensors: distinct saved storages, per image."""
-    unet = make_part("unet", resolve_cached("tiny"), weights=Weights(seed=0))
+    unet = make_part("unet", resolve_architecture("tiny"), weights=Weights(seed=0))
 
     def predict(num_images: int) -> torch.Tensor:
         latents, states = torch.randn(num_images, 4, 8, 8), torch.randn(num_images, 77, 32)

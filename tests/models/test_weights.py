@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import PARTS, make_part
-from sdbench.models.stable_diffusion import build_encoders, build_stable_diffusion
+from sdbench.models.stable_diffusion import build_stable_diffusion, make_encoder
 from sdbench.models.weights import Weights, draw_weights
 
 TINY = resolve_architecture("tiny")
@@ -26,8 +25,7 @@ def make_by_constructor(part: str) -> nn.Module:
     torch.manual_seed(5)
     if part == "text_encoder":
         return CLIPTextModel(CLIPTextConfig(**TINY.text_encoder))
-    model_class = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[part]
-    return model_class.from_config(getattr(TINY, part))
+    return PARTS[part].from_config(getattr(TINY, part))
 
 
 def is_uniform(weight: torch.Tensor) -> bool:
@@ -108,8 +106,6 @@ def test_half_precision_rounds_the_same_numbers() -> None:
 
 
 class DevicesOfDraws(TorchDispatchMode):
-    """The types of the devices on which random numbers are drawn."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found = set()
@@ -120,14 +116,15 @@ class DevicesOfDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("part", ["vae", "text_encoder"])
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_random_encoders_are_the_same_wherever_they_are(device) -> None:
+def test_random_encoders_are_the_same_wherever_they_are(device, part) -> None:
     """They are in no checkpoint, so that an export on another machine has to draw the same."""
     with DevicesOfDraws() as draws:
-        encoders = build_encoders(TINY, seed=3, device=device, encoder_dtype="bf16")
+        encoder = make_encoder(part, TINY, seed=3, dtype=torch.bfloat16, device=device)
     # Modules that are made on the meta device draw nothing there.
     assert draws.found - {"meta"} == {"cpu"}
-    assert all(w.device.type == device for one in encoders for w in one.parameters())
+    assert all(weight.device.type == device for weight in encoder.parameters())
 
 
 def test_drawing_in_half_precision_takes_no_second_model(monkeypatch) -> None:

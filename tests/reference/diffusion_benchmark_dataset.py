@@ -24,13 +24,7 @@ class ReferenceDataset(StreamingDataset):
     """Samples ``{image: (3, S, S) float32 in [0, 1], caption: (77,) int64}``."""
 
     def __init__(self, folder: Path, *, image_size: int, tokenizer: CLIPTokenizer) -> None:
-        """Read the index.
-
-        Args:
-            folder: An MDS data set with the columns jpg and caption.
-            image_size: Side in pixels.
-            tokenizer: Of the slow class.
-        """
+        """Read the index of an MDS data set with the columns jpg and caption."""
         super().__init__(local=str(folder), shuffle=False, batch_size=1, predownload=100_000)
         self.tokenizer = tokenizer
         self.transform = transforms.Compose(
@@ -39,9 +33,7 @@ class ReferenceDataset(StreamingDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
-        picture = Image.open(io.BytesIO(sample["jpg"]))
-        if picture.mode != "RGB":
-            picture = picture.convert("RGB")
+        picture = Image.open(io.BytesIO(sample["jpg"])).convert("RGB")
         ids = self.tokenizer(
             sample["caption"],
             padding="max_length",
@@ -52,16 +44,11 @@ class ReferenceDataset(StreamingDataset):
 
 
 def load_slow_tokenizer(folder: Path) -> CLIPTokenizer:
-    """The Python tokenizer over the vocabulary that this suite carries.
-
-    Args:
-        folder: Where its files may be written.
-    """
-    from sdbench.data.pipeline.tokenizer import BOS_TOKEN, EOS_TOKEN, list_symbols, read_merges
+    """The Python tokenizer over the vocabulary that this suite carries, by files in a folder."""
+    from sdbench.data.pipeline.tokenizer import list_symbols, read_merges
 
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}
-    assert BOS_TOKEN in vocabulary and EOS_TOKEN in vocabulary
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     text = "\n".join(["#version: 0.2", *merges, ""])
     (folder / "merges.txt").write_text(text, encoding="utf-8")

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from composer import Callback, ComposerModel, Trainer
-from composer.algorithms import EMA
 from composer.callbacks import SpeedMonitor
 from composer.optim import ConstantScheduler
 from composer.utils import dist
@@ -159,7 +158,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         train_dataloader=make_loader(arguments),
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-3),
         schedulers=ConstantScheduler(),
-        algorithms=[EMA(half_life="1000ba", update_interval="1ba")] if arguments.use_ema else [],
         callbacks=[SpeedMonitor(window_size=100), clock],
         max_duration=f"{num_batches}ba",
         device_train_microbatch_size=arguments.device_train_microbatch_size,
@@ -192,7 +190,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num_workers", type=int, default=2, help="the recipe has 8")
     parser.add_argument("--warmup_batches", type=int, default=2)
     parser.add_argument("--measure_batches", type=int, default=10)
-    parser.add_argument("--use_ema", action="store_true")
     result = measure(parser.parse_args(argv))
     if dist.get_global_rank() == 0:
         print(json.dumps(result), flush=True)

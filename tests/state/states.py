@@ -48,12 +48,7 @@ def names(folder):
 
 
 def flip_byte(path, *, where=0.5):
-    """Damage a file as a disk may: its size stays, and one bit of it is another one.
-
-    Args:
-        path: Of the file.
-        where: Place of the bit, as a share of the file.
-    """
+    """Change one bit of a file, at this share of its length, as a disk may."""
     content = bytearray(path.read_bytes())
     content[int(where * (len(content) - 2))] ^= 1
     path.write_bytes(content)

@@ -38,24 +38,17 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, has_room, monkeypatch):
     newest = make_checkpoints(tmp_path).newest()
     assert (newest.step, newest.facts) == (20, FACTS)
     assert holds(newest, 20)
-    saved = newest.tensors()
-    assert {name: (one.size(), one.dtype) for name, one in saved.items()} == {
-        name: (one.size(), one.dtype) for name, one in make_state().items()
-    }
+    for name, tensor in newest.tensors().items():
+        expected = make_state()[name]
+        assert (tensor.size(), tensor.dtype) == (expected.size(), expected.dtype)
     parameter = torch.nn.Parameter(torch.zeros(2, 3, 4, 5))
     newest.load_into({"weights.conv": parameter})
     assert torch.equal(parameter, make_state(20)["weights.conv"])
     assert names(tmp_path) == ["step_00000010", "step_00000020"]
 
 
-@pytest.mark.parametrize(
-    ("device", "has_room"),
-    [
-        ("cpu", False),
-        ("cpu", True),
-        *(pytest.param("cuda", room, marks=pytest.mark.gpu) for room in (False, True)),
-    ],
-)
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tensors_may_change_once_they_are_read(tmp_path, device, has_room, monkeypatch):
     set_room(monkeypatch, has_room)
     checkpoints = make_checkpoints(tmp_path)

@@ -25,7 +25,6 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def in_fork(work, *arguments):
-    """Call `work` in a process of its own, and return its exit code."""
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     process.start()
     process.join()

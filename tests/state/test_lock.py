@@ -26,7 +26,6 @@ def hold(folder, pipe, worker_lives_s):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds the lock."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=hold, args=(tmp_path, there, 60))

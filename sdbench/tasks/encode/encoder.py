@@ -17,11 +17,8 @@ from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
-from sdbench.models.stable_diffusion import (
-    MEMORY_FORMATS,
-    build_encoders,
-    encode_images,
-)
+from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, make_encoder
+from sdbench.models.weights import ENCODER_DTYPES
 from sdbench.tasks.encode.images import LoadedBatch
 
 CAPTION_COLUMN = "caption"
@@ -111,13 +108,11 @@ class Encoder:
         if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.
             torch.backends.cudnn.allow_tf32 = False
-        self._vae, self._text_encoder = build_encoders(
-            architecture,
-            seed=seed,
-            encoder_dtype=encoder_dtype,
-            memory_format=MEMORY_FORMAT,
-            attention=ATTENTION,
-            device=device,
+        options = {"memory_format": MEMORY_FORMAT, "attention": ATTENTION, "device": device}
+        dtype = ENCODER_DTYPES[encoder_dtype]
+        self._vae, self._text_encoder = (
+            make_encoder(part, architecture, seed=seed, dtype=dtype, **options)
+            for part in ("vae", "text_encoder")
         )
 
     @torch.inference_mode()
