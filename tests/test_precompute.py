@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import csv
 import itertools
 import os
@@ -15,13 +14,11 @@ from PIL import Image
 
 import benchmark
 from sdbench import data
-from sdbench.data.formats.folder import FolderSamples
 from sdbench.data.prepare.writers import Output
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
-from sdbench.tasks.encode.images import ImageReader
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
@@ -286,18 +283,3 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_record(
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_sample_is_read_once_for_its_image_and_its_caption(picture_folder, monkeypatch):
-    read, num_read = FolderSamples.read, collections.Counter()
-
-    def count(samples, index):
-        num_read[index] += 1
-        return read(samples, index)
-
-    monkeypatch.setattr(FolderSamples, "read", count)
-    options = {"data_format": "folder", "remote": str(picture_folder), "shuffle": False}
-    config = SourceConfig(**options, image_size=64, device_batch_size=1, seed=0)
-    loaded = ImageReader(config)(range(3))
-    assert len(loaded.good.keys) == len(loaded.captions) == 3
-    assert num_read == {0: 1, 1: 1, 2: 1}

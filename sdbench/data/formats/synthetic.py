@@ -135,7 +135,7 @@ class SyntheticBatchReader(BatchReader):
             drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
             for name, values in self._samples.items():
                 torch.index_select(values, 0, drawn, out=tensors[name])
-        return Batch(tensors, list(keys), report)
+        return Batch(tensors, list(keys), report, [""] * len(keys))
 
 
 def build(config: SourceConfig) -> CheckedLoader:

@@ -88,7 +88,9 @@ class PairReader(BatchReader):
             index = torch.tensor([key.index for key in keys])
             of_subject, of_class = self._weights
             loss_weight = torch.where(index < self._num_instances, of_subject, of_class)
-        return Batch({"index": index, "loss_weight": loss_weight}, list(keys), report)
+        return Batch(
+            {"index": index, "loss_weight": loss_weight}, list(keys), report, [None] * len(keys)
+        )
 
 
 def build(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import array_columns, check_finite, name_column
-from sdbench.data.pipeline.batches import PHASES, BatchReport
+from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
+from sdbench.data.pipeline.order import Key
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
@@ -22,7 +23,6 @@ from sdbench.models.stable_diffusion import (
     build_encoders,
     encode_images,
 )
-from sdbench.tasks.encode.images import LoadedBatch
 
 CAPTION_COLUMN = "caption"
 # As in the preset `fast`.
@@ -57,12 +57,11 @@ class EncodeJob(Shards):
             device=device,
         )
 
-    def pieces(self, number: int) -> list[range]:
-        """Indices of the samples of each batch of a shard."""
-        indices = self.indices(number)
+    def pieces(self, number: int) -> list[list[Key]]:
+        """The samples of each batch of a shard, as the first epoch of a run would see them."""
+        keys = [Key(0, index) for index in self.indices(number)]
         return [
-            indices[start : start + self.batch_size]
-            for start in range(0, len(indices), self.batch_size)
+            keys[start : start + self.batch_size] for start in range(0, len(keys), self.batch_size)
         ]
 
     def columns(self) -> dict[str, str]:
@@ -71,9 +70,9 @@ class EncodeJob(Shards):
 
 
 class EncodedBatch(NamedTuple):
-    """A batch as it was loaded, without its images, and the values of its good samples."""
+    """A batch as it was loaded, without its tensors, and the columns that they became."""
 
-    batch: LoadedBatch
+    batch: Batch
     columns: dict[str, np.ndarray]
     step: Step
 
@@ -139,12 +138,10 @@ def _as_float16(values: Tensor) -> np.ndarray:
     return values.half().contiguous().cpu().numpy()
 
 
-def encode_batch(
-    job: EncodeJob, encoder: Encoder, batch: LoadedBatch, *, step: Step
-) -> EncodedBatch:
+def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) -> EncodedBatch:
     """Encode a batch; the times of loading and encoding go to `step`."""
-    columns, tensors, report = {}, batch.good.tensors, batch.good.report
-    if batch.names:
+    columns, tensors, report = {}, batch.tensors, batch.report
+    if batch.keys:
         image_part, text_part = SampleType.MOMENTS.value
         with step.phase("vae"):
             column = name_column(image_part, image_size=job.config.image_size)
@@ -154,7 +151,7 @@ def encode_batch(
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             step.seconds[name] += seconds
-    return EncodedBatch(batch._replace(good=batch.good._replace(tensors={})), columns, step)
+    return EncodedBatch(batch._replace(tensors={}), columns, step)
 
 
 def find_finite(

@@ -32,7 +32,6 @@ from sdbench.settings.feed import FeedSettings
 from sdbench.tasks.encode.encoder import Encoder, find_finite
 from sdbench.tasks.encode.ray_stages import (
     DecodeStage,
-    Prepared,
     batch_bytes,
     num_lanes_of_rank,
     open_same,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class EncodeStage(Stage):
-    """Encodes `Prepared` images to a `Batch` of moments and text embeddings."""
+    """Encodes a `Batch` of images to one of moments and text embeddings."""
 
     def __init__(
         self,
@@ -67,20 +66,19 @@ class EncodeStage(Stage):
         self._batch_size = batch_size
         self._is_error = is_error
 
-    def work(self, content: Prepared) -> Batch:
+    def work(self, content: Batch) -> Batch:
         """Encode a batch in parts of `batch_size`, and fill it up."""
-        good = content.good
         parts = [
-            self._encode(good, slice(start, start + self._batch_size))
-            for start in range(0, len(good.keys), self._batch_size)
+            self._encode(content, slice(start, start + self._batch_size))
+            for start in range(0, len(content.keys), self._batch_size)
         ]
         tensors = {
             name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())
         }
-        names = [f"sample {key.index}" for key in good.keys]
+        names = [f"sample {key.index}" for key in content.keys]
         kept, bad = find_finite(tensors, names, is_error=self._is_error)
-        good.report.bad += bad
-        return good._replace(tensors=tensors).take(kept).fill_up(content.num_samples)
+        content.report.bad += bad
+        return content._replace(tensors=tensors).take(kept).fill_up()
 
     def _encode(self, good: Batch, part: slice) -> dict[str, torch.Tensor]:
         images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]

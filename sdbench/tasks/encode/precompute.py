@@ -45,8 +45,8 @@ from sdbench.settings.training import ModelSettings
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
+    from sdbench.data.pipeline.batches import BatchReader
     from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step
-    from sdbench.tasks.encode.images import ImageReader
 
 EPILOG = """\
 examples:
@@ -198,7 +198,7 @@ class Precompute(Task):
     _on_gpu: bool
     _keeps_memory: bool
     _job: EncodeJob
-    _reader: ImageReader
+    _reader: BatchReader
     _totals: Totals
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
@@ -207,7 +207,6 @@ class Precompute(Task):
         """Choose what was left open, and open the source."""
         from sdbench.plan.resolve import default_image_size
         from sdbench.tasks.encode.encoder import EncodeJob
-        from sdbench.tasks.encode.images import ImageReader
 
         self._machine, self._ranks = machine, ranks
         draft = Draft.begin(self.request, machine=machine, ranks=ranks)
@@ -233,7 +232,8 @@ class Precompute(Task):
             text_embedding_dim=architecture.text_encoder["hidden_size"],
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
-        self._reader = ImageReader(source)
+        self._reader = data.open_batches(source)
+        self._reader.fills_up = False
         num_samples = min(self._reader.num_samples, config.max_samples or self._reader.num_samples)
         # Whole batches, as a short one at the end of each shard would leave the device idle.
         num_batches = -(-choose_samples_per_shard(num_samples) // config.batch_size)
@@ -308,8 +308,8 @@ class Precompute(Task):
             lines.append(
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
-        if self._reader.num_dropped:
-            lines.append(f"{self._reader.num_dropped} samples are left out by --filters.")
+        if num_dropped := self._reader.samples.num_dropped:
+            lines.append(f"{num_dropped} samples are left out by --filters.")
         if num_missing < job.num_shards:
             num_there = job.num_shards - num_missing
             lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
@@ -346,7 +346,9 @@ class Precompute(Task):
         mine = numbers[self._ranks.rank :: self._ranks.world_size]
         try:
             with contextlib.closing(self._encode(mine)) as encoded:
-                steps = write_shards(self._job, mine, encoded, output=output, ranks=self._ranks)
+                steps = write_shards(
+                    self._job, mine, encoded, reader=self._reader, output=output, ranks=self._ranks
+                )
             everyone = distributed.gather((steps, hardware.peak_memory_gib()), self._ranks)
             if self._ranks.rank != 0:
                 return {}
@@ -369,7 +371,7 @@ class Precompute(Task):
                 "peak_memory_gib": max(peak for _, peak in everyone),
                 "num_images_written": totals.num_written,
                 "num_bad_samples": len(totals.bad),
-                "num_dropped_samples": self._reader.num_dropped,
+                "num_dropped_samples": self._reader.samples.num_dropped,
             }
         }
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
+from sdbench.data.pipeline.batches import Batch, BatchReader
 from sdbench.data.pipeline.loader import watch
-from sdbench.data.pipeline.order import Keys
+from sdbench.data.pipeline.order import Key, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.writers import Output
@@ -24,11 +25,10 @@ from sdbench.tasks.encode.encoder import (
     encode_batch,
     find_finite,
 )
-from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 
 
 def encode_here(
-    job: EncodeJob, numbers: Sequence[int], *, reader: ImageReader, device: str
+    job: EncodeJob, numbers: Sequence[int], *, reader: BatchReader, device: str
 ) -> Generator[EncodedBatch]:
     """Encode the batches of shards in this process, while its workers read and decode."""
     encoder = job.make_encoder(device)
@@ -43,8 +43,8 @@ def encode_here(
             yield encode_batch(job, encoder, batch, step=step)
 
 
-def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Generator[LoadedBatch]:
-    """Batches in order, copied from the shared memory of their worker."""
+def _load(job: EncodeJob, pieces: list[list[Key]], *, reader: BatchReader) -> Generator[Batch]:
+    """Batches of the good samples, in order, copied from the shared memory of their worker."""
     config = job.config
     loader = DataLoader(
         Keys(len(pieces)),
@@ -62,9 +62,8 @@ def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Genera
         return f"after {num_read} images"
 
     for batch in watch(lambda: iter(loader), config=config, position=position):
-        num_read += batch.num_read
-        tensors = received.copy(batch.good.tensors, slot=batch.good.report.slot)
-        yield batch._replace(good=batch.good._replace(tensors=tensors))
+        num_read += batch.report.num_images
+        yield batch._replace(tensors=received.copy(batch.tensors, slot=batch.report.slot))
 
 
 def write_shards(
@@ -72,6 +71,7 @@ def write_shards(
     numbers: Sequence[int],
     encoded: Iterator[EncodedBatch],
     *,
+    reader: BatchReader,
     output: Output,
     ranks: Ranks,
 ) -> list[Step]:
@@ -85,17 +85,18 @@ def write_shards(
         nonlocal rows_ended_s
         for _ in job.pieces(number):
             batch, columns, step = next(encoded)
-            bad += batch.good.report.bad
+            bad += batch.report.bad
             with step.phase("write"):
                 is_error = config.on_bad_sample == "error"
-                good, overflows = find_finite(columns, batch.names, is_error=is_error)
+                names = [reader.name(key.index) for key in batch.keys]
+                good, overflows = find_finite(columns, names, is_error=is_error)
                 bad += overflows
                 for position in good:
                     step.num_images += 1
                     row = {name: values[position] for name, values in columns.items()}
                     yield row | {CAPTION_COLUMN: batch.captions[position]}
             steps.append(step)
-            progress.advance(batch.num_read * ranks.world_size)
+            progress.advance(batch.report.num_images * ranks.world_size)
         rows_ended_s = time.perf_counter()
 
     # All ranks advance at about the same pace.
