@@ -199,22 +199,26 @@ def check(config: SourceConfig) -> int | None:
     check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
     if SOURCES[config.data_format].open is not None and not config.wants_latents:
         check_tokenizer_folder(config.tokenizer_folder)
-    num_samples = resolve_name(SOURCES[config.data_format].check)(config)
+    num_samples = _call("check", config)
     if num_samples is not None:
         check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
 
+def _call(function: str, config: SourceConfig) -> Any:
+    """Call a function of a format's row; None if it has no such function."""
+    name = getattr(SOURCES[config.data_format], function)
+    return None if name is None else resolve_name(name)(config)
+
+
 def read_columns(config: SourceConfig) -> set[str]:
     """Return the names of the columns that all files have; empty for formats without columns."""
-    name = SOURCES[config.data_format].columns
-    return set() if name is None else resolve_name(name)(config)
+    return _call("columns", config) or set()
 
 
 def list_files(config: SourceConfig) -> list[str]:
     """Return names and URLs of the files of a data set; empty for synthetic data."""
-    name = SOURCES[config.data_format].files
-    return [] if name is None else resolve_name(name)(config)
+    return _call("files", config) or []
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
@@ -225,9 +229,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
 def open_samples(config: SourceConfig) -> Samples:
     """Check the source and open its stored samples, to read them by number in stored order."""
     check(config)
-    name = SOURCES[config.data_format].open
-    assert name is not None, "synthetic data is not stored"
-    return resolve_name(name)(config)
+    return _call("open", config)
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
@@ -255,9 +257,8 @@ def build(config: SourceConfig) -> CheckedLoader:
     Raises:
         ConfigError: As `check`.
     """
-    name = SOURCES[config.data_format].build
-    if name is not None:
+    if SOURCES[config.data_format].build is not None:
         check(config)
-        return resolve_name(name)(config)
+        return _call("build", config)
     build_loader = resolve_name("sdbench.data.pipeline.loader:build_from_samples")
     return build_loader(open_batches(config), config=config)

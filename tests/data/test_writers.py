@@ -133,6 +133,16 @@ def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
         begin(tmp_path / "out", data_format="parquet", job={"source": "x", "sizes": (1, 2)})
 
 
+def test_a_note_that_does_not_say_of_which_data_is_refused(tmp_path):
+    begin(tmp_path / "out", data={"names": "x"})
+    note = tmp_path / "out.partial" / "job.json"
+    facts = json.loads(note.read_text())
+    del facts["data"]
+    note.write_text(json.dumps(facts))
+    with refused("--folder"):
+        begin(tmp_path / "out", data={"names": "x"}, accepts_changes=True)
+
+
 def test_only_one_command_writes(tmp_path):
     output = begin(tmp_path / "out")
     with output.lock(), refused("--folder", value=str(tmp_path / "out")), begin(output.out).lock():

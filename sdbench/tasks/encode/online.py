@@ -68,30 +68,27 @@ class EncodeStage(Stage):
 
     def work(self, content: Batch) -> Batch:
         """Encode a batch in parts of `batch_size`, and fill it up."""
-        parts = [
-            self._encode(content, slice(start, start + self._batch_size))
-            for start in range(0, len(content.keys), self._batch_size)
-        ]
+        if not content.keys:
+            return content.fill_up()
+        moments = self._encode(self._encoder.encode_images, content.tensors["image"])
+        mean, logvar = moments.split(NUM_LATENT_CHANNELS, dim=1)
         tensors = {
-            name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())
+            "latent_mean": mean.contiguous(),
+            "latent_logvar": logvar.contiguous(),
+            "text_embedding": self._encode(
+                self._encoder.encode_captions, content.tensors["input_ids"]
+            ),
         }
         names = [f"sample {key.index}" for key in content.keys]
         kept, bad = find_finite(tensors, names, is_error=self._is_error)
         content.report.bad += bad
         return content._replace(tensors=tensors).take(kept).fill_up()
 
-    def _encode(self, good: Batch, part: slice) -> dict[str, torch.Tensor]:
-        images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
-        moments = self._encoder.encode_images(images)
-        mean, logvar = np.split(moments, [NUM_LATENT_CHANNELS], axis=1)
-        arrays = {
-            "latent_mean": mean,
-            "latent_logvar": logvar,
-            "text_embedding": self._encoder.encode_captions(input_ids),
-        }
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
-        }
+    def _encode(
+        self, encode: Callable[[torch.Tensor], np.ndarray], values: torch.Tensor
+    ) -> torch.Tensor:
+        parts = values.split(self._batch_size)
+        return torch.from_numpy(np.concatenate([encode(part) for part in parts]))
 
 
 class OnlineLoader(CheckedLoader):

@@ -69,7 +69,6 @@ shards are kept in FOLDER.partial until all are there.
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
 
-
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
