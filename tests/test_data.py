@@ -10,9 +10,9 @@ import time
 import pytest
 
 import data as script
-from sdbench import data
 from sdbench.analysis.feed_table import format_csv
 from sdbench.base.errors import RunError
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.record.store import load_record
 from sdbench.report.terminal import format_number
 from tests.refusals import PLACE_FLAGS, printed_refusal
@@ -125,22 +125,13 @@ def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, fla
 def test_a_run_that_fails_leaves_a_record_that_says_why(
     tmp_path, capsys, monkeypatch, error, status, exit_code
 ):
-    build = data.build
+    iterate = CheckedLoader.__iter__
 
-    def build_short(config):
-        loader = build(config)
-        epoch = iter(loader)
+    def end_early(loader):
+        yield next(iterate(loader))
+        raise error
 
-        class Short:
-            stats = loader.stats
-
-            def __iter__(self):
-                yield next(epoch)
-                raise error
-
-        return Short()
-
-    monkeypatch.setattr(data, "build", build_short)
+    monkeypatch.setattr(CheckedLoader, "__iter__", end_early)
     record, got = run(tmp_path, *SMALL, "--num_workers", "0")
     assert got == exit_code
     validate(record)

@@ -121,6 +121,7 @@ def test_a_folder_that_is_taken(tmp_path):
         with refused("--folder", value=str(tmp_path / f"{name}.partial")):
             begin(tmp_path / name)
     assert (tmp_path / "other.partial" / "thesis.txt").is_file()
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
