@@ -37,20 +37,15 @@ PHASES = ("read", "decode", "transform", "tokenize", "collate")
 
 @dataclass
 class BatchReport:
-    """Times, sizes and bad samples of a batch.
+    """Times, sizes and bad samples of a batch."""
 
-    Attributes:
-        num_images: Images in the batch.
-        bytes_read: Bytes of the stored samples, as they lie in the data set.
-        seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
-        bad: A sentence for each sample that could not be used.
-        slot: The slot of `SharedBatches` that a worker made the batch in.
-    """
-
-    num_images: int = 0
-    bytes_read: int = 0
+    num_images: int = 0  # bad ones included
+    bytes_read: int = 0  # of the stored samples
+    # In the loading process.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    # A sentence for each sample that could not be used.
     bad: list[str] = field(default_factory=list)
+    # Of `SharedBatches`; None outside of workers.
     slot: int | None = None
 
     @contextmanager
@@ -110,7 +105,6 @@ class BatchReader:
     fills_up = True
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet."""
         self.samples = samples
         self.sample_type = samples.sample_type
         self.num_samples = len(samples)

@@ -40,22 +40,13 @@ NUM_BAD_NAMED = 5
 
 @dataclass
 class LoaderStats:
-    """Counts of a loader since it was built, or since `reset`.
-
-    Attributes:
-        num_images_delivered: Images handed out.
-        num_bad_samples: Bad samples among them, each replaced by a good one.
-        num_dropped_samples: Samples that a flag leaves out of the data set; not reset.
-        num_failed_blocks: Batches that could not be prepared, each replaced by the one before.
-        bytes_read: Bytes of the stored samples.
-        seconds: Phase, one of `batches.PHASES`, to its time, summed over workers.
-    """
+    """Counts of a loader since it was built, or since `reset`."""
 
     num_images_delivered: int = 0
-    num_bad_samples: int = 0
-    num_dropped_samples: int = 0
-    num_failed_blocks: int = 0
-    bytes_read: int = 0
+    num_bad_samples: int = 0  # each replaced by a good one
+    num_dropped_samples: int = 0  # left out of the data set by a flag; not reset
+    num_failed_blocks: int = 0  # batches that could not be prepared: the one before came again
+    bytes_read: int = 0  # of the stored samples
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, report: BatchReport) -> None:
@@ -113,10 +104,7 @@ def watch(
 ) -> Iterator[Any]:
     """Yield the batches of a loader; a `RunError` if it fails, gives one, or is silent too long.
 
-    Args:
-        begin: Starts the loader.
-        config: Its workers and their timeout.
-        position: Says where it is, e.g. ``after 8 images of this epoch``.
+    `begin` starts it; `position` says where it is, e.g. ``after 8 images of this epoch``.
     """
     # Starting workers and their first batch count as one wait, hence twice the time; torch's own
     # timeout watches workers.

@@ -71,7 +71,6 @@ class EpochOrder(DistributedSampler):
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set the order up; `Samples` has the sizes of its blocks."""
         self._config = config
         blocks, num_blocks = samples.blocks, samples.num_blocks_of_files
         self._own_lanes = Lanes(1, 1)

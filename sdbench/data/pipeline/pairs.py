@@ -29,7 +29,6 @@ class PairOrder(EpochOrder):
     def __init__(
         self, samples: Samples, num_pictures: NumPictures, *, config: SourceConfig
     ) -> None:
-        """Set the order up."""
         super().__init__(samples, config=config)
         self._num_pictures = num_pictures
         self.num_samples = (
@@ -68,7 +67,6 @@ class PairReader(BatchReader):
         num_pictures: NumPictures,
         prior_loss_weight: float,
     ) -> None:
-        """Set up with the pictures of the subject, and of its class if any."""
         self._readers = [open_pictures(source) for source in sources]
         super().__init__(Samples([sum(num_pictures)]), config=sources[0])
         self._num_instances = num_pictures.instances

@@ -60,11 +60,7 @@ class CaptionTokenizer:
         return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
-        """Tokenize the captions of a batch.
-
-        Returns:
-            (B, 77) int64. A longer caption is cut so that eos is still the last id.
-        """
+        """Return (B, 77) int64; a longer caption is cut so that eos is still the last id."""
         padded = np.full((len(captions), NUM_TOKENS), self.pad_token_id, dtype=np.int64)
         if captions:
             encoded = self._tokenizer(list(captions), truncation=True, max_length=NUM_TOKENS)

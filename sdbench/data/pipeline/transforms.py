@@ -64,19 +64,11 @@ def decode_image(
     read_avif: bool = False,
     phase: Phase = contextlib.nullcontext,
 ) -> np.ndarray:
-    """Decode an image file of a kind that is read.
+    """Decode an image file to (3, image_size, image_size) uint8, RGB.
 
-    Args:
-        data: The file's bytes.
-        image_size: Side of the result in pixels.
-        crop: Where the largest square is cut out along each side, from 0 (left, top) to 1; None for
-            the centre.
-        flip: Whether to mirror the picture.
-        read_avif: Value of ``--read_avif``.
-        phase: Returns what is entered during ``decode`` and ``transform``.
-
-    Returns:
-        (3, image_size, image_size) uint8, RGB; the colours of a pixel lie side by side in memory.
+    The colours of a pixel lie side by side in memory. `crop` says where the largest square is cut
+    out along each side, from 0 (left, top) to 1; None is the centre. `phase` returns what is
+    entered during ``decode`` and ``transform``.
 
     Raises:
         OSError: The image is truncated or damaged.

@@ -31,7 +31,7 @@ MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
 # Values of a sample by column.
 Row = Mapping[str, Any]
 Rows = Iterable[Row]
-# Column to its MDS encoding.
+# Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
 Columns = Mapping[str, str]
 
 

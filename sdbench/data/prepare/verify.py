@@ -13,12 +13,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
-from sdbench.data.formats.mds_index import (
-    MdsPlace,
-    copied_file,
-    describe_missing,
-    locate_mds,
-)
+from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work

@@ -44,17 +44,10 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A data set that is being written; made by `open_output`, may be pickled.
+    """A data set that is being written; made by `open_output`, may be pickled."""
 
-    Attributes:
-        out: Folder that the data set will be.
-        data_format: A key of `FORMATS`.
-        columns: Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
-        num_chunks: Chunks of the whole data set.
-    """
-
-    out: Path
-    data_format: str
+    out: Path  # the folder that it will be
+    data_format: str  # a key of `FORMATS`
     columns: Columns
     num_chunks: int
 

@@ -11,18 +11,14 @@ import torch
 from torch import Tensor
 
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_columns, check_finite, name_column
+from sdbench.data.latent_columns import array_columns, check_finite
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.pipeline.order import Key
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
-from sdbench.models.stable_diffusion import (
-    MEMORY_FORMATS,
-    build_encoders,
-    encode_images,
-)
+from sdbench.models.stable_diffusion import MEMORY_FORMATS, build_encoders, encode_images
 
 CAPTION_COLUMN = "caption"
 # As in the preset `fast`.
@@ -34,19 +30,12 @@ STEP_PHASES = ("data_wait", "vae", "text", "write")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeJob(Shards):
-    """What is to be encoded, and how; the same for all ranks.
-
-    Attributes:
-        config: The source.
-        architecture: With the VAE and the text encoder.
-        encoder_dtype: Type of the encoders' weights and arithmetic.
-        batch_size: Images that are encoded together.
-    """
+    """What is to be encoded, and how; the same for all ranks."""
 
     config: SourceConfig
     architecture: Architecture
     encoder_dtype: str
-    batch_size: int
+    batch_size: int  # images that are encoded together
 
     def make_encoder(self, device: str) -> Encoder:
         """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
@@ -98,12 +87,7 @@ class Encoder:
     """VAE and text encoder on one device."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        *,
-        encoder_dtype: str,
-        seed: int,
-        device: str,
+        self, architecture: Architecture, *, encoder_dtype: str, seed: int, device: str
     ) -> None:
         """Build both encoders; the seed is that of random weights."""
         self._device = device
@@ -142,12 +126,11 @@ def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) 
     """Encode a batch; the times of loading and encoding go to `step`."""
     columns, tensors, report = {}, batch.tensors, batch.report
     if batch.keys:
-        image_part, text_part = SampleType.MOMENTS.value
+        image_column, text_column = array_columns(SampleType.MOMENTS, job.config)
         with step.phase("vae"):
-            column = name_column(image_part, image_size=job.config.image_size)
-            columns[column] = encoder.encode_images(tensors["image"])
+            columns[image_column] = encoder.encode_images(tensors["image"])
         with step.phase("text"):
-            columns[name_column(text_part)] = encoder.encode_captions(tensors["input_ids"])
+            columns[text_column] = encoder.encode_captions(tensors["input_ids"])
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             step.seconds[name] += seconds

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
-from sdbench.data.pipeline.batches import Batch, BatchReader
+from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.loader import watch
-from sdbench.data.pipeline.order import Key, Keys
+from sdbench.data.pipeline.order import Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.writers import Output
@@ -31,21 +31,8 @@ def encode_here(
     job: EncodeJob, numbers: Sequence[int], *, reader: BatchReader, device: str
 ) -> Generator[EncodedBatch]:
     """Encode the batches of shards in this process, while its workers read and decode."""
-    encoder = job.make_encoder(device)
+    encoder, config = job.make_encoder(device), job.config
     pieces = [piece for number in numbers for piece in job.pieces(number)]
-    with contextlib.closing(_load(job, pieces, reader=reader)) as loaded:
-        while True:
-            step = Step()
-            with step.phase("data_wait"):
-                batch = next(loaded, None)
-            if batch is None:
-                return
-            yield encode_batch(job, encoder, batch, step=step)
-
-
-def _load(job: EncodeJob, pieces: list[list[Key]], *, reader: BatchReader) -> Generator[Batch]:
-    """Batches of the good samples, in order, copied from the shared memory of their worker."""
-    config = job.config
     loader = DataLoader(
         Keys(len(pieces)),
         sampler=pieces,
@@ -55,15 +42,18 @@ def _load(job: EncodeJob, pieces: list[list[Key]], *, reader: BatchReader) -> Ge
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         timeout=config.data_timeout_s if config.num_workers else 0,
     )
-    received = SharedBatch()
-    num_read = 0
-
-    def position() -> str:
-        return f"after {num_read} images"
-
-    for batch in watch(lambda: iter(loader), config=config, position=position):
-        num_read += batch.report.num_images
-        yield batch._replace(tensors=received.copy(batch.tensors, slot=batch.report.slot))
+    received, num_read = SharedBatch(), 0
+    loaded = watch(lambda: iter(loader), config=config, position=lambda: f"after {num_read} images")
+    with contextlib.closing(loaded):
+        while True:
+            step = Step()
+            with step.phase("data_wait"):
+                batch = next(loaded, None)
+                if batch is None:
+                    return
+                tensors = received.copy(batch.tensors, slot=batch.report.slot)
+            num_read += batch.report.num_images
+            yield encode_batch(job, encoder, batch._replace(tensors=tensors), step=step)
 
 
 def write_shards(
