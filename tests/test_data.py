@@ -59,19 +59,6 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert float(row["images_per_second"]) == summary["images_per_second"]
 
 
-def test_what_workers_hold_is_warm_up_and_a_busy_trainer_waits_little(tmp_path):
-    argv = (*SMALL, "--num_workers", "1", "--prefetch_factor", "3", "--num_batches", "4")
-    more = ("--max_seconds", "60", "--emulate_step_seconds", "0.2")
-    record, exit_code = run(tmp_path, *argv, *more)
-    assert exit_code == 0
-    validate(record)
-    assert record["config"]["num_warmup_batches"] == 4
-    summary = record["summary"]
-    assert summary["num_images"] == 16 and summary["window_s"] >= 0.8
-    assert sum(summary["ms_per_image"].values()) > 0
-    assert summary["data_wait_percent"] < 50
-
-
 def test_no_is_an_answer_for_synthetic_data_by_default(tmp_path, capsys):
     argv = (*SMALL[1:], "--num_workers", "0", "--num_batches", "2")
     record, exit_code = run(tmp_path, *argv, "--target_images_per_second", "1e12")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.server
-import io
 import os
 import re
 import subprocess
@@ -164,12 +163,11 @@ def test_a_part_of_something_else_is_not_taken(server, change, told):
 
 
 def write_tar(path, shade):
-    """A tar of four pictures of one shade, of the same length for every shade."""
+    """A tar of four pictures of one shade."""
+    picture = datasets.encode(Image.new("RGB", (16, 16), (shade,) * 3))
     members = []
     for index in range(4):
-        picture = io.BytesIO()
-        Image.new("RGB", (16, 16), (shade,) * 3).save(picture, "PNG", compress_level=0)
-        members += [(f"{index}.png", picture.getvalue()), (f"{index}.txt", b"grey")]
+        members += [(f"{index}.png", picture), (f"{index}.txt", b"grey")]
     return datasets.write_tar(path, members).read_bytes()
 
 
