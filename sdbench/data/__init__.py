@@ -237,9 +237,10 @@ def open_batches(config: SourceConfig) -> BatchReader:
     if SOURCES[config.data_format].open is None:
         check(config)
         return resolve_name(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
-    return resolve_name("sdbench.data.pipeline.batches:make_batches")(
-        open_samples(config), config=config
-    )
+    samples = open_samples(config)
+    # The number of samples at a URL is not always known before.
+    check_enough_samples(config, num_samples=len(samples))
+    return resolve_name("sdbench.data.pipeline.batches:make_batches")(samples, config=config)
 
 
 def build(config: SourceConfig) -> CheckedLoader:
@@ -260,5 +261,5 @@ def build(config: SourceConfig) -> CheckedLoader:
     if SOURCES[config.data_format].build is not None:
         check(config)
         return _call("build", config)
-    build_loader = resolve_name("sdbench.data.pipeline.loader:build_from_samples")
-    return build_loader(open_batches(config), config=config)
+    make_loader = resolve_name("sdbench.data.pipeline.loader:CheckedLoader")
+    return make_loader(open_batches(config), config=config)

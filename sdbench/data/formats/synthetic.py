@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
 from sdbench.data.samples import Samples, SampleType
@@ -140,4 +140,4 @@ class SyntheticBatchReader(BatchReader):
 
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for synthetic data."""
-    return build_from_samples(SyntheticBatchReader(config=config), config=config)
+    return CheckedLoader(SyntheticBatchReader(config=config), config=config)

@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
-from sdbench.data.formats.checks import PLACE_FLAGS, check_enough_samples
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -175,9 +175,19 @@ class CheckedLoader(DataLoader):
     """
 
     def __init__(
-        self, batches: BatchReader, *, order: EpochOrder | KeyStream, config: SourceConfig
+        self,
+        batches: BatchReader,
+        *,
+        order: EpochOrder | KeyStream | None = None,
+        config: SourceConfig,
     ) -> None:
-        """Set the loader up as `config` says; `batches` makes a batch of the keys of `order`."""
+        """Set the loader up as `config` says.
+
+        `batches` makes a batch of the keys of `order`, which is by default that of samples that can
+        be read by number.
+        """
+        if order is None:
+            order = EpochOrder(batches.samples, config=config)
         if config.num_workers:
             _check_folder_of_sockets()
         is_stream = isinstance(order, IterableDataset)
@@ -302,10 +312,3 @@ class CheckedLoader(DataLoader):
                 f"(--max_bad_fraction), the last: {report.bad[-1]}"
             )
         return num_bad
-
-
-def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
-    """Build the loader of samples that can be read by number, in any order or file by file."""
-    # The number of samples at a URL is not always known before.
-    check_enough_samples(config, num_samples=batches.num_samples)
-    return CheckedLoader(batches, order=EpochOrder(batches.samples, config=config), config=config)

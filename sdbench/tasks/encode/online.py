@@ -18,7 +18,6 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.formats.checks import check_enough_samples
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder
@@ -111,14 +110,10 @@ class OnlineLoader(CheckedLoader):
 
         The stream begins with the first iteration, when the position is known, and has
         `num_batches` global batches. All ranks have such a loader and iterate in step.
-
-        Raises:
-            ConfigError: As `data.check`.
         """
         # Samples are read elsewhere, and the encoders take uint8 pixels.
         source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
         batches = data.open_batches(source)
-        check_enough_samples(source, num_samples=batches.num_samples)
         self._ordered = source
         if source.is_streamed:
             # Decoders have the places of loader workers in the order.

@@ -20,7 +20,7 @@ from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.data.identity import identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
-from sdbench.data.prepare.writers import Output, Totals, open_output
+from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
@@ -45,8 +45,7 @@ from sdbench.settings.training import ModelSettings
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sdbench.data.pipeline.batches import BatchReader
-    from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step
+    from sdbench.tasks.encode.encoder import EncodedBatch, Step
 
 EPILOG = """\
 examples:
@@ -191,14 +190,6 @@ class Precompute(Task):
     kind = PRECOMPUTE
     program = "python -m sdbench precompute"
     timeout_s = RANK_TIMEOUT_S
-    _machine: Machine
-    _ranks: Ranks
-    _config: PrecomputeSettings
-    _on_gpu: bool
-    _keeps_memory: bool
-    _job: EncodeJob
-    _reader: BatchReader
-    _totals: Totals
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
 
