@@ -186,15 +186,9 @@ def check(config: SourceConfig) -> int | None:
     """Find the user's mistakes about data, cheaply, before any weights are built.
 
     Reads indexes, footers, headers and sizes, and of samples at most a few. The answer is the same
-    on every rank of a machine.
-
-    Returns:
-        Samples of an epoch over all ranks, or None where only a download would tell.
-
-    Raises:
-        ConfigError: A place is missing, empty or damaged, has fewer samples than one batch, or
-            cannot give what is asked of it.
-        RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
+    on every rank of a machine: the samples of an epoch over all ranks, or None where only a
+    download would tell. A tar that is damaged, and a place elsewhere that cannot be reached, is a
+    `RunError`; all other mistakes are a `ConfigError`.
     """
     check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
     if SOURCES[config.data_format].open is not None and not config.wants_latents:

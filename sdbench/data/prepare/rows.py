@@ -120,9 +120,9 @@ def describe_source(
         "on_bad_sample": "skip",
         **options,
     }
-    return (
-        SourceConfig(**options) if flags is None else SourceConfig.from_settings(flags, **options)
-    )
+    if flags is None:
+        return SourceConfig(**options)
+    return SourceConfig.from_settings(flags, **options)
 
 
 def open_rows(config: SourceConfig) -> RowReader:
