@@ -59,6 +59,13 @@ def test_every_hash_is_compared(tmp_path, capsys):
     assert "2 broken things were found" in printed
 
 
+def test_compressed_shards(tmp_path, capsys):
+    datasets.write_mds(tmp_path, hashes=("sha1",), compression="zstd")
+    datasets.flip_a_bit(tmp_path / "shard.00000.mds.zstd", position=20)
+    assert main(tmp_path) == 1
+    assert "shard.00000.mds.zstd: its sha1 is not the one" in capsys.readouterr().out
+
+
 def test_copies_of_another_folder(tmp_path, mds_folder, capsys):
     cache = tmp_path / "cache"
     assert main(mds_folder, "--local", cache, "--deep") == 0

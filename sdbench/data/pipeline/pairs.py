@@ -51,9 +51,9 @@ class PairOrder(EpochOrder):
 
     def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
         """Return shuffles of the numbers below `count`, one after the other, up to a length."""
-        num_rounds = -(-length // count)
         if not self._config.shuffle:
-            return np.tile(np.arange(count), num_rounds)[:length]
+            return np.arange(length) % count
+        num_rounds = -(-length // count)
         return np.concatenate([generator.permutation(count) for _ in range(num_rounds)])[:length]
 
 
