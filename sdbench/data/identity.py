@@ -128,7 +128,6 @@ def sources_of(settings: Any) -> list[SourceConfig]:
 
 
 def _places(source: SourceConfig) -> list[str]:
-    """Return the places of the data sets as the user gave them."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]

@@ -165,7 +165,6 @@ class EpochOrder(DistributedSampler):
         return self._own_lanes
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
-        """Return the samples of one of this rank's batches."""
         lanes, num_own = self._lanes(epoch), self._config.device_batch_size
         num_batches = self.num_samples // num_own
         size = self._config.global_batch_size // lanes.num_ranks

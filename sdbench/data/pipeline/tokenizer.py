@@ -52,11 +52,9 @@ class CaptionTokenizer:
         return self._tokenizer(word, add_special_tokens=False)["input_ids"]
 
     def __contains__(self, token: str) -> bool:
-        """Return True if a word is a token by itself."""
         return token in self._tokenizer.get_vocab()
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:

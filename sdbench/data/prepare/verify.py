@@ -118,7 +118,6 @@ def _verify_shard(place: MdsPlace, stream: Any, number: int) -> WorkReport:
 
 
 def _verify_files(place: MdsPlace, shard: Mapping[str, Any]) -> list[str]:
-    """Compare the files of a shard in the user's folder with its entry."""
     paths = {Path(place.source, file["basename"]): file for file in files_of(shard)}
     found = [path for path in paths if path.is_file()]
     if not found and place.remote is None:
@@ -162,7 +161,6 @@ def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
 
 
 def _verify_samples(rows: RowReader, pieces: Shards, number: int) -> WorkReport:
-    """Open the samples of a piece by its number."""
     indices = pieces.indices(number)
     bad = []
     for index in indices:

@@ -279,7 +279,6 @@ def _count_bytes(path: Path) -> int:
 
 
 def _synchronize(path: Path) -> None:
-    """Synchronize a file, or a folder with its files, to disk."""
     for file in {*_files(path), path}:
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -189,7 +189,6 @@ class OnlineLoader(CheckedLoader):
         return row.content._replace(tensors=tensors)
 
     def _stand_in(self, failure: Failure) -> Batch:
-        """The batch before in place of a failed one."""
         self.stats.num_failed_blocks += 1
         sentence = f"A batch could not be prepared: {failure.reason}"
         if self.stats.num_failed_blocks > self._settings.max_failed_blocks:

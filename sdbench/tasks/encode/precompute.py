@@ -366,7 +366,6 @@ class Precompute(Task):
         }
 
     def _encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """The encoded batches of shards, in order."""
         if self._config.engine == RAY:
             from sdbench.tasks.encode.ray_shards import encode_on_ray
 
@@ -424,7 +423,6 @@ def _connect(draft: Draft) -> bool:
 
 
 def _choose(draft: Draft, *, on_gpu: bool) -> None:
-    """Choose the settings that depend on the machine or on the place of the data."""
     config = draft.config
     data_format = data.resolve_format(config)
     if data_format == "synthetic" and not (config.use_synth_data or config.data_format != "auto"):
