@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,11 @@ class Key(NamedTuple):
 
     epoch: int
     index: int
+
+
+def keys_of_first_epoch(indices: Iterable[int]) -> list[Key]:
+    """Return the keys of samples as the first epoch of a run sees them."""
+    return [Key(0, index) for index in indices]
 
 
 class Keys(Dataset):

@@ -13,7 +13,6 @@ from torch import Tensor
 from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import array_columns, check_finite
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
-from sdbench.data.pipeline.order import Key
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
@@ -46,11 +45,12 @@ class EncodeJob(Shards):
             device=device,
         )
 
-    def pieces(self, number: int) -> list[list[Key]]:
-        """The samples of each batch of a shard, as the first epoch of a run would see them."""
-        keys = [Key(0, index) for index in self.indices(number)]
+    def pieces(self, number: int) -> list[range]:
+        """Indices of the samples of each batch of a shard."""
+        indices = self.indices(number)
         return [
-            keys[start : start + self.batch_size] for start in range(0, len(keys), self.batch_size)
+            indices[start : start + self.batch_size]
+            for start in range(0, len(indices), self.batch_size)
         ]
 
     def columns(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ import numpy as np
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import Batch, BatchReader
-from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.pipeline.order import EpochOrder, Key, keys_of_first_epoch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.tasks.encode.ray_stream import Stage
@@ -25,14 +25,14 @@ from sdbench.tasks.encode.ray_stream import Stage
 class ReadStage(Stage):
     """Reads, decodes and tokenizes for precompute: row number to the good samples."""
 
-    def __init__(self, config: SourceConfig, pieces: Sequence[list[Key]], num_samples: int) -> None:
+    def __init__(self, config: SourceConfig, pieces: Sequence[range], num_samples: int) -> None:
         """Open the source; `pieces` are the samples of each row."""
         self._batches = open_same(config.rank, config=config, num_samples=num_samples)
         self._pieces = pieces
 
     def work(self, content: int) -> Batch:
         """Read a batch."""
-        return self._batches.read_good(self._pieces[content])
+        return self._batches.read_good(keys_of_first_epoch(self._pieces[content]))
 
 
 class DecodeStage(Stage):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from sdbench.base.progress import Progress
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.loader import watch
-from sdbench.data.pipeline.order import Keys
+from sdbench.data.pipeline.order import Keys, keys_of_first_epoch
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.writers import Output
@@ -35,7 +35,7 @@ def encode_here(
     pieces = [piece for number in numbers for piece in job.pieces(number)]
     loader = DataLoader(
         Keys(len(pieces)),
-        sampler=pieces,
+        sampler=map(keys_of_first_epoch, pieces),
         batch_size=None,
         collate_fn=reader,
         num_workers=config.num_workers,
