@@ -10,9 +10,9 @@ import time
 import pytest
 
 import data as script
-from sdbench import data
 from sdbench.analysis.feed_table import format_csv
 from sdbench.base.errors import RunError
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.record.store import load_record
 from sdbench.report.terminal import format_number
 from tests.refusals import PLACE_FLAGS, printed_refusal
@@ -57,19 +57,6 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert not (folder / "steps.csv").exists()
     (row,) = csv.DictReader(format_csv([record]).splitlines())
     assert float(row["images_per_second"]) == summary["images_per_second"]
-
-
-def test_what_workers_hold_is_warm_up_and_a_busy_trainer_waits_little(tmp_path):
-    argv = (*SMALL, "--num_workers", "1", "--prefetch_factor", "3", "--num_batches", "4")
-    more = ("--max_seconds", "60", "--emulate_step_seconds", "0.2")
-    record, exit_code = run(tmp_path, *argv, *more)
-    assert exit_code == 0
-    validate(record)
-    assert record["config"]["num_warmup_batches"] == 4
-    summary = record["summary"]
-    assert summary["num_images"] == 16 and summary["window_s"] >= 0.8
-    assert sum(summary["ms_per_image"].values()) > 0
-    assert summary["data_wait_percent"] < 50
 
 
 def test_no_is_an_answer_for_synthetic_data_by_default(tmp_path, capsys):
@@ -125,22 +112,13 @@ def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, fla
 def test_a_run_that_fails_leaves_a_record_that_says_why(
     tmp_path, capsys, monkeypatch, error, status, exit_code
 ):
-    build = data.build
+    iterate = CheckedLoader.__iter__
 
-    def build_short(config):
-        loader = build(config)
-        epoch = iter(loader)
+    def end_early(loader):
+        yield next(iterate(loader))
+        raise error
 
-        class Short:
-            stats = loader.stats
-
-            def __iter__(self):
-                yield next(epoch)
-                raise error
-
-        return Short()
-
-    monkeypatch.setattr(data, "build", build_short)
+    monkeypatch.setattr(CheckedLoader, "__iter__", end_early)
     record, got = run(tmp_path, *SMALL, "--num_workers", "0")
     assert got == exit_code
     validate(record)

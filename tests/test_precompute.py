@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import csv
 import itertools
 import os
@@ -14,14 +13,11 @@ import pytest
 from PIL import Image
 
 import benchmark
-from sdbench import data
-from sdbench.data.formats.folder import FolderSamples
 from sdbench.data.prepare.writers import Output
-from sdbench.data.source import SourceConfig
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
-from sdbench.tasks.encode.images import ImageReader
+from tests.data.datasets import read_files, read_mds
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
@@ -48,27 +44,6 @@ def run(tmp_path, picture_folder):
         return exit_code, load_record(new.pop()) if new else None
 
     return run_once
-
-
-def read(folder: Path) -> list[dict]:
-    config = SourceConfig(
-        data_format="mds",
-        remote=str(folder),
-        latents="precomputed",
-        image_size=64,
-        text_embedding_dim=32,
-        device_batch_size=1,
-        seed=0,
-    )
-    records = data.open_samples(config)
-    return [
-        {name: np.array(values) for name, values in records.read(index).arrays.items()}
-        for index in range(len(records))
-    ]
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def losses(results: Path, *argv: str) -> list[float]:
@@ -140,9 +115,6 @@ def test_the_slowest_rank_decides_the_rate():
     assert (short["num_measured_steps"], short["num_images"]) == (0, 4)
 
 
-# --- Kills and ranks -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run_two(tmp_path, picture_folder):
     """A function that precomputes in two ranks: to their exit codes."""
@@ -159,7 +131,7 @@ def run_two(tmp_path, picture_folder):
 def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
     run("alone", "--samples_per_shard", "3", "--num_workers", "1")
     assert run_two("together", "--samples_per_shard", "3") == [0, 0]
-    assert shards(tmp_path / "together") == shards(tmp_path / "alone")
+    assert read_files(tmp_path / "together") == read_files(tmp_path / "alone")
     (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
     record = load_record(path)
     validate(record)
@@ -193,13 +165,14 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(run, run_two, tmp_pat
     assert exit_code == 0
     assert record["summary"]["num_images"] == NUM_PICTURES - num_kept
     assert record["summary"]["num_images_written"] == NUM_PICTURES
-    assert shards(tmp_path / "latents") == shards(tmp_path / "whole")
+    assert read_files(tmp_path / "latents") == read_files(tmp_path / "whole")
     assert not (tmp_path / "latents.partial").exists()
 
 
 def test_a_bad_sample_stops_a_run_and_a_resume_may_not_change_what_is_written(
     run, tmp_path, picture_folder, capsys
 ):
+    run("whole", "--seed", "1")
     (picture_folder / "3.png").write_bytes(b"no image")
     options = ["--samples_per_shard", "2", "--seed", "1", "--num_workers", "2"]
     exit_code, record = run("latents", *options)
@@ -218,9 +191,11 @@ def test_a_bad_sample_stops_a_run_and_a_resume_may_not_change_what_is_written(
     assert exit_code == 0
     assert record["summary"]["num_images_written"] == 9
     assert record["summary"]["num_bad_samples"] == 1
-
-
-# --- What is written -----------------------------------------------------------------------------
+    assert "left out: " in capsys.readouterr().out
+    whole, good = read_mds(tmp_path / "whole"), read_mds(tmp_path / "latents")
+    for one, other in zip(whole[:3] + whole[4:], good, strict=True):
+        assert one["caption"] == other["caption"]
+        np.testing.assert_allclose(one["latent_moments_64"], other["latent_moments_64"], atol=2e-3)
 
 
 def test_dropped_captions_are_stored_as_they_are_encoded(run, tmp_path):
@@ -230,26 +205,6 @@ def test_dropped_captions_are_stored_as_they_are_encoded(run, tmp_path):
     table = pyarrow.parquet.read_table(tmp_path / "latents")
     assert table["caption"].to_pylist() == [""] * NUM_PICTURES
     assert len(set(table["text_embedding"].to_pylist())) == 1
-
-
-def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, capsys):
-    run("whole")
-    (picture_folder / "3.png").write_bytes(b"")
-    broken = (picture_folder / "7.png").read_bytes()
-    (picture_folder / "7.png").write_bytes(broken[: len(broken) // 2])
-    skip = ["--on_bad_sample", "skip", "--num_workers", "2"]
-    exit_code, record = run("latents", *skip, "--max_bad_fraction", "0.2")
-    assert exit_code == 0
-    output = capsys.readouterr().out
-    assert "3.png" in output and "7.png" in output
-    assert record["summary"]["num_bad_samples"] == 2
-    assert record["summary"]["num_images_written"] == NUM_PICTURES - 2
-
-    whole, good = read(tmp_path / "whole"), read(tmp_path / "latents")
-    assert len(good) == NUM_PICTURES - 2
-    kept = [sample for index, sample in enumerate(whole) if index not in (3, 7)]
-    for one, other in zip(kept, good, strict=True):
-        np.testing.assert_allclose(one["moments"], other["moments"], atol=2e-3)
 
 
 def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
@@ -286,18 +241,3 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_record(
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_sample_is_read_once_for_its_image_and_its_caption(picture_folder, monkeypatch):
-    read, num_read = FolderSamples.read, collections.Counter()
-
-    def count(samples, index):
-        num_read[index] += 1
-        return read(samples, index)
-
-    monkeypatch.setattr(FolderSamples, "read", count)
-    options = {"data_format": "folder", "remote": str(picture_folder), "shuffle": False}
-    config = SourceConfig(**options, image_size=64, device_batch_size=1, seed=0)
-    loaded = ImageReader(config)(range(3))
-    assert len(loaded.good.keys) == len(loaded.captions) == 3
-    assert num_read == {0: 1, 1: 1, 2: 1}

@@ -186,35 +186,33 @@ def check(config: SourceConfig) -> int | None:
     """Find the user's mistakes about data, cheaply, before any weights are built.
 
     Reads indexes, footers, headers and sizes, and of samples at most a few. The answer is the same
-    on every rank of a machine.
-
-    Returns:
-        Samples of an epoch over all ranks, or None where only a download would tell.
-
-    Raises:
-        ConfigError: A place is missing, empty or damaged, has fewer samples than one batch, or
-            cannot give what is asked of it.
-        RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
+    on every rank of a machine: the samples of an epoch over all ranks, or None where only a
+    download would tell. A tar that is damaged, and a place elsewhere that cannot be reached, is a
+    `RunError`; all other mistakes are a `ConfigError`.
     """
     check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
     if SOURCES[config.data_format].open is not None and not config.wants_latents:
         check_tokenizer_folder(config.tokenizer_folder)
-    num_samples = resolve_name(SOURCES[config.data_format].check)(config)
+    num_samples = _call("check", config)
     if num_samples is not None:
         check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
 
+def _call(function: str, config: SourceConfig) -> Any:
+    """Call a function of a format's row; None if it has no such function."""
+    name = getattr(SOURCES[config.data_format], function)
+    return None if name is None else resolve_name(name)(config)
+
+
 def read_columns(config: SourceConfig) -> set[str]:
     """Return the names of the columns that all files have; empty for formats without columns."""
-    name = SOURCES[config.data_format].columns
-    return set() if name is None else resolve_name(name)(config)
+    return _call("columns", config) or set()
 
 
 def list_files(config: SourceConfig) -> list[str]:
     """Return names and URLs of the files of a data set; empty for synthetic data."""
-    name = SOURCES[config.data_format].files
-    return [] if name is None else resolve_name(name)(config)
+    return _call("files", config) or []
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
@@ -225,9 +223,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
 def open_samples(config: SourceConfig) -> Samples:
     """Check the source and open its stored samples, to read them by number in stored order."""
     check(config)
-    name = SOURCES[config.data_format].open
-    assert name is not None, "synthetic data is not stored"
-    return resolve_name(name)(config)
+    return _call("open", config)
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
@@ -235,9 +231,10 @@ def open_batches(config: SourceConfig) -> BatchReader:
     if SOURCES[config.data_format].open is None:
         check(config)
         return resolve_name(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
-    return resolve_name("sdbench.data.pipeline.batches:make_batches")(
-        open_samples(config), config=config
-    )
+    samples = open_samples(config)
+    # The number of samples at a URL is not always known before.
+    check_enough_samples(config, num_samples=len(samples))
+    return resolve_name("sdbench.data.pipeline.batches:make_batches")(samples, config=config)
 
 
 def build(config: SourceConfig) -> CheckedLoader:
@@ -255,9 +252,8 @@ def build(config: SourceConfig) -> CheckedLoader:
     Raises:
         ConfigError: As `check`.
     """
-    name = SOURCES[config.data_format].build
-    if name is not None:
+    if SOURCES[config.data_format].build is not None:
         check(config)
-        return resolve_name(name)(config)
-    build_loader = resolve_name("sdbench.data.pipeline.loader:build_from_samples")
-    return build_loader(open_batches(config), config=config)
+        return _call("build", config)
+    make_loader = resolve_name("sdbench.data.pipeline.loader:CheckedLoader")
+    return make_loader(open_batches(config), config=config)

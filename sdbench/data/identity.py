@@ -32,14 +32,9 @@ PROVENANCE_NAME = ".made_by.json"
 def describe_data(settings: Any) -> dict[str, Any] | None:
     """Describe stored data for a record, including the pictures of a subject's class.
 
-    Args:
-        settings: With a data format and an image size.
-
-    Returns:
-        ``sha256``, the ``names_and_sizes`` of `identify_data`; its ``num_files`` and ``num_bytes``;
-        ``made_by``, the provenance of each data set; and, where this process has used older copies
-        of files that may have changed, ``unchecked_copies``, as of `describe_unchecked`. None for
-        synthetic data.
+    ``sha256`` is the ``names_and_sizes`` of `identify_data`, and ``made_by`` has the provenance of
+    each data set. ``unchecked_copies``, of `describe_unchecked`, is there if this process has used
+    older copies of files that may have changed. None for synthetic data.
     """
     if settings.data_format == "synthetic":
         return None
@@ -67,14 +62,12 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
 def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     """Return facts by which a later run recognises the data that it started with.
 
-    Returns:
-        ``names``, a hash of the names of the files relative to the folder that all files share;
-        ``names_and_sizes``, of both. Of MDS they are of each index.json, which has the names,
-        sizes and, if there are any, hashes of the shards. So a copy of a data set in another place
-        has the same hashes. ``num_files`` and ``num_bytes`` (None if a size is unknown, as that of
-        a file at a URL or of a missing picture). ``times``, a hash of the modification times of
-        local files, of MDS only those of shards without a hash; `cp -p`, `rsync -a` and tar keep
-        them. None for synthetic data.
+    ``names`` is a hash of the names of the files relative to the folder that all files share, and
+    ``names_and_sizes`` of both. Of MDS they are of each index.json, which has the names, sizes and,
+    if there are any, hashes of the shards. So a copy of a data set in another place has the same
+    hashes. ``num_bytes`` is None if a size is unknown, as that of a file at a URL or of a missing
+    picture. ``times`` is a hash of the modification times of local files, of MDS only those of
+    shards without a hash; `cp -p`, `rsync -a` and tar keep them. None for synthetic data.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
@@ -135,7 +128,6 @@ def sources_of(settings: Any) -> list[SourceConfig]:
 
 
 def _places(source: SourceConfig) -> list[str]:
-    """Return the places of the data sets as the user gave them."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]

@@ -59,12 +59,7 @@ def path_of(place: str) -> str:
 
 
 def cache_folder(place: str, local: str | None) -> Path:
-    """The folder for copies of the files at `place`.
-
-    Args:
-        place: As the user gave it.
-        local: Value of ``--local``, or None for a folder of the user's cache, one for each place.
-    """
+    """The folder for copies of a place: ``--local``, or one of the user's cache for each place."""
     if local is not None:
         return Path(local)
     return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
@@ -115,17 +110,11 @@ def list_urls(folder: str) -> list[str]:
 
 
 class RemoteObject(NamedTuple):
-    """A file at a URL, as it was found.
-
-    Attributes:
-        url: ``s3://`` or ``http(s)://``.
-        num_bytes: Its length; None where the server gives no parts of it.
-        version: The store's name for this content (its ETag), empty if there is none.
-    """
+    """A file of S3 or the web, as it was found."""
 
     url: str
-    num_bytes: int | None
-    version: str
+    num_bytes: int | None  # None where the server gives no parts of it
+    version: str  # the store's name for this content (its ETag), empty if there is none
 
     @property
     def source(self) -> str:
@@ -152,9 +141,8 @@ def find_object(url: str) -> RemoteObject:
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
     """Read the bytes from `begin` to before `end`, going on where an answer breaks off.
 
-    Raises:
-        RunError: `NUM_ATTEMPTS` attempts in a row gave less than a piece each, or the file has
-            changed since it was found.
+    After `NUM_ATTEMPTS` attempts in a row that gave less than a piece each it is a `RunError`, and
+    if the file has changed since it was found.
     """
     pieces: list[bytes] = []
     num_failed = 0

@@ -207,11 +207,7 @@ def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> di
 
 
 def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
-    """Describe, for a record, older copies of places that this process uses unchecked.
-
-    Returns:
-        ``num_files``, and ``oldest_utc``, when the oldest was made; None if there are none.
-    """
+    """Describe, for a record, the older copies of places that this process uses unchecked."""
     made_s = [_unchecked[place] for place in places if place in _unchecked]
     if not made_s:
         return None

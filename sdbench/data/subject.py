@@ -72,5 +72,4 @@ def open_pictures(source: SourceConfig) -> BatchReader:
 
 
 def _one_by_one(source: SourceConfig) -> SourceConfig:
-    """Return the source as it is read without batches and ranks."""
     return dataclasses.replace(source, device_batch_size=1, rank=0, world_size=1)

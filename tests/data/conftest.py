@@ -13,11 +13,6 @@ from tests.data.s3_server import impatient, running_s3, s3  # noqa: F401
 
 
 @pytest.fixture
-def encoded():
-    return datasets.encode
-
-
-@pytest.fixture
 def temporary_folder(monkeypatch):
     """A folder for temporary files and caches of the test alone, short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:

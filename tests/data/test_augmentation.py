@@ -19,15 +19,9 @@ def config(request, tmp_path, monkeypatch) -> SourceConfig:
     """Pictures whose pixels tell their number, column and row; squares of them are not resized."""
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     datasets.WRITERS[request.param](tmp_path / "data")
-    return SourceConfig(
-        data_format=request.param,
-        remote=str(tmp_path / "data"),
-        image_size=HEIGHT,
-        device_batch_size=4,
-        seed=SEED,
-        num_workers=2,
-        crop="random",
-        horizontal_flip_probability=0.5,
+    options = {"num_workers": 2, "crop": "random", "horizontal_flip_probability": 0.5}
+    return datasets.make_source(
+        request.param, tmp_path / "data", image_size=HEIGHT, seed=SEED, **options
     )
 
 

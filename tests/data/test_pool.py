@@ -43,19 +43,16 @@ def run(work, *, num_workers: int | None, num_pieces: int = 6) -> tuple[list[int
 HERE = str(os.getpid())
 
 
-def test_in_this_process_or_in_others():
+def test_in_this_process_or_in_others(monkeypatch):
     for num_workers in (0, None):
         assert run(tell, num_workers=num_workers) == ([0, 1, 2, 3, 4, 5], {HERE})
     assert run(tell, num_workers=None, num_pieces=0) == ([], set())
     numbers, processes = run(tell, num_workers=2)
     assert sorted(numbers) == [0, 1, 2, 3, 4, 5]
     assert HERE not in processes and processes
-
-
-def test_in_others_where_there_are_many_samples(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     numbers, processes = run(tell, num_workers=None, num_pieces=70)
-    assert sorted(numbers) == [*range(70)]  # 2,415 samples
+    assert sorted(numbers) == [*range(70)]  # 2,415 samples, which are worth processes
     assert HERE not in processes
 
 

@@ -154,12 +154,6 @@ def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):
         fetch("s3://pictures/a.tar", cache=tmp_path)
 
 
-def test_what_a_command_prints(tmp_path):
-    place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
-    datasets.write_tars(tmp_path / "tars")
-    assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
-
-
 def test_a_command_that_fails_or_hangs_is_named(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="'pipe:echo no >&2; exit 3' ended with exit code 3: no"):
         fetch("pipe:echo no >&2; exit 3", cache=tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from sdbench.cli import main as sdbench
+from tests.data.datasets import read_files
 from tests.refusals import refusal_of
 
 NUM_SCENES = 8 * 4 * 2 * 5
@@ -60,9 +61,7 @@ def test_a_seed_gives_the_same_pictures(tmp_path) -> None:
     few = ("--num_train_images", "4", "--num_validation_images", "4", "--image_size", "96")
 
     def content(name: str, *argv: str) -> dict[str, bytes]:
-        folder = write(tmp_path / name, *few, *argv)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+        return read_files(write(tmp_path / name, *few, *argv))
 
     first = content("first")
     assert content("again") == first

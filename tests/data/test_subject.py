@@ -12,7 +12,7 @@ from PIL import Image
 
 from sdbench.data import subject
 from sdbench.data.pipeline import pairs
-from sdbench.data.source import SourceConfig
+from tests.data.datasets import make_source
 from tests.refusals import refused
 
 
@@ -20,24 +20,15 @@ from tests.refusals import refused
 def pictures(tmp_path):
     """Writes folders of pictures without captions, and describes them."""
 
-    def write(num_instances, num_class, *, batch_size=4, rank=0, world_size=1):
+    def write(num_instances, num_class, *, batch_size=4):
         sources = []
         for name, count in (("subject", num_instances), ("class", num_class)):
             folder = tmp_path / name
             folder.mkdir(exist_ok=True)
             for number in range(count):
                 Image.new("RGB", (20, 24), (10 * number, 0, 0)).save(folder / f"{number}.png")
-            source = SourceConfig(
-                data_format="folder",
-                remote=str(folder),
-                caption=f"a {name}",
-                image_size=16,
-                device_batch_size=batch_size // world_size,
-                rank=rank,
-                world_size=world_size,
-                seed=17,
-            )
-            sources.append(source if count else None)
+            options = {"caption": f"a {name}", "device_batch_size": batch_size}
+            sources.append(make_source("folder", folder, **options) if count else None)
         return sources
 
     return write

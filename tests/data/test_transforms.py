@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
-from sdbench.data.pipeline.transforms import (
-    decode_image,
-    find_square,
-    measure_image,
-)
+from sdbench.data.pipeline.transforms import decode_image, find_square, measure_image
+from tests.data.datasets import encode
 
 # Peak signal to noise in dB of a picture decoded at a fraction of its size, to one decoded wholly:
 # the worst of those here has 39.4, and would have 33.6 without the factor of two.
@@ -72,27 +69,17 @@ def palette_with_transparency() -> Image.Image:
         (Image.new("RGB", (1, 1), (1, 2, 3)), "PNG", (1, 2, 3)),
     ],
 )
-def test_every_mode_becomes_rgb(image, file_format, rgb, encoded):
-    found = decode_image(encoded(image, file_format=file_format), image_size=4)
+def test_every_mode_becomes_rgb(image, file_format, rgb):
+    found = decode_image(encode(image, file_format=file_format), image_size=4)
     assert found.shape == (3, 4, 4)
     assert tuple(found[:, 1, 1].tolist()) == rgb
 
 
 @pytest.mark.parametrize(("cut", "told"), [(12, "header of a PNG"), (40, "header"), (-100, "")])
-def test_damaged_images_raise(cut, told, encoded):
+def test_damaged_images_raise(cut, told):
     noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
     with pytest.raises(OSError, match=told or r"truncated|Out of bound read"):
-        decode_image(encoded(Image.fromarray(noise))[:cut], image_size=8)
-
-
-def encode_as(kind: str) -> bytes:
-    """A grey picture as a file of a kind that is not read, or the start of such a file."""
-    starts = {"HTML": b"<html>404</html>", "?": bytes(20)}
-    if kind in starts:
-        return starts[kind]
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (9, 9, 9)).save(buffer, kind)
-    return buffer.getvalue()
+        decode_image(encode(Image.fromarray(noise))[:cut], image_size=8)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +94,8 @@ def encode_as(kind: str) -> bytes:
     ],
 )
 def test_no_decoder_of_another_kind_is_reached(kind, told, monkeypatch):
-    data = encode_as(kind)
+    starts = {"HTML": b"<html>404</html>", "?": bytes(20)}
+    data = starts.get(kind) or encode(Image.new("RGB", (8, 8)), file_format=kind)
     Image.init()
 
     def reached(*arguments):
@@ -166,11 +154,11 @@ def test_a_jpeg_that_no_fraction_divides_is_not_stretched(orientation, crop, siz
 @pytest.mark.parametrize(
     ("crop", "expected"), [(None, 10), ((0.0, 0.0), 0), ((1.0, 1.0), 20), ((0.25, 0.9), 5)]
 )
-def test_where_the_square_is_cut_out(crop, expected, encoded):
+def test_where_the_square_is_cut_out(crop, expected):
     columns = np.arange(30, dtype=np.uint8)
     for values, axis in ((np.broadcast_to(columns, (10, 30)), 0), (columns[:, None], 1)):
         picture = np.broadcast_to(values, (10, 30) if axis == 0 else (30, 10))
-        data = encoded(Image.fromarray(np.ascontiguousarray(picture)))
+        data = encode(Image.fromarray(np.ascontiguousarray(picture)))
         place = crop if crop is None or axis == 0 else crop[::-1]
         square = decode_image(data, image_size=10, crop=place)
         first = square[0, 0, 0]
@@ -190,8 +178,8 @@ def test_a_picture_of_a_phone_with_108_million_pixels_is_read():
     assert (found[:, :24] > 250).all() and (found[:, 40:] < 5).all()
 
 
-def test_a_decompression_bomb_is_refused(encoded):
-    header = encoded(Image.new("L", (8, 8)))
+def test_a_decompression_bomb_is_refused():
+    header = encode(Image.new("L", (8, 8)))
     for side in (12_000, 60_000):
         chunk = make_chunk(b"IHDR", struct.pack(">II", side, side) + header[24:29])
         bomb = header[:8] + chunk + header[33:]

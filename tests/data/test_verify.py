@@ -61,19 +61,9 @@ def test_every_hash_is_compared(tmp_path, capsys):
 
 def test_compressed_shards(tmp_path, capsys):
     datasets.write_mds(tmp_path, hashes=("sha1",), compression="zstd")
-    assert main(tmp_path) == 0
     datasets.flip_a_bit(tmp_path / "shard.00000.mds.zstd", position=20)
     assert main(tmp_path) == 1
     assert "shard.00000.mds.zstd: its sha1 is not the one" in capsys.readouterr().out
-
-
-def test_a_cut_index(mds_folder, capsys):
-    text = (mds_folder / "index.json").read_text()
-    (mds_folder / "index.json").write_text(text[:100])
-    assert main(mds_folder) == 1
-    printed = capsys.readouterr().out
-    assert f"broken: {mds_folder}/index.json: index.json is damaged" in printed
-    assert "1 broken thing was found" in printed
 
 
 def test_copies_of_another_folder(tmp_path, mds_folder, capsys):
@@ -139,11 +129,6 @@ def test_broken_data_of_other_formats(tmp_path, capsys):
     assert "folder/007.png: the image cannot be" in printed
     assert "folder/011.png: no caption." in printed
     assert "2 broken things" in printed
-    datasets.write_parquet(tmp_path / "parquet")
-    file = tmp_path / "parquet" / "1.parquet"
-    file.write_bytes(file.read_bytes()[:-20])
-    assert main(tmp_path / "parquet") == 1
-    assert f"broken: {file} is damaged" in capsys.readouterr().out
     datasets.write_tars(tmp_path / "tars")
     tar = tmp_path / "tars" / "00001.tar"
     tar.write_bytes(tar.read_bytes()[:20_000])

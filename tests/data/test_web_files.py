@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.server
-import io
 import os
 import re
 import subprocess
@@ -30,19 +29,13 @@ CONTENT = bytes(range(256)) * 4096
 class Server:
     """A web server of one file, with the faults that a test gives it.
 
-    Attributes:
-        content: The file.
-        etag: Its version; None: no such header.
-        user: User and password that it asks for; None: it asks nobody.
-        num_busy: So many of the next requests are answered by 503.
-        cut_after: Bytes after which an answer breaks off; None: none does.
-        gives_parts: Whether it takes notice of Range headers.
-        change_range: Makes another Content-Range of the right one.
-        asked: The Range headers that have come.
+    The next `num_busy` requests are answered by 503, an answer breaks off after `cut_after` bytes,
+    and `change_range` makes another Content-Range of the right one. `asked` has the Range headers
+    that have come.
     """
 
     def __init__(self):
-        self.content, self.etag, self.user = CONTENT, '"1"', None
+        self.content, self.etag, self.user = CONTENT, '"1"', ""
         self.cut_after, self.num_busy, self.gives_parts = None, 0, True
         self.change_range = lambda text: text
         self.asked = []
@@ -52,24 +45,22 @@ class Server:
             def do_GET(self):
                 asked = self.headers.get("Range") if outer.gives_parts else None
                 outer.asked.append(asked)
-                status = self.refusal()
-                if status is not None:
-                    self.send_response(status)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                if status := self.refusal():
+                    self.send_error(status)
                     return
-                first, last = 0, len(outer.content) - 1
+                num_bytes = len(outer.content)
+                first, last = 0, num_bytes - 1
+                headers = {"ETag": outer.etag}
                 if asked:
                     first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
+                    text = f"bytes {first}-{last}/{num_bytes}"
+                    headers["Content-Range"] = outer.change_range(text)
                 part = outer.content[first : last + 1]
                 self.send_response(206 if asked else 200)
                 self.send_header("Content-Length", str(len(part)))
-                if asked:
-                    text = outer.change_range(f"bytes {first}-{last}/{len(outer.content)}")
-                    if text is not None:
-                        self.send_header("Content-Range", text)
-                if outer.etag:
-                    self.send_header("ETag", outer.etag)
+                for name, value in headers.items():
+                    if value is not None:
+                        self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(part[: outer.cut_after])
 
@@ -77,10 +68,9 @@ class Server:
                 outer.num_busy -= 1
                 if outer.num_busy >= 0:
                     return 503
-                if outer.user is not None:
-                    user = "Basic " + base64.b64encode(outer.user.encode()).decode()
-                    if self.headers["Authorization"] != user:
-                        return 401
+                user = "Basic " + base64.b64encode(outer.user.encode()).decode()
+                if outer.user and self.headers["Authorization"] != user:
+                    return 401
                 return None if self.path.startswith("/file.tar") else 404
 
             def log_message(self, *args):
@@ -94,8 +84,7 @@ class Server:
 @pytest.fixture
 def server():
     one = Server()
-    thread = threading.Thread(target=one.http.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=one.http.serve_forever, args=(0.01,), daemon=True).start()
     yield one
     one.http.shutdown()
     one.http.server_close()
@@ -174,12 +163,11 @@ def test_a_part_of_something_else_is_not_taken(server, change, told):
 
 
 def write_tar(path, shade):
-    """A tar of four pictures of one shade, of the same length for every shade."""
+    """A tar of four pictures of one shade."""
+    picture = datasets.encode(Image.new("RGB", (16, 16), (shade,) * 3))
     members = []
     for index in range(4):
-        picture = io.BytesIO()
-        Image.new("RGB", (16, 16), (shade,) * 3).save(picture, "PNG", compress_level=0)
-        members += [(f"{index}.png", picture.getvalue()), (f"{index}.txt", b"grey")]
+        members += [(f"{index}.png", picture), (f"{index}.txt", b"grey")]
     return datasets.write_tar(path, members).read_bytes()
 
 
@@ -203,7 +191,7 @@ def test_a_copy_of_unknown_age_is_told_and_recorded_and_refreshed_on_request(
         assert data_script.main([*argv, *size, "--num_batches", "1"]) == 0
         (record,) = map(load_record, results.glob("*/record.json"))
         validate(record)
-        (copy,) = (path for path in cache.iterdir() if path.suffix != ".lock")
+        (copy,) = copies(cache)
         found = copy.read_bytes(), record["data"].get("unchecked_copies")
         os.utime(copy, (10**9, 10**9))  # of long before the next run
         return *found, capsys.readouterr().err.count("--refresh")

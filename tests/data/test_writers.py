@@ -121,6 +121,7 @@ def test_a_folder_that_is_taken(tmp_path):
         with refused("--folder", value=str(tmp_path / f"{name}.partial")):
             begin(tmp_path / name)
     assert (tmp_path / "other.partial" / "thesis.txt").is_file()
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
@@ -131,6 +132,16 @@ def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
         begin(tmp_path / "out", job={"source": "y", "sizes": (1, 2)})
     with refused("--folder", value="parquet"):
         begin(tmp_path / "out", data_format="parquet", job={"source": "x", "sizes": (1, 2)})
+
+
+def test_a_note_that_does_not_say_of_which_data_is_refused(tmp_path):
+    begin(tmp_path / "out", data={"names": "x"})
+    note = tmp_path / "out.partial" / "job.json"
+    facts = json.loads(note.read_text())
+    del facts["data"]
+    note.write_text(json.dumps(facts))
+    with refused("--folder"):
+        begin(tmp_path / "out", data={"names": "x"}, accepts_changes=True)
 
 
 def test_only_one_command_writes(tmp_path):

@@ -37,9 +37,7 @@ def source_of(place: Path, num_ranks: int, **changes) -> SourceConfig:
 def read(decoders: list[DecodeStage], num_rows: int, num_ranks: int) -> list[list[Key]]:
     """The samples of each rank, of rows for which the decoders take turns."""
     rows = [decoders[row % len(decoders)].work(row) for row in range(num_rows)]
-    return [
-        [key for row in rows[rank::num_ranks] for key in row.good.keys] for rank in range(num_ranks)
-    ]
+    return [[key for row in rows[rank::num_ranks] for key in row.keys] for rank in range(num_ranks)]
 
 
 def keys_of_ranks(batches, config: SourceConfig, position: dict | None = None) -> list[list[Key]]:

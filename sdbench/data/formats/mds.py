@@ -24,7 +24,7 @@ from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_sampl
 from sdbench.data.image_files import open_image
 from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.batches import make_batches
-from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, to_rgb
@@ -175,7 +175,7 @@ def build(config: SourceConfig) -> CheckedLoader:
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
     if is_read_by_number and config.streams is None:
         batches = make_batches(open_samples(config), config=config)
-        return build_from_samples(batches, config=config)
+        return CheckedLoader(batches, config=config)
     stream = KeyStream(config=config)
     batches = make_batches(stream.samples, config=config)
     return CheckedLoader(batches, order=stream, config=config)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
 from sdbench.data.samples import Samples, SampleType
@@ -135,9 +135,9 @@ class SyntheticBatchReader(BatchReader):
             drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
             for name, values in self._samples.items():
                 torch.index_select(values, 0, drawn, out=tensors[name])
-        return Batch(tensors, list(keys), report)
+        return Batch(tensors, list(keys), report, [""] * len(keys))
 
 
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for synthetic data."""
-    return build_from_samples(SyntheticBatchReader(config=config), config=config)
+    return CheckedLoader(SyntheticBatchReader(config=config), config=config)

@@ -37,20 +37,15 @@ PHASES = ("read", "decode", "transform", "tokenize", "collate")
 
 @dataclass
 class BatchReport:
-    """Times, sizes and bad samples of a batch.
+    """Times, sizes and bad samples of a batch."""
 
-    Attributes:
-        num_images: Images in the batch.
-        bytes_read: Bytes of the stored samples, as they lie in the data set.
-        seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
-        bad: A sentence for each sample that could not be used.
-        slot: The slot of `SharedBatches` that a worker made the batch in.
-    """
-
-    num_images: int = 0
-    bytes_read: int = 0
+    num_images: int = 0  # bad ones included
+    bytes_read: int = 0  # of the stored samples
+    # In the loading process.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    # A sentence for each sample that could not be used.
     bad: list[str] = field(default_factory=list)
+    # Of `SharedBatches`; None outside of workers.
     slot: int | None = None
 
     @contextmanager
@@ -64,22 +59,29 @@ class BatchReport:
 
 
 class Batch(NamedTuple):
-    """Tensors by name, all in the order of `keys`, with the report of their making."""
+    """Tensors by name and captions, in the order of `keys`, with the report of their making.
+
+    A caption is the text that was tokenized, and None where none was.
+    """
 
     tensors: dict[str, torch.Tensor]
     keys: list[Key]
     report: BatchReport
+    captions: list[str | None]
 
     def take(self, positions: Sequence[int]) -> Batch:
         """Return the samples at some positions, which may be repeated."""
         tensors = {name: tensor[list(positions)] for name, tensor in self.tensors.items()}
-        return Batch(tensors, [self.keys[position] for position in positions], self.report)
+        keys = [self.keys[position] for position in positions]
+        captions = [self.captions[position] for position in positions]
+        return Batch(tensors, keys, self.report, captions)
 
-    def fill_up(self, num_samples: int) -> Batch:
-        """Return a whole batch of `num_samples`, with good samples in place of the bad ones.
+    def fill_up(self) -> Batch:
+        """Return a whole batch, with good samples in place of the bad ones.
 
         It is a `RunError` if all are bad.
         """
+        num_samples = self.report.num_images
         if len(self.keys) == num_samples:
             return self
         if not self.keys:
@@ -97,10 +99,12 @@ class BatchReader:
     Attributes:
         num_samples: Of the data set.
         num_lanes: As `EpochOrder` has it.
+        fills_up: Whether other samples take the place of bad ones, or these are left out.
     """
 
+    fills_up = True
+
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet."""
         self.samples = samples
         self.sample_type = samples.sample_type
         self.num_samples = len(samples)
@@ -118,7 +122,8 @@ class BatchReader:
         An error is returned, not raised, as torch hides what a worker raises in a traceback.
         """
         try:
-            return self.read_good(keys).fill_up(len(keys))
+            batch = self.read_good(keys)
+            return batch.fill_up() if self.fills_up else batch
         except RunError as error:
             return error
 
@@ -150,7 +155,7 @@ class SampleBatchReader(BatchReader):
             else:
                 good.append(key)
         tensors = {name: tensor[: len(good)] for name, tensor in target.items()}
-        return Batch(self._finish(tensors, captions, report), good, report)
+        return Batch(self._finish(tensors, captions, report), good, report, captions)
 
     def _layout(self, num_samples: int) -> Layout:
         """Return name, shape and type of the tensors that samples are read into."""

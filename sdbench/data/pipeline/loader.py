@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
-from sdbench.data.formats.checks import PLACE_FLAGS, check_enough_samples
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -40,22 +40,13 @@ NUM_BAD_NAMED = 5
 
 @dataclass
 class LoaderStats:
-    """Counts of a loader since it was built, or since `reset`.
-
-    Attributes:
-        num_images_delivered: Images handed out.
-        num_bad_samples: Bad samples among them, each replaced by a good one.
-        num_dropped_samples: Samples that a flag leaves out of the data set; not reset.
-        num_failed_blocks: Batches that could not be prepared, each replaced by the one before.
-        bytes_read: Bytes of the stored samples.
-        seconds: Phase, one of `batches.PHASES`, to its time, summed over workers.
-    """
+    """Counts of a loader since it was built, or since `reset`."""
 
     num_images_delivered: int = 0
-    num_bad_samples: int = 0
-    num_dropped_samples: int = 0
-    num_failed_blocks: int = 0
-    bytes_read: int = 0
+    num_bad_samples: int = 0  # each replaced by a good one
+    num_dropped_samples: int = 0  # left out of the data set by a flag; not reset
+    num_failed_blocks: int = 0  # batches that could not be prepared: the one before came again
+    bytes_read: int = 0  # of the stored samples
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, report: BatchReport) -> None:
@@ -113,10 +104,7 @@ def watch(
 ) -> Iterator[Any]:
     """Yield the batches of a loader; a `RunError` if it fails, gives one, or is silent too long.
 
-    Args:
-        begin: Starts the loader.
-        config: Its workers and their timeout.
-        position: Says where it is, e.g. ``after 8 images of this epoch``.
+    `begin` starts it; `position` says where it is, e.g. ``after 8 images of this epoch``.
     """
     # Starting workers and their first batch count as one wait, hence twice the time; torch's own
     # timeout watches workers.
@@ -187,9 +175,19 @@ class CheckedLoader(DataLoader):
     """
 
     def __init__(
-        self, batches: BatchReader, *, order: EpochOrder | KeyStream, config: SourceConfig
+        self,
+        batches: BatchReader,
+        *,
+        order: EpochOrder | KeyStream | None = None,
+        config: SourceConfig,
     ) -> None:
-        """Set the loader up as `config` says; `batches` makes a batch of the keys of `order`."""
+        """Set the loader up as `config` says.
+
+        `batches` makes a batch of the keys of `order`, which is by default that of samples that can
+        be read by number.
+        """
+        if order is None:
+            order = EpochOrder(batches.samples, config=config)
         if config.num_workers:
             _check_folder_of_sockets()
         is_stream = isinstance(order, IterableDataset)
@@ -314,10 +312,3 @@ class CheckedLoader(DataLoader):
                 f"(--max_bad_fraction), the last: {report.bad[-1]}"
             )
         return num_bad
-
-
-def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
-    """Build the loader of samples that can be read by number, in any order or file by file."""
-    # The number of samples at a URL is not always known before.
-    check_enough_samples(config, num_samples=batches.num_samples)
-    return CheckedLoader(batches, order=EpochOrder(batches.samples, config=config), config=config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,11 @@ class Key(NamedTuple):
 
     epoch: int
     index: int
+
+
+def keys_of_first_epoch(indices: Iterable[int]) -> list[Key]:
+    """Return the keys of samples as the first epoch of a run sees them."""
+    return [Key(0, index) for index in indices]
 
 
 class Keys(Dataset):
@@ -71,7 +76,6 @@ class EpochOrder(DistributedSampler):
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set the order up; `Samples` has the sizes of its blocks."""
         self._config = config
         blocks, num_blocks = samples.blocks, samples.num_blocks_of_files
         self._own_lanes = Lanes(1, 1)
@@ -166,7 +170,6 @@ class EpochOrder(DistributedSampler):
         return self._own_lanes
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
-        """Return the samples of one of this rank's batches."""
         lanes, num_own = self._lanes(epoch), self._config.device_batch_size
         num_batches = self.num_samples // num_own
         size = self._config.global_batch_size // lanes.num_ranks

@@ -29,7 +29,6 @@ class PairOrder(EpochOrder):
     def __init__(
         self, samples: Samples, num_pictures: NumPictures, *, config: SourceConfig
     ) -> None:
-        """Set the order up."""
         super().__init__(samples, config=config)
         self._num_pictures = num_pictures
         self.num_samples = (
@@ -52,9 +51,9 @@ class PairOrder(EpochOrder):
 
     def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
         """Return shuffles of the numbers below `count`, one after the other, up to a length."""
-        num_rounds = -(-length // count)
         if not self._config.shuffle:
-            return np.tile(np.arange(count), num_rounds)[:length]
+            return np.arange(length) % count
+        num_rounds = -(-length // count)
         return np.concatenate([generator.permutation(count) for _ in range(num_rounds)])[:length]
 
 
@@ -68,7 +67,6 @@ class PairReader(BatchReader):
         num_pictures: NumPictures,
         prior_loss_weight: float,
     ) -> None:
-        """Set up with the pictures of the subject, and of its class if any."""
         self._readers = [open_pictures(source) for source in sources]
         super().__init__(Samples([sum(num_pictures)]), config=sources[0])
         self._num_instances = num_pictures.instances
@@ -88,7 +86,9 @@ class PairReader(BatchReader):
             index = torch.tensor([key.index for key in keys])
             of_subject, of_class = self._weights
             loss_weight = torch.where(index < self._num_instances, of_subject, of_class)
-        return Batch({"index": index, "loss_weight": loss_weight}, list(keys), report)
+        return Batch(
+            {"index": index, "loss_weight": loss_weight}, list(keys), report, [None] * len(keys)
+        )
 
 
 def build(

@@ -25,7 +25,6 @@ class SharedBatches:
     """
 
     def __init__(self, *, prefetch_factor: int) -> None:
-        """Set up; nothing is allocated yet."""
         self._num_slots = prefetch_factor + 1
         self._layout: Layout = {}
         self._slots: list[dict[str, torch.Tensor]] = []

@@ -57,19 +57,13 @@ class CaptionTokenizer:
         return self._tokenizer(word, add_special_tokens=False)["input_ids"]
 
     def __contains__(self, token: str) -> bool:
-        """Return True if a word is a token by itself."""
         return token in self._tokenizer.get_vocab()
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
-        """Tokenize the captions of a batch.
-
-        Returns:
-            (B, 77) int64. A longer caption is cut so that eos is still the last id.
-        """
+        """Return (B, 77) int64; a longer caption is cut so that eos is still the last id."""
         padded = np.full((len(captions), NUM_TOKENS), self.pad_token_id, dtype=np.int64)
         if captions:
             encoded = self._tokenizer(list(captions), truncation=True, max_length=NUM_TOKENS)

@@ -3,17 +3,11 @@
 Every image mode becomes RGB, the largest square is cut out (never squashed), and that is resized
 with antialiasing.
 
-Milliseconds per picture on one core of a Xeon (medians of 9 x 10 pictures of OpenMoji, 640 px):
-
-    decode                JPEG  PNG   WebP    resize to 500 px, bicubic, antialias
-    PIL                   1.25  1.95  2.32    3.1
-    torchvision, torch    0.65  1.34  1.17    0.93
-
-so torchvision decodes what it decodes as PIL does, and torch resizes that. PIL does the rest:
-whatever has transparency, a palette, a colour profile or an orientation, and JPEG files at least
-four times as large as needed, which it decodes at a half, a quarter or an eighth of their size. A
-factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own reduction is
-a mean of blocks, and a picture made by it alone differs visibly from a resized one.
+torchvision decodes what it decodes as PIL does, and torch resizes that: both are faster. PIL does
+the rest: whatever has transparency, a palette, a colour profile or an orientation, and JPEG files
+at least four times as large as needed, which it decodes at a half, a quarter or an eighth of their
+size. A factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own
+reduction is a mean of blocks, and a picture made by it alone differs visibly from a resized one.
 """
 
 from __future__ import annotations
@@ -64,19 +58,11 @@ def decode_image(
     read_avif: bool = False,
     phase: Phase = contextlib.nullcontext,
 ) -> np.ndarray:
-    """Decode an image file of a kind that is read.
+    """Decode an image file to (3, image_size, image_size) uint8, RGB.
 
-    Args:
-        data: The file's bytes.
-        image_size: Side of the result in pixels.
-        crop: Where the largest square is cut out along each side, from 0 (left, top) to 1; None for
-            the centre.
-        flip: Whether to mirror the picture.
-        read_avif: Value of ``--read_avif``.
-        phase: Returns what is entered during ``decode`` and ``transform``.
-
-    Returns:
-        (3, image_size, image_size) uint8, RGB; the colours of a pixel lie side by side in memory.
+    The colours of a pixel lie side by side in memory. `crop` says where the largest square is cut
+    out along each side, from 0 (left, top) to 1; None is the centre. `phase` returns what is
+    entered during ``decode`` and ``transform``.
 
     Raises:
         OSError: The image is truncated or damaged.

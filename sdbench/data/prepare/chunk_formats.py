@@ -31,7 +31,7 @@ MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
 # Values of a sample by column.
 Row = Mapping[str, Any]
 Rows = Iterable[Row]
-# Column to its MDS encoding.
+# Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
 Columns = Mapping[str, str]
 
 
@@ -162,12 +162,10 @@ def _write_folder(path: Path, rows: Rows, columns: Columns) -> None:
 
 
 def _row_name(chunk: str, row: int) -> str:
-    """Return the name of a sample's files: the number of its chunk and its own in the chunk."""
     return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
 
 
 def _image_files(row: Row) -> dict[str, bytes]:
-    """Return the files of an image with its caption, by extension."""
     size = {"width": row["width"], "height": row["height"]}
     return {
         image_extension(row["jpg"]): row["jpg"],

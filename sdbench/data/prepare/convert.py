@@ -105,7 +105,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open(flags: ConvertFlags) -> Conversion:
-    """Open source and target."""
     with blamed_on_place(ConvertFlags):
         source = describe_source(flags.place, data_format=flags.data_format, flags=flags)
         rows = open_rows(source)

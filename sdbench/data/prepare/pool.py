@@ -62,19 +62,12 @@ def run_work(
 ) -> Iterator[Iterator[WorkReport]]:
     """Do numbered pieces of work, in this process or in several others, and show the progress.
 
-    Those are spawned, not forked, as they use libraries with threads. They end with this one,
-    whatever ends it. The reports come in the order in which pieces are finished.
+    Other processes are spawned, not forked, as they use libraries with threads. They end with this
+    one, whatever ends it. The reports come in the order in which pieces are finished.
 
-    Args:
-        work: Does the piece with a given number; is pickled once for each process.
-        numbers: Of the pieces.
-        num_workers: Processes; 0 does the work in this one. None: one per core, if there are
-            samples enough.
-        num_samples: Of all the work, for the progress.
-        num_done: Samples that an earlier run has done.
-
-    Raises:
-        RunError: A process died.
+    `work` does the piece with a given number, and is pickled once for each process. `num_workers`
+    None is one per core, if there are samples enough. The progress is of `num_samples`, of which an
+    earlier run has done `num_done`.
     """
     showing = functools.partial(
         show_progress,

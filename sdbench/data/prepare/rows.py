@@ -34,7 +34,6 @@ class ImageRowReader:
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet."""
         self.num_dropped = samples.num_dropped
         self.taken = set(samples.columns.values())
         self._samples = samples
@@ -64,7 +63,7 @@ class LatentRowReader:
     num_dropped = 0
 
     def __init__(self, resolutions: list[tuple[SourceConfig, Samples]]) -> None:
-        """Set up with the same data set, described and opened for each of its image sizes."""
+        """`resolutions` are the same data set, described and opened for each of its image sizes."""
         self._resolutions = resolutions
         self.columns: Columns = {}
         self.taken: set[str] = set()
@@ -121,9 +120,9 @@ def describe_source(
         "on_bad_sample": "skip",
         **options,
     }
-    return (
-        SourceConfig(**options) if flags is None else SourceConfig.from_settings(flags, **options)
-    )
+    if flags is None:
+        return SourceConfig(**options)
+    return SourceConfig.from_settings(flags, **options)
 
 
 def open_rows(config: SourceConfig) -> RowReader:

@@ -13,17 +13,12 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
-from sdbench.data.formats.mds_index import (
-    MdsPlace,
-    copied_file,
-    describe_missing,
-    locate_mds,
-)
+from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
-from sdbench.data.remote import explain, is_url
+from sdbench.data.remote import errors_named, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import ONLINE, PRECOMPUTED
@@ -123,7 +118,6 @@ def _verify_shard(place: MdsPlace, stream: Any, number: int) -> WorkReport:
 
 
 def _verify_files(place: MdsPlace, shard: Mapping[str, Any]) -> list[str]:
-    """Compare the files of a shard in the user's folder with its entry."""
     paths = {Path(place.source, file["basename"]): file for file in files_of(shard)}
     found = [path for path in paths if path.is_file()]
     if not found and place.remote is None:
@@ -131,10 +125,18 @@ def _verify_files(place: MdsPlace, shard: Mapping[str, Any]) -> list[str]:
     faults = []
     for path in found:
         try:
-            check_shard(path, paths[path], shard, hashes=paths[path]["hashes"])
-        except ValueError as error:
-            faults.append(f"{path}: {error}.")
+            _compare(StoredFile(path), paths[path], shard)
+        except RunError as error:
+            faults.append(str(error))
     return faults
+
+
+def _compare(stored: StoredFile, file: Mapping[str, Any], shard: Mapping[str, Any]) -> None:
+    """Compare one of the two files of a shard with its entry."""
+    try:
+        check_shard(stored.path, file, shard, hashes=file["hashes"])
+    except ValueError as error:
+        raise RunError(f"{stored}: {error}.") from error
 
 
 def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
@@ -149,25 +151,16 @@ def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
     def copy(file: StoredFile) -> None:
         stream.prepare_shard(open_shards(stream)[number])
 
-    def check(file: StoredFile) -> None:
-        try:
-            check_shard(file.path, raw, shard, hashes=raw["hashes"])
-        except ValueError as error:
-            raise RunError(f"{file}: {error}.") from error
-
     try:
-        copy(copied)
-        read_whole(copied, check, copy_again=copy)
+        with errors_named(f"{source}: cannot be had"):
+            copy(copied)
+            read_whole(copied, lambda file: _compare(file, raw, shard), copy_again=copy)
     except RunError as error:
         return [str(error)]
-    except Exception as error:
-        # Each object store raises its own types; all mean that the shard cannot be copied.
-        return [f"{source}: cannot be had ({explain(error)})."]
     return []
 
 
 def _verify_samples(rows: RowReader, pieces: Shards, number: int) -> WorkReport:
-    """Open the samples of a piece by its number."""
     indices = pieces.indices(number)
     bad = []
     for index in indices:

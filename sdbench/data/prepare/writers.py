@@ -44,17 +44,10 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A data set that is being written; made by `open_output`, may be pickled.
+    """A data set that is being written; made by `open_output`, may be pickled."""
 
-    Attributes:
-        out: Folder that the data set will be.
-        data_format: A key of `FORMATS`.
-        columns: Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
-        num_chunks: Chunks of the whole data set.
-    """
-
-    out: Path
-    data_format: str
+    out: Path  # the folder that it will be
+    data_format: str  # a key of `FORMATS`
     columns: Columns
     num_chunks: int
 
@@ -72,10 +65,6 @@ class Output:
 
         Several processes may write chunks at once, each its own. `bad` has a sentence for each
         sample left out, and may grow while `rows` is consumed.
-
-        Raises:
-            RunError: The disk is full, writing is not permitted, a row cannot be read, or a shard
-                is beyond the 4 GiB that MDS can address.
         """
         target = self._data(number)
         temporary = self.partial / "tmp" / target.name
@@ -111,11 +100,7 @@ class Output:
         return Totals(sum(chunk.rows for chunk in chunks), bad)
 
     def finish(self) -> Totals:
-        """Make OUT of all chunks. Only one process may call this, when no other writes any more.
-
-        Raises:
-            RunError: A chunk is missing or not as it was written, or there is not a single sample.
-        """
+        """Make OUT of all chunks. Only one process may call this, when no other writes any more."""
         if missing := self.missing_chunks():
             raise RunError(
                 f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing or cut, the "
@@ -205,10 +190,6 @@ def open_output(
     With `accepts_changes` it goes on where files of the source have been written again under their
     names, e.g. a picture that was repaired, and finished chunks keep what they hold. Tars and
     folders take the columns ``jpg`` and ``caption`` alone.
-
-    Raises:
-        ConfigError: `out` exists, or holds the beginnings of another job.
-        RunError: The folder cannot be made.
     """
     out = out.resolve()
     output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)
@@ -228,7 +209,7 @@ def open_output(
             replace_file(path, to_json(facts))
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(to_json(facts)))
-    _check_same_data(output, found=found["data"], wanted=data, accepts=accepts_changes)
+    _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
     return output
 
 
@@ -275,12 +256,13 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
 def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) -> None:
     if found == wanted:
         return
-    change = describe_change(found, wanted)
-    same_names = found["names"] == wanted["names"]
+    is_known = found is not None and wanted is not None
+    change = describe_change(found, wanted) if is_known else f"{JOB_NAME} does not say which"
+    same_names = is_known and found["names"] == wanted["names"]
     if not (same_names and accepts):
         raise ConfigError(
             f"{output.partial} was begun with other data: {change}",
-            value="refuse" if same_names else "files of other names, so that shards have others",
+            value="refuse" if same_names else "shards of other samples",
             allowed="the data it was begun with, another --folder, or "
             + ("accept" if same_names else "delete that folder"),
             flag="--changed_inputs" if same_names else FOLDER_FLAG,
@@ -297,7 +279,6 @@ def _count_bytes(path: Path) -> int:
 
 
 def _synchronize(path: Path) -> None:
-    """Synchronize a file, or a folder with its files, to disk."""
     for file in {*_files(path), path}:
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_columns, check_finite, name_column
-from sdbench.data.pipeline.batches import PHASES, BatchReport
+from sdbench.data.latent_columns import array_columns, check_finite
+from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, make_encoder
 from sdbench.models.weights import ENCODER_DTYPES
-from sdbench.tasks.encode.images import LoadedBatch
 
 CAPTION_COLUMN = "caption"
 # As in the preset `fast`.
@@ -31,19 +30,12 @@ STEP_PHASES = ("data_wait", "vae", "text", "write")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeJob(Shards):
-    """What is to be encoded, and how; the same for all ranks.
-
-    Attributes:
-        config: The source.
-        architecture: With the VAE and the text encoder.
-        encoder_dtype: Type of the encoders' weights and arithmetic.
-        batch_size: Images that are encoded together.
-    """
+    """What is to be encoded, and how; the same for all ranks."""
 
     config: SourceConfig
     architecture: Architecture
     encoder_dtype: str
-    batch_size: int
+    batch_size: int  # images that are encoded together
 
     def make_encoder(self, device: str) -> Encoder:
         """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
@@ -68,9 +60,9 @@ class EncodeJob(Shards):
 
 
 class EncodedBatch(NamedTuple):
-    """A batch as it was loaded, without its images, and the values of its good samples."""
+    """A batch as it was loaded, without its tensors, and the columns that they became."""
 
-    batch: LoadedBatch
+    batch: Batch
     columns: dict[str, np.ndarray]
     step: Step
 
@@ -96,12 +88,7 @@ class Encoder:
     """VAE and text encoder on one device."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        *,
-        encoder_dtype: str,
-        seed: int,
-        device: str,
+        self, architecture: Architecture, *, encoder_dtype: str, seed: int, device: str
     ) -> None:
         """Build both encoders; the seed is that of random weights."""
         self._device = device
@@ -134,22 +121,19 @@ def _as_float16(values: Tensor) -> np.ndarray:
     return values.half().contiguous().cpu().numpy()
 
 
-def encode_batch(
-    job: EncodeJob, encoder: Encoder, batch: LoadedBatch, *, step: Step
-) -> EncodedBatch:
+def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) -> EncodedBatch:
     """Encode a batch; the times of loading and encoding go to `step`."""
-    columns, tensors, report = {}, batch.good.tensors, batch.good.report
-    if batch.names:
-        image_part, text_part = SampleType.MOMENTS.value
+    columns, tensors, report = {}, batch.tensors, batch.report
+    if batch.keys:
+        image_column, text_column = array_columns(SampleType.MOMENTS, job.config)
         with step.phase("vae"):
-            column = name_column(image_part, image_size=job.config.image_size)
-            columns[column] = encoder.encode_images(tensors["image"])
+            columns[image_column] = encoder.encode_images(tensors["image"])
         with step.phase("text"):
-            columns[name_column(text_part)] = encoder.encode_captions(tensors["input_ids"])
+            columns[text_column] = encoder.encode_captions(tensors["input_ids"])
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             step.seconds[name] += seconds
-    return EncodedBatch(batch._replace(good=batch.good._replace(tensors={})), columns, step)
+    return EncodedBatch(batch._replace(tensors={}), columns, step)
 
 
 def find_finite(

@@ -18,7 +18,6 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.formats.checks import check_enough_samples
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder
@@ -32,7 +31,6 @@ from sdbench.settings.feed import FeedSettings
 from sdbench.tasks.encode.encoder import Encoder, find_finite
 from sdbench.tasks.encode.ray_stages import (
     DecodeStage,
-    Prepared,
     batch_bytes,
     num_lanes_of_rank,
     open_same,
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class EncodeStage(Stage):
-    """Encodes `Prepared` images to a `Batch` of moments and text embeddings."""
+    """Encodes a `Batch` of images to one of moments and text embeddings."""
 
     def __init__(
         self,
@@ -67,33 +65,29 @@ class EncodeStage(Stage):
         self._batch_size = batch_size
         self._is_error = is_error
 
-    def work(self, content: Prepared) -> Batch:
+    def work(self, content: Batch) -> Batch:
         """Encode a batch in parts of `batch_size`, and fill it up."""
-        good = content.good
-        parts = [
-            self._encode(good, slice(start, start + self._batch_size))
-            for start in range(0, len(good.keys), self._batch_size)
-        ]
+        if not content.keys:
+            return content.fill_up()
+        moments = self._encode(self._encoder.encode_images, content.tensors["image"])
+        mean, logvar = moments.split(NUM_LATENT_CHANNELS, dim=1)
         tensors = {
-            name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())
+            "latent_mean": mean.contiguous(),
+            "latent_logvar": logvar.contiguous(),
+            "text_embedding": self._encode(
+                self._encoder.encode_captions, content.tensors["input_ids"]
+            ),
         }
-        names = [f"sample {key.index}" for key in good.keys]
+        names = [f"sample {key.index}" for key in content.keys]
         kept, bad = find_finite(tensors, names, is_error=self._is_error)
-        good.report.bad += bad
-        return good._replace(tensors=tensors).take(kept).fill_up(content.num_samples)
+        content.report.bad += bad
+        return content._replace(tensors=tensors).take(kept).fill_up()
 
-    def _encode(self, good: Batch, part: slice) -> dict[str, torch.Tensor]:
-        images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
-        moments = self._encoder.encode_images(images)
-        mean, logvar = np.split(moments, [NUM_LATENT_CHANNELS], axis=1)
-        arrays = {
-            "latent_mean": mean,
-            "latent_logvar": logvar,
-            "text_embedding": self._encoder.encode_captions(input_ids),
-        }
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
-        }
+    def _encode(
+        self, encode: Callable[[torch.Tensor], np.ndarray], values: torch.Tensor
+    ) -> torch.Tensor:
+        parts = values.split(self._batch_size)
+        return torch.from_numpy(np.concatenate([encode(part) for part in parts]))
 
 
 class OnlineLoader(CheckedLoader):
@@ -116,14 +110,10 @@ class OnlineLoader(CheckedLoader):
 
         The stream begins with the first iteration, when the position is known, and has
         `num_batches` global batches. All ranks have such a loader and iterate in step.
-
-        Raises:
-            ConfigError: As `data.check`.
         """
         # Samples are read elsewhere, and the encoders take uint8 pixels.
         source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
         batches = data.open_batches(source)
-        check_enough_samples(source, num_samples=batches.num_samples)
         self._ordered = source
         if source.is_streamed:
             # Decoders have the places of loader workers in the order.
@@ -199,7 +189,6 @@ class OnlineLoader(CheckedLoader):
         return row.content._replace(tensors=tensors)
 
     def _stand_in(self, failure: Failure) -> Batch:
-        """The batch before in place of a failed one."""
         self.stats.num_failed_blocks += 1
         sentence = f"A batch could not be prepared: {failure.reason}"
         if self.stats.num_failed_blocks > self._settings.max_failed_blocks:

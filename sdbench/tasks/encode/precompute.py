@@ -20,7 +20,7 @@ from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.data.identity import identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
-from sdbench.data.prepare.writers import Output, Totals, open_output
+from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
@@ -45,8 +45,7 @@ from sdbench.settings.training import ModelSettings
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step
-    from sdbench.tasks.encode.images import ImageReader
+    from sdbench.tasks.encode.encoder import EncodedBatch, Step
 
 EPILOG = """\
 examples:
@@ -68,7 +67,6 @@ shards are kept in FOLDER.partial until all are there.
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
-
 
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
@@ -192,14 +190,6 @@ class Precompute(Task):
     kind = PRECOMPUTE
     program = "python -m sdbench precompute"
     timeout_s = RANK_TIMEOUT_S
-    _machine: Machine
-    _ranks: Ranks
-    _config: PrecomputeSettings
-    _on_gpu: bool
-    _keeps_memory: bool
-    _job: EncodeJob
-    _reader: ImageReader
-    _totals: Totals
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
 
@@ -207,7 +197,6 @@ class Precompute(Task):
         """Choose what was left open, and open the source."""
         from sdbench.plan.resolve import default_image_size
         from sdbench.tasks.encode.encoder import EncodeJob
-        from sdbench.tasks.encode.images import ImageReader
 
         self._machine, self._ranks = machine, ranks
         draft = Draft.begin(self.request, machine=machine, ranks=ranks)
@@ -233,7 +222,8 @@ class Precompute(Task):
             text_embedding_dim=architecture.text_encoder["hidden_size"],
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
-        self._reader = ImageReader(source)
+        self._reader = data.open_batches(source)
+        self._reader.fills_up = False
         num_samples = min(self._reader.num_samples, config.max_samples or self._reader.num_samples)
         # Whole batches, as a short one at the end of each shard would leave the device idle.
         num_batches = -(-choose_samples_per_shard(num_samples) // config.batch_size)
@@ -308,8 +298,8 @@ class Precompute(Task):
             lines.append(
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
-        if self._reader.num_dropped:
-            lines.append(f"{self._reader.num_dropped} samples are left out by --filters.")
+        if num_dropped := self._reader.samples.num_dropped:
+            lines.append(f"{num_dropped} samples are left out by --filters.")
         if num_missing < job.num_shards:
             num_there = job.num_shards - num_missing
             lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
@@ -346,7 +336,9 @@ class Precompute(Task):
         mine = numbers[self._ranks.rank :: self._ranks.world_size]
         try:
             with contextlib.closing(self._encode(mine)) as encoded:
-                steps = write_shards(self._job, mine, encoded, output=output, ranks=self._ranks)
+                steps = write_shards(
+                    self._job, mine, encoded, reader=self._reader, output=output, ranks=self._ranks
+                )
             everyone = distributed.gather((steps, hardware.peak_memory_gib()), self._ranks)
             if self._ranks.rank != 0:
                 return {}
@@ -369,12 +361,11 @@ class Precompute(Task):
                 "peak_memory_gib": max(peak for _, peak in everyone),
                 "num_images_written": totals.num_written,
                 "num_bad_samples": len(totals.bad),
-                "num_dropped_samples": self._reader.num_dropped,
+                "num_dropped_samples": self._reader.samples.num_dropped,
             }
         }
 
     def _encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """The encoded batches of shards, in order."""
         if self._config.engine == RAY:
             from sdbench.tasks.encode.ray_shards import encode_on_ray
 
@@ -432,7 +423,6 @@ def _connect(draft: Draft) -> bool:
 
 
 def _choose(draft: Draft, *, on_gpu: bool) -> None:
-    """Choose the settings that depend on the machine or on the place of the data."""
     config = draft.config
     data_format = data.resolve_format(config)
     if data_format == "synthetic" and not (config.use_synth_data or config.data_format != "auto"):

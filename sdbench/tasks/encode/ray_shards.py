@@ -7,9 +7,9 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 
 from sdbench.base.errors import RunError
+from sdbench.data.pipeline.batches import Batch
 from sdbench.settings.online import ActorSettings
 from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step, encode_batch
-from sdbench.tasks.encode.images import LoadedBatch
 from sdbench.tasks.encode.ray_stages import ReadStage, batch_bytes
 from sdbench.tasks.encode.ray_stream import (
     Failure,
@@ -26,14 +26,14 @@ TIMES_ELSEWHERE = {"vae": "encoders_vae", "text": "encoders_text"}
 
 
 class EncodePiecesStage(Stage):
-    """Encodes a `LoadedBatch` to an `EncodedBatch`."""
+    """Encodes the images of a `Batch` to an `EncodedBatch`."""
 
     def __init__(self, job: EncodeJob, resources: Mapping[str, float]) -> None:
         """Build the encoders; `resources` are those of this actor."""
         self._job = job
         self._encoder = job.make_encoder(set_up_encoder_process(resources))
 
-    def work(self, content: LoadedBatch) -> EncodedBatch:
+    def work(self, content: Batch) -> EncodedBatch:
         """Encode a batch."""
         step = Step()
         encoded = encode_batch(self._job, self._encoder, content, step=step)

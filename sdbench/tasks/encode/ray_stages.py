@@ -9,46 +9,34 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import Batch, BatchReader
-from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.pipeline.order import EpochOrder, Key, keys_of_first_epoch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
-from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 from sdbench.tasks.encode.ray_stream import Stage
 
 
-class Prepared(NamedTuple):
-    """A rank's batch of images: the good ones, and the number of all."""
-
-    good: Batch
-    num_samples: int
-
-
 class ReadStage(Stage):
-    """Reads, decodes and tokenizes for precompute: row number to `LoadedBatch`."""
+    """Reads, decodes and tokenizes for precompute: row number to the good samples."""
 
     def __init__(self, config: SourceConfig, pieces: Sequence[range], num_samples: int) -> None:
         """Open the source; `pieces` are the samples of each row."""
-        self._reader = ImageReader(config)
+        self._batches = open_same(config.rank, config=config, num_samples=num_samples)
         self._pieces = pieces
-        _check_same_data(self._reader.num_samples, num_samples)
 
-    def work(self, content: int) -> LoadedBatch:
+    def work(self, content: int) -> Batch:
         """Read a batch."""
-        batch = self._reader(self._pieces[content])
-        if isinstance(batch, RunError):
-            raise batch
-        return batch
+        return self._batches.read_good(keys_of_first_epoch(self._pieces[content]))
 
 
 class DecodeStage(Stage):
-    """Reads, decodes and tokenizes: row number to `Prepared` images with token ids.
+    """Reads, decodes and tokenizes: row number to the good samples.
 
     Row b * world_size + r is the batch b of rank r.
     """
@@ -78,7 +66,7 @@ class DecodeStage(Stage):
             self._reader_of_rank(0).samples, config=dataclasses.replace(config, **whole)
         )
 
-    def work(self, content: int) -> Prepared:
+    def work(self, content: int) -> Batch:
         """Read a batch."""
         batch, rank = divmod(content, self._config.world_size)
         epoch, number = divmod(self._first_batch + batch, self._num_batches)
@@ -91,8 +79,7 @@ class DecodeStage(Stage):
             size = self._config.device_batch_size
             indices = self._order.batch({"epoch": epoch}, num_epochs=0, number=number)
             indices = indices[rank * size : (rank + 1) * size]
-        keys = [Key(epoch, index) for index in indices]
-        return Prepared(reader.read_good(keys), len(keys))
+        return reader.read_good([Key(epoch, index) for index in indices])
 
     def _find_streamed(
         self, reader: BatchReader, *, rank: int, epoch: int, number: int
@@ -111,7 +98,11 @@ class DecodeStage(Stage):
 def open_same(rank: int, *, config: SourceConfig, num_samples: int) -> BatchReader:
     """Open a source on this node, where it has to have as many samples as for the ranks."""
     batches = data.open_batches(dataclasses.replace(config, rank=rank))
-    _check_same_data(batches.num_samples, num_samples)
+    if batches.num_samples != num_samples:
+        raise RunError(
+            f"a decoder finds {batches.num_samples} samples where the run has found {num_samples}: "
+            "all nodes of the cluster need the same data at the same place"
+        )
     return batches
 
 
@@ -121,15 +112,6 @@ def num_lanes_of_rank(*, num_actors: int, num_ranks: int) -> int:
     The batch b of a rank comes from its lane b % number of lanes.
     """
     return num_actors // math.gcd(num_actors, num_ranks)
-
-
-def _check_same_data(num_here: int, num_there: int) -> None:
-    """Check that this node has as many samples as the ranks."""
-    if num_here != num_there:
-        raise RunError(
-            f"a decoder finds {num_here} samples where the run has found {num_there}: all nodes of "
-            "the cluster need the same data at the same place"
-        )
 
 
 def batch_bytes(source: SourceConfig, batch_size: int) -> int:

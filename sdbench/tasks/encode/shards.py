@@ -10,8 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
+from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.loader import watch
-from sdbench.data.pipeline.order import Keys
+from sdbench.data.pipeline.order import Keys, keys_of_first_epoch
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.writers import Output
@@ -24,47 +25,35 @@ from sdbench.tasks.encode.encoder import (
     encode_batch,
     find_finite,
 )
-from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 
 
 def encode_here(
-    job: EncodeJob, numbers: Sequence[int], *, reader: ImageReader, device: str
+    job: EncodeJob, numbers: Sequence[int], *, reader: BatchReader, device: str
 ) -> Generator[EncodedBatch]:
     """Encode the batches of shards in this process, while its workers read and decode."""
-    encoder = job.make_encoder(device)
+    encoder, config = job.make_encoder(device), job.config
     pieces = [piece for number in numbers for piece in job.pieces(number)]
-    with contextlib.closing(_load(job, pieces, reader=reader)) as loaded:
-        while True:
-            step = Step()
-            with step.phase("data_wait"):
-                batch = next(loaded, None)
-            if batch is None:
-                return
-            yield encode_batch(job, encoder, batch, step=step)
-
-
-def _load(job: EncodeJob, pieces: list[range], *, reader: ImageReader) -> Generator[LoadedBatch]:
-    """Batches in order, copied from the shared memory of their worker."""
-    config = job.config
     loader = DataLoader(
         Keys(len(pieces)),
-        sampler=pieces,
+        sampler=map(keys_of_first_epoch, pieces),
         batch_size=None,
         collate_fn=reader,
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor if config.num_workers else None,
         timeout=config.data_timeout_s if config.num_workers else 0,
     )
-    received = SharedBatch()
-    num_read = 0
-
-    def position() -> str:
-        return f"after {num_read} images"
-
-    for batch in watch(lambda: iter(loader), config=config, position=position):
-        num_read += batch.num_read
-        tensors = received.copy(batch.good.tensors, slot=batch.good.report.slot)
-        yield batch._replace(good=batch.good._replace(tensors=tensors))
+    received, num_read = SharedBatch(), 0
+    loaded = watch(lambda: iter(loader), config=config, position=lambda: f"after {num_read} images")
+    with contextlib.closing(loaded):
+        while True:
+            step = Step()
+            with step.phase("data_wait"):
+                batch = next(loaded, None)
+                if batch is None:
+                    return
+                tensors = received.copy(batch.tensors, slot=batch.report.slot)
+            num_read += batch.report.num_images
+            yield encode_batch(job, encoder, batch._replace(tensors=tensors), step=step)
 
 
 def write_shards(
@@ -72,6 +61,7 @@ def write_shards(
     numbers: Sequence[int],
     encoded: Iterator[EncodedBatch],
     *,
+    reader: BatchReader,
     output: Output,
     ranks: Ranks,
 ) -> list[Step]:
@@ -85,17 +75,18 @@ def write_shards(
         nonlocal rows_ended_s
         for _ in job.pieces(number):
             batch, columns, step = next(encoded)
-            bad += batch.good.report.bad
+            bad += batch.report.bad
             with step.phase("write"):
                 is_error = config.on_bad_sample == "error"
-                good, overflows = find_finite(columns, batch.names, is_error=is_error)
+                names = [reader.name(key.index) for key in batch.keys]
+                good, overflows = find_finite(columns, names, is_error=is_error)
                 bad += overflows
                 for position in good:
                     step.num_images += 1
                     row = {name: values[position] for name, values in columns.items()}
                     yield row | {CAPTION_COLUMN: batch.captions[position]}
             steps.append(step)
-            progress.advance(batch.num_read * ranks.world_size)
+            progress.advance(batch.report.num_images * ranks.world_size)
         rows_ended_s = time.perf_counter()
 
     # All ranks advance at about the same pace.
