@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact
-from sdbench.base.units import BYTES_PER_GIB
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.request import Request
 
@@ -135,8 +134,3 @@ def bounded(work: Callable[[], T], *, timeout_s: float) -> T:
 def is_stuck() -> bool:
     """Return True if a check continues after its timeout."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
-
-
-def show_gib(num_bytes: float) -> str:
-    """Format a size of memory or of a disk."""
-    return f"{num_bytes / BYTES_PER_GIB:.1f} GiB"
