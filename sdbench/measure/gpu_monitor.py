@@ -70,15 +70,11 @@ def merge_readings(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
 
 
 class GpuMonitor:
-    """Samples one GPU from `start` to `stop`.
-
-    Attributes:
-        readings: Those of the last `read`; None without NVML.
-    """
+    """Samples one GPU from `start` to `stop`."""
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
         """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
-        self.readings: dict[str, Any] | None = None
+        self.readings: dict[str, Any] | None = None  # those of the last `read`; None without NVML
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
