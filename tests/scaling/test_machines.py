@@ -94,6 +94,8 @@ def test_encoders_and_decoders_are_as_many_as_feed_the_trainers(plan, capsys):
     table = capsys.readouterr().out
     assert " 18  14 to 25 " in table
     assert " 40  n/a " in table
+    # 120 / (120 / 52) is more than 52 in floating point.
+    assert plan(encoder_rates=f"64={120 / 52!r}")[BESIDE][0]["num_encoders"] == 52
 
 
 def test_the_other_ways_to_encode(plan):
