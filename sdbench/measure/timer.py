@@ -67,11 +67,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Consecutive steps of a training run on one rank, and their losses.
-
-    Their time is without validation and the like between steps; for a part of it the host has
-    waited for the data loader.
-    """
+    """Consecutive steps of a training run on one rank. Their time is without work between steps."""
 
     num_steps: int
     time_s: float
@@ -399,8 +395,7 @@ class PeriodTimer(Timer):
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
     """The timings of the run from those of its ranks, which have the same number of steps.
 
-    Each step has the time by `slowest_steps` and the longest data wait. Losses are the first
-    rank's, since engines report the mean of all ranks on each rank.
+    Losses are the first rank's, since engines report the mean of all ranks on each rank.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
     times_s: list[float] = []

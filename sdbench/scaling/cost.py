@@ -239,12 +239,7 @@ def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
 def _find_rates(
     rows: Sequence[Row], sizes: Collection[int]
 ) -> tuple[dict[int, dict[int, Amount]], list[str]]:
-    """Find images/s by number of GPUs and by resolution, in pixels.
-
-    Returns:
-        The rates for each number of GPUs with all resolutions, and a line about each number of GPUs
-        that is left out.
-    """
+    """Find images/s by number of GPUs and by resolution, and a line about each number left out."""
     complete: dict[int, dict[int, Amount]] = {}
     left_out = []
     for count, of_count in group(rows, key_of=lambda row: row["num_gpus"]).items():

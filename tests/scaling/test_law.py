@@ -225,13 +225,6 @@ def test_one_node_says_nothing_of_several():
     assert math.isnan(prediction.images_per_second[1])
 
 
-def test_what_is_within_each_range_but_beyond_their_combinations_is_extrapolated():
-    setups = [Setup(*one, 4) for one in ((8, 8), (8, 64), (16, 8), (16, 64), (32, 64), (64, 64))]
-    law = fit_law([point_of(setup, step_s(setup, 0.2, 0.3)) for setup in setups])
-    assert law.predict(Setup(64, 8, 4)).is_extrapolated
-    assert not law.predict(Setup(32, 32, 4)).is_extrapolated
-
-
 # Intervals.
 
 
