@@ -6,6 +6,7 @@ import pytest
 
 from sdbench.report.figures import read_figures
 from tests.refusals import refusal_of
+from tests.scaling.conftest import recipe
 
 PRICES = """\
 prices:
@@ -14,20 +15,7 @@ prices:
 power:
   - {gpus: [X100], value: 500, unit: W, per: GPU board, source: c, date: 2026-11-21}
 """
-RECIPES = """\
-small:
-  about: a test
-  source: here
-  global_batch: 64
-  stages: [{image_size: 64, num_images: 864000}]
-two:
-  about: a test
-  source: here
-  global_batch: 64
-  stages:
-    - {image_size: 64, num_images: 864000}
-    - {image_size: 128, num_images: 864000}
-"""
+RECIPES = recipe("small", (64, 864_000)) + recipe("two", (64, 864_000), (128, 864_000))
 
 
 @pytest.fixture
@@ -41,16 +29,6 @@ def files(tmp_path):
 @pytest.fixture
 def cost(rows_of):
     return lambda *arguments: rows_of("cost", *arguments)
-
-
-@pytest.fixture
-def write_table(tmp_path):
-    def write(*rows, header="gpu,num_gpus,image_size,images_per_second"):
-        path = tmp_path / "table.csv"
-        path.write_text("\n".join((header, *rows)))
-        return path
-
-    return write
 
 
 def test_mosaicmls_cost_table_comes_back(quoted, cost):

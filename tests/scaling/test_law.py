@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 
@@ -36,13 +37,8 @@ def predict(rows_of):
 
 
 @pytest.fixture
-def table(tmp_path):
-    def write(*rows, header=HEADER, name="table"):
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\n".join((header, *rows)))
-        return path
-
-    return write
+def table(write_table):
+    return functools.partial(write_table, header=HEADER)
 
 
 def points_of(*paths, where=()):

@@ -11,15 +11,10 @@ import pytest
 
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
+from tests.scaling.conftest import recipe
 
 # 10 trainers of 20 images/s at half of that: 100. With a margin of a fifth, 120 are to be fed.
-RECIPE = """\
-hundred:
-  about: a test
-  source: here
-  global_batch: 64
-  stages: [{image_size: 64, num_images: 3600000}]
-"""
+RECIPE = recipe("hundred", (64, 3_600_000))
 PRICES = """\
 machines:
   - {name: trainer, gpus: [X100], num_devices: 4, num_cpu_cores: 16, value: 10, unit: USD,
