@@ -188,12 +188,11 @@ def _look(job: Job) -> dict[str, Any]:
 def _only_results_on_stdout() -> Iterator[None]:
     """Redirect output of libraries, from Python or C, to standard error."""
     sys.stdout.flush()
-    python_stdout, stdout = sys.stdout, os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout = python_stdout
         os.dup2(stdout, 1)
         os.close(stdout)
