@@ -83,12 +83,17 @@ COUNTS = ("num_trainers", "num_encoders", "num_decoders")
 # A worker of each kind, and what measures its rate, by the flag of the rates.
 TRAINER, ENCODING_TRAINER = "trainer_rates", "in_step_rates"
 ENCODER, DECODER = "encoder_rates", "decoder_rates"
-PICTURES = "data.py on pictures, with --engine ray or without --emulate_step_seconds"
 WORKERS = {
     TRAINER: ("one trainer on latents", "benchmark.py --latents precomputed"),
-    ENCODING_TRAINER: ("one trainer with encoders in the step", "benchmark.py with them there"),
+    ENCODING_TRAINER: (
+        "one trainer with encoders in the step",
+        "benchmark.py with encoders in the step",
+    ),
     ENCODER: ("one encoder", "precompute without Ray, or data.py --engine ray"),
-    DECODER: ("one decoder", PICTURES),
+    DECODER: (
+        "one decoder",
+        "data.py on pictures, with --engine ray or without --emulate_step_seconds",
+    ),
 }
 # Where the encoders of a record of benchmark.py are.
 PLACES = {TRAINER: PRECOMPUTED, ENCODING_TRAINER: ONLINE}
