@@ -213,7 +213,7 @@ def flags_of_commands(inputs: Inputs) -> Iterator[Case]:
     inputs.file("recipes.yaml", RECIPE)
     while True:
         for name, argv in right.items():
-            declared = declarations(SCALING[name].flags)
+            declared = declarations(SCALING[name][0])
             optional = {
                 name: one
                 for name, one in declared.items()

@@ -16,7 +16,7 @@ from sdbench.base.stop import STOPS
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
 from sdbench.doctor.finding import ERROR, OK, Check, Job, bounded, is_stuck, join, settle
-from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
+from sdbench.doctor.printout import make_line, make_report, merge, to_json, to_text
 from sdbench.ranks.distributed import connect, gather
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.kinds import POSITIVE_NUMBER, SECONDS, SWITCH
@@ -100,13 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_code = 0
     try:
         with _only_results_on_stdout():
-            report = examine(job)
-        if report is not None:
-            as_text = to_text(report, width=terminal_width())
-            text = to_json(report, strict=flags.strict) if flags.json else as_text
+            examined = examine(job)
+        if examined is not None:
+            lines, hosts = examined
+            report = make_report(
+                lines,
+                model_name=flags.model_name,
+                hosts=hosts,
+                num_ranks=job.ranks.world_size,
+                strict=flags.strict,
+            )
+            as_text = to_text(report, hosts=hosts, width=terminal_width())
+            text = to_json(report, hosts=hosts) if flags.json else as_text
             # A rank that has lost the first one must not spoil what that one prints.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
-            exit_code = report.exit_code(strict=flags.strict)
+            exit_code = int(report["status"] == "error")
     except STOPS:
         exit_code = EXIT_INTERRUPTED
     if is_stuck() or job.ranks.world_size > 1:
@@ -117,10 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def examine(job: Job) -> Report | None:
-    """Check this node, and all nodes with the other ranks.
+def examine(job: Job) -> tuple[list[dict[str, Any]], list[str]] | None:
+    """Check this node, and all nodes with the other ranks; return the lines and the hosts.
 
-    The report is that of the first rank, or of a rank that cannot reach the others; else None.
+    They come from the first rank, or from a rank that cannot reach the others; else None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
@@ -151,12 +159,11 @@ def examine(job: Job) -> Report | None:
         met = (ERROR, first_line.replace("--dist_timeout", "--timeout_s"))
         firsts, together = [own or _look(job)], {}
     lines = [
-        Line("ranks", (), join([met], advice=CONNECT)),
+        make_line("ranks", join([met], advice=CONNECT)),
         *merge([first["findings"] for first in firsts]),
-        *(Line(name, (), join([seen], advice=TOGETHER[name])) for name, seen in together.items()),
+        *(make_line(name, join([seen], advice=TOGETHER[name])) for name, seen in together.items()),
     ]
-    hosts = [first["host"] for first in firsts]
-    return Report(job.request.config.model_name, hosts, ranks.world_size, lines)
+    return lines, [first["host"] for first in firsts]
 
 
 def _look(job: Job) -> dict[str, Any]:
@@ -181,12 +188,11 @@ def _look(job: Job) -> dict[str, Any]:
 def _only_results_on_stdout() -> Iterator[None]:
     """Redirect output of libraries, from Python or C, to standard error."""
     sys.stdout.flush()
-    python_stdout, stdout = sys.stdout, os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout = python_stdout
         os.dup2(stdout, 1)
         os.close(stdout)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact
-from sdbench.base.units import BYTES_PER_GIB
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.request import Request
 
@@ -29,14 +28,9 @@ THREAD_NAME = "sdbench-doctor"
 class Job:
     """The flags of the job, and the results of earlier checks.
 
-    Attributes:
-        ranks: The place of this process.
-        request: The flags of the job.
-        timeout_s: Maximum duration of a check.
-        link_gbps: Nominal speed of the link between the ranks in Gbit/s, or None.
-        architecture: Set by the check of the model.
-        num_trainable: Weights with a gradient, set by the check of the model.
-        plan: Set by the check of the plan.
+    A check takes `timeout_s` at most; `link_gbps` is the nominal speed of the link between the
+    ranks. The check of the model sets `architecture` and `num_trainable`, its weights with a
+    gradient, and the check of the plan sets `plan`.
     """
 
     ranks: Ranks
@@ -53,12 +47,9 @@ Seen = Iterator[tuple[str, str]]
 
 
 class Check(NamedTuple):
-    """One line of the report.
+    """A line of the report: its name, what checks a node, and advice about a fault.
 
-    Attributes:
-        name: Names the line.
-        look: Checks one node; what it raises is an error of the node.
-        advice: What to do about a warning or an error.
+    What `look` raises is an error of the node.
     """
 
     name: str
@@ -135,8 +126,3 @@ def bounded(work: Callable[[], T], *, timeout_s: float) -> T:
 def is_stuck() -> bool:
     """Return True if a check continues after its timeout."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
-
-
-def show_gib(num_bytes: float) -> str:
-    """Format a size of memory or of a disk."""
-    return f"{num_bytes / BYTES_PER_GIB:.1f} GiB"

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Job, Seen, check
+from sdbench.base.units import BYTES_PER_GIB
+from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 from sdbench.measure.gpu_monitor import CLOCK_REASONS, NORMAL_REASON
 from sdbench.measure.host import ask, open_nvml
 

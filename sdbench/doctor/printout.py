@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sdbench.base.escape import for_terminal
 from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding
@@ -14,63 +14,61 @@ from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding
 MIN_TEXT_WIDTH = 40
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+def make_line(name: str, finding: Finding, *, nodes: Sequence[int] = ()) -> dict[str, Any]:
     """A finding of a check with the numbers of the nodes; empty: of all nodes together."""
-
-    name: str
-    nodes: tuple[int, ...]
-    finding: Finding
+    return {"name": name, "nodes": list(nodes), **finding._asdict()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The findings in order. Host names are only for the user's terminal."""
-
-    model_name: str
-    hosts: Sequence[str]
-    num_ranks: int
-    lines: Sequence[Line]
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of lines of each level, the most severe first."""
-        levels = [line.finding.level for line in self.lines]
-        return {level: levels.count(level) for level in reversed(LEVELS)}
-
-    def exit_code(self, *, strict: bool) -> int:
-        """Return 1 if there is an error, or with `strict` a warning; else 0."""
-        counts = self.counts()
-        return int(counts[ERROR] > 0 or (strict and counts[WARNING] > 0))
-
-
-def merge(nodes: Sequence[Mapping[str, Finding]]) -> list[Line]:
+def merge(nodes: Sequence[Mapping[str, Finding]]) -> list[dict[str, Any]]:
     """Make lines from each node's findings by check; equal findings of nodes become one line."""
     numbers_of: dict[tuple[str, Finding], list[int]] = {}
     for name in nodes[0]:
         for number, findings in enumerate(nodes):
             if name in findings:
                 numbers_of.setdefault((name, findings[name]), []).append(number)
-    return [Line(name, tuple(numbers), found) for (name, found), numbers in numbers_of.items()]
+    return [make_line(name, found, nodes=numbers) for (name, found), numbers in numbers_of.items()]
 
 
-def to_text(report: Report, *, width: int) -> str:
+def make_report(
+    lines: Sequence[dict[str, Any]],
+    *,
+    model_name: str,
+    hosts: Sequence[str],
+    num_ranks: int,
+    strict: bool,
+) -> dict[str, Any]:
+    """Make the document that is printed. An error, or with `strict` a warning, is its status."""
+    levels = [line["level"] for line in lines]
+    counts = {level: levels.count(level) for level in reversed(LEVELS)}
+    is_bad = counts[ERROR] > 0 or (strict and counts[WARNING] > 0)
+    return {
+        "status": "error" if is_bad else "ok",
+        "model_name": model_name,
+        "num_nodes": len(hosts),
+        "num_ranks": num_ranks,
+        "counts": counts,
+        "findings": lines,
+    }
+
+
+def to_text(report: Mapping[str, Any], *, hosts: Sequence[str], width: int) -> str:
     """Format the report for a terminal of this width."""
-    head = f"{report.model_name}: ranks {report.num_ranks}, nodes {len(report.hosts)}"
+    head = f"{report['model_name']}: ranks {report['num_ranks']}, nodes {len(hosts)}"
     blocks = _wrap(head, indent="", width=width)
-    if len(report.hosts) > 1:
-        hosts = (f"node {number} is {host}" for number, host in enumerate(report.hosts))
-        blocks += _wrap(", ".join(hosts), indent="", width=width)
+    if len(hosts) > 1:
+        names = (f"node {number} is {host}" for number, host in enumerate(hosts))
+        blocks += _wrap(", ".join(names), indent="", width=width)
     blocks.append("")
-    name_width = max(len(line.name) for line in report.lines)
-    for line in report.lines:
-        begin = f"  {line.finding.level:<7}  {line.name:<{name_width}}  "
-        is_of_some = line.nodes and len(line.nodes) < len(report.hosts)
-        where = f"node {', '.join(map(str, line.nodes))}: " if is_of_some else ""
-        wrapped = _wrap(where + line.finding.found, indent=" " * len(begin), width=width)
-        if line.finding.advice:
-            wrapped += _wrap(f"-> {line.finding.advice}", indent=" " * len(begin), width=width)
+    name_width = max(len(line["name"]) for line in report["findings"])
+    for line in report["findings"]:
+        begin = f"  {line['level']:<7}  {line['name']:<{name_width}}  "
+        is_of_some = 0 < len(line["nodes"]) < len(hosts)
+        where = f"node {', '.join(map(str, line['nodes']))}: " if is_of_some else ""
+        wrapped = _wrap(where + line["found"], indent=" " * len(begin), width=width)
+        if line["advice"]:
+            wrapped += _wrap(f"-> {line['advice']}", indent=" " * len(begin), width=width)
         blocks.append(begin + "\n".join(wrapped).lstrip())
-    counts = (f"{level} {number}" for level, number in report.counts().items())
+    counts = (f"{level} {number}" for level, number in report["counts"].items())
     return "\n".join([*blocks, "", ", ".join(counts)])
 
 
@@ -84,26 +82,13 @@ def _wrap(text: str, *, indent: str, width: int) -> list[str]:
     )
 
 
-def to_json(report: Report, *, strict: bool) -> str:
+def to_json(report: Mapping[str, Any], *, hosts: Sequence[str]) -> str:
     """Format the report as JSON, without host names."""
-    document = {
-        "status": ["ok", "error"][report.exit_code(strict=strict)],
-        "model_name": report.model_name,
-        "num_nodes": len(report.hosts),
-        "num_ranks": report.num_ranks,
-        "counts": report.counts(),
-        "findings": [
-            {
-                "name": line.name,
-                "nodes": list(line.nodes),
-                "level": line.finding.level,
-                "found": hide_hosts(line.finding.found, report.hosts),
-                "advice": hide_hosts(line.finding.advice, report.hosts),
-            }
-            for line in report.lines
-        ],
-    }
-    return json.dumps(document, indent=2)
+    lines = [
+        line | {key: hide_hosts(line[key], hosts) for key in ("found", "advice")}
+        for line in report["findings"]
+    ]
+    return json.dumps({**report, "findings": lines}, indent=2)
 
 
 def hide_hosts(text: str, hosts: Sequence[str]) -> str:

@@ -51,11 +51,10 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
 
     left, right, product = _make_matrices(precision, device_type=device_type)
     time_s = _median_time_s(lambda: torch.matmul(left, right, out=product), device_type=device_type)
-    num_operations = 2 * len(left) ** 3
     if device_type == "cuda":
         del left, right, product
         torch.cuda.empty_cache()  # memory that torch keeps would count as memory of the run
-    return num_operations / time_s / 1e12
+    return 2 * MATRIX_SIZE[device_type] ** 3 / time_s / 1e12
 
 
 def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
@@ -74,20 +73,16 @@ def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
         )
         for shape in shapes
     )
-    name = f"product {size} x {size}"
-    products = {
-        name: (left, right),
-        f"{name}, the left one transposed": (left.T, right),
-        f"{name}, the right one transposed": (left, right.T),
-    }
+    name, multiply = f"product {size} x {size}", functools.partial(torch.matmul, out=product)
     kernels: dict[str, tuple[int, Callable[[], object]]] = {
-        name: (2 * size**3, functools.partial(torch.matmul, *factors, out=product))
-        for name, factors in products.items()
+        name: (2 * size**3, lambda: multiply(left, right)),
+        f"{name}, the left one transposed": (2 * size**3, lambda: multiply(left.T, right)),
+        f"{name}, the right one transposed": (2 * size**3, lambda: multiply(left, right.T)),
+        f"3 x 3 convolution of {len(images)} x {channels} x {width} x {width}": (
+            2 * len(images) * width**2 * 9 * channels**2,
+            lambda: torch.nn.functional.conv2d(images, weights, padding=1),
+        ),
     }
-    kernels[f"3 x 3 convolution of {len(images)} x {channels} x {width} x {width}"] = (
-        2 * len(images) * width**2 * 9 * channels**2,
-        lambda: torch.nn.functional.conv2d(images, weights, padding=1),
-    )
     return _fastest(kernels, unit=1e12, device_type=device_type)
 
 

@@ -40,16 +40,10 @@ def measure_feed(
 ) -> Feed:
     """Take batches as a trainer would, epoch after epoch.
 
-    Args:
-        loader: Yields the batches of an epoch per iteration, and counts them in its `stats`.
-        num_warmup_batches: Batches before the window, at least as many as workers prefetch.
-        num_batches: Batches in the window.
-        max_seconds: The window ends with the first batch after this time.
-        step_s: Time of an emulated step after each batch, also in the warm-up, so that the window
-            begins with as many prefetched batches as a trainer would find.
-        observe: Called after each batch.
-        clock: Monotonic, in seconds.
-        sleep: Waits for some seconds of it.
+    An iteration over the loader is an epoch, and its `stats` count the batches. The window has
+    `num_batches`, or ends with the first one after `max_seconds`; before it come as many as workers
+    prefetch, or more. A step of `step_s` is emulated after each batch, also in the warm-up, so that
+    the window begins with as many prefetched batches as a trainer would find.
     """
     step_times_s: list[float] = []
     waits_s: list[float] = []
@@ -70,9 +64,8 @@ def measure_feed(
         loader.stats.reset()
         began_s = asked_s = clock()
         while len(step_times_s) < num_batches and asked_s - began_s < max_seconds:
-            got_s = step()
+            waits_s.append(step() - asked_s)
             done_s = clock()
-            waits_s.append(got_s - asked_s)
             step_times_s.append(done_s - asked_s)
             asked_s = done_s
     return Feed(tuple(step_times_s), tuple(waits_s), loader.stats)

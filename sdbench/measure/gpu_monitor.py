@@ -14,8 +14,6 @@ from typing import Any
 
 from sdbench.measure.host import ask, open_nvml
 
-PERIOD_S = 1.0
-
 # nvml.h, nvmlClocksEventReasons: why the clocks are below their maximum.
 CLOCK_REASONS = {
     0x0000000000000004: "power cap",
@@ -70,15 +68,11 @@ def merge_readings(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
 
 
 class GpuMonitor:
-    """Samples one GPU from `start` to `stop`.
+    """Samples one GPU from `start` to `stop`."""
 
-    Attributes:
-        readings: Those of the last `read`; None without NVML.
-    """
-
-    def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
+    def __init__(self, *, device_uuid: str, period_s: float = 1.0) -> None:
         """Open the GPU with torch's UUID: NVML may count the GPUs in another order."""
-        self.readings: dict[str, Any] | None = None
+        self.readings: dict[str, Any] | None = None  # those of the last `read`; None without NVML
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()

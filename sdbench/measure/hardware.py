@@ -6,6 +6,7 @@ import dataclasses
 import json
 import platform
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,13 @@ class Machine:
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.
-        device_name: The model of GPU, or of the CPU.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
         free_memory_gib: Device memory that nobody uses.
         held_memory_gib: Device memory that this process uses.
         num_cpu_cores: Cores that this process may run on.
         cpu_flags: Vector instruction sets that matter to training.
-        compute_capability: Of the GPU, e.g. ``9.0``.
-        cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
+        cudnn_version: 91501 is 9.15.1. None on a CPU.
     """
 
     device_type: str
@@ -162,13 +161,6 @@ def peak_memory_gib() -> float:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
-    return peak_resident_memory_gib()
-
-
-def peak_resident_memory_gib() -> float:
-    """Largest resident size of this process so far, in GiB."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / BYTES_PER_GIB  # KiB on Linux
 
 

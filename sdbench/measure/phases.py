@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 DATA_WAIT = "data_wait"
 HOST_TO_DEVICE = "host_to_device"
@@ -95,14 +95,9 @@ class PhaseClock:
         finally:
             self.switch(previous)
 
-    def wrap(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
+    def wrap(self, name: str, function: Function) -> Function:
         """The function, run in a phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> T:
-            with self.phase(name):
-                return function(*args, **kwargs)
-
-        return timed
+        return self.phase(name)(function)
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class Measurements:
     """The measurements of a rank, or of a run after `merge_measurements`.
 
     Attributes:
-        timings: Every step, and the measured window.
         num_images: Images that the loader delivered in the whole run.
         peak_memory_gib: Reserved on a GPU, or resident on a CPU.
         gpu: In the measured window; None without a GPU or NVML.

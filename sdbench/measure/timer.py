@@ -40,13 +40,9 @@ NUM_AT_FIRST = 1024
 class Step:
     """One optimizer step on one rank, or the slowest over all ranks after `merge_ranks`.
 
-    Attributes:
-        index: Position in the run, from 0.
-        phase: warmup, measured, profiled (slower, since it is split into phases) or after.
-        step_time_s: From the end of the previous step to the end of this one, in seconds.
-        data_wait_s: Time in it that the host waited for the data loader, in seconds. A GPU may
-            have been busy with earlier work meanwhile.
-        loss: Mean loss over the global batch.
+    Its time ends with it and begins with the end of the previous step. In `data_wait_s` of it the
+    host waited for the data loader; a GPU may have been busy with earlier work meanwhile. The loss
+    is the mean over the global batch.
     """
 
     index: int
@@ -71,11 +67,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Consecutive steps of a training run on one rank, and their losses.
-
-    Their time is without validation and the like between steps; for a part of it the host has
-    waited for the data loader.
-    """
+    """Consecutive steps of a training run on one rank. Their time is without work between steps."""
 
     num_steps: int
     time_s: float
@@ -89,13 +81,8 @@ class WindowPolicy:
 
     A window whose step times drift becomes warm-up, and one that is not precise enough is doubled,
     each up to a bound. All ranks decide alike, since they gather the step times of all.
-
-    Attributes:
-        max_warmup_steps: Largest number of warm-up steps.
-        max_measured_steps: Largest number of steps in the window.
-        target_precision: Wanted half-width of the within-run interval as a fraction of the mean;
-            None for a window of fixed length.
-        gather: Returns the values of all ranks on every rank.
+    `target_precision` is the wanted half-width of the within-run interval as a fraction of the
+    mean; None for a window of fixed length.
     """
 
     max_warmup_steps: int
@@ -121,9 +108,8 @@ class WindowPolicy:
 class Losses:
     """One loss per step. Adding one does not wait for the device; reading waits.
 
-    Attributes:
-        first_not_finite: Index of the first step with a loss that is not finite, among the losses
-            read since `forgive`; else None.
+    `first_not_finite` is the index of the first loss that is not finite, of those read since
+    `forgive`; else None.
     """
 
     def __init__(self) -> None:
@@ -237,11 +223,11 @@ class StepTimer(Timer):
             num_warmup_steps: Steps before the window.
             num_measured_steps: Steps in the window, 1 or more.
             num_profiled_steps: Steps after it.
-            policy: Called with a full window, see `WindowPolicy`; None closes it.
+            policy: A `WindowPolicy`; None closes a full window.
             device: A `CudaDevice`; None: the host's clock times the steps.
             window_opens: Called before the first mark of each window, with the device idle.
             window_is_full: Called after the last mark of a full window.
-            clock: Monotonic host clock in seconds.
+            clock: Monotonic, in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
         super().__init__(clock)
@@ -335,8 +321,7 @@ class StepTimer(Timer):
     def _decide(self) -> None:
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
-        decide = self._policy or (lambda *_: CLOSE)
-        decision = decide(step_times_s, self._window_start)
+        decision = self._policy(step_times_s, self._window_start) if self._policy else CLOSE
         if decision == WARM_UP:
             self._window_start = self._window_end
             self._window_end += self._num_measured_steps
@@ -354,10 +339,8 @@ class StepTimer(Timer):
 class PeriodTimer(Timer):
     """Adds up the time of the steps, and reads the device only when a period ends.
 
-    Replaces a `StepTimer`: a run of a million steps keeps no times of single steps.
-
-    Attributes:
-        train_s: Seconds of training in the periods that have ended.
+    Replaces a `StepTimer`: a run of a million steps keeps no times of single steps. `train_s` are
+    the seconds of training in the periods that have ended.
     """
 
     num_steps_needed = 0
@@ -412,8 +395,7 @@ class PeriodTimer(Timer):
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
     """The timings of the run from those of its ranks, which have the same number of steps.
 
-    Each step has the time by `slowest_steps` and the longest data wait. Losses are the first
-    rank's, since engines report the mean of all ranks on each rank.
+    Losses are the first rank's, since engines report the mean of all ranks on each rank.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
     times_s: list[float] = []

@@ -60,7 +60,6 @@ class StepWatch:
 
     Attributes:
         attention: Profiles the step after the profiled ones, which it would slow down.
-        gpu_monitor: Of this rank's GPU; None on a CPU.
         is_stopped: Whether a signal has ended the run before its last step.
     """
 
@@ -83,7 +82,7 @@ class StepWatch:
             timer: A `StepTimer` or `PeriodTimer`.
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
-            gpu_monitor: The timer starts and reads it; None on a CPU.
+            gpu_monitor: Of this rank's GPU; the timer starts and reads it. None on a CPU.
             num_steps: Length of the run; None ends it when everything is measured.
             trace_file: Where the first rank writes torch's trace of one more step, which all train.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of

@@ -25,27 +25,16 @@ SUBJECT = "subject"
 HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
 # Settings that have a column of their own in a row, or that such a column implies.
 IN_COLUMNS = frozenset(
-    {
-        "model_name",
-        "image_size",
-        "preset",
-        "engine",
-        "precision",
-        "latents",
-        "online_preprocessing",
-        "task",
-        "use_ema",
-        "batch_size",
-        "device_train_microbatch_size",
-        "num_workers",
-        "data_format",
-        "use_synth_data",
-    }
+    (
+        *("model_name", "image_size", "preset", "engine", "precision", "latents", "task"),
+        *("online_preprocessing", "use_ema", "batch_size", "device_train_microbatch_size"),
+        *("num_workers", "data_format", "use_synth_data"),
+    )
 )
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where a step has its latents from: ``online``, ``precomputed``, ``beside`` or ``subject``."""
+    """Where a step has its latents from: ``online``, ``precomputed``, `BESIDE` or `SUBJECT`."""
     if config.get("task") == DREAMBOOTH:
         return SUBJECT
     return BESIDE if config.get("online_preprocessing") else config["latents"]

@@ -17,48 +17,33 @@ MAX_CLOCK_DIFFERENCE = 0.1
 
 
 def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator[str]:
-    """Yield, as a sentence each, the rates that differ from the rate of a record's summary.
+    """Yield a sentence for each figure that differs from the rate of a record's summary.
 
-    Args:
-        record: A record that satisfies its schema.
-        steps_file: steps.csv of its run, which need not exist.
+    The record satisfies its schema; steps.csv of its run need not exist.
     """
     summary = record["summary"]
     if summary is None or summary.get("images_per_second") is None:
         return
     rate = summary["images_per_second"]
-    interval = summary.get("images_per_second_interval")
-    if interval is not None:
-        low = interval["low"] * (1 - MAX_CLOCK_DIFFERENCE)
-        high = (interval["high"] or math.inf) * (1 + MAX_CLOCK_DIFFERENCE)
-        if not low <= rate <= high:
-            yield (
-                f"images_per_second is {rate:.6g}, which is outside of its interval, "
-                f"{interval['low']:.6g} to {interval['high'] or math.inf:.6g}"
-            )
+    interval = summary.get("images_per_second_interval") or {"low": 0.0, "high": None}
+    low, high = interval["low"], interval["high"] or math.inf
+    if not low * (1 - MAX_CLOCK_DIFFERENCE) <= rate <= high * (1 + MAX_CLOCK_DIFFERENCE):
+        yield f"images_per_second is {rate:.6g}, outside of its interval, {low:.6g} to {high:.6g}"
     if "kind" in record:  # only a run of benchmark.py has the figures below
         return
     images_per_step, num_devices = record["config"]["batch_size"], record["ranks"]["world_size"]
-    of_devices = num_devices * summary["images_per_second_per_device"]
-    if not math.isclose(of_devices, rate, rel_tol=1e-6):
-        yield (
-            f"images_per_second is {rate:.6g}, but {num_devices} times "
-            f"images_per_second_per_device is {of_devices:.6g}"
-        )
-    num_steps = summary["num_measured_steps"]
-    of_window = images_per_step * num_steps / summary["window_s"]
-    if not math.isclose(of_window, rate, rel_tol=1e-6):
-        yield (
-            f"images_per_second is {rate:.6g}, but {num_steps} steps of {images_per_step} "
-            f"images in {summary['window_s']:.6g} s are {of_window:.6g}"
-        )
+    num_steps, window_s = summary["num_measured_steps"], summary["window_s"]
     times_s = _read_step_times(steps_file)
+    of_devices = num_devices * summary["images_per_second_per_device"]
+    of_window = images_per_step * num_steps / window_s
     of_steps = images_per_step * len(times_s) / sum(times_s) if sum(times_s) else rate
-    if not math.isclose(of_steps, rate, rel_tol=MAX_CLOCK_DIFFERENCE):
-        yield (
-            f"images_per_second is {rate:.6g}, but the steps of {steps_file.name} give "
-            f"{of_steps:.6g}"
-        )
+    for source, other, tolerance in (
+        (f"{num_devices} times images_per_second_per_device", of_devices, 1e-6),
+        (f"{num_steps} steps of {images_per_step} images in {window_s:.6g} s", of_window, 1e-6),
+        (f"the steps of {steps_file.name}", of_steps, MAX_CLOCK_DIFFERENCE),
+    ):
+        if not math.isclose(other, rate, rel_tol=tolerance):
+            yield f"images_per_second is {rate:.6g}, but {source} give {other:.6g}"
 
 
 def _read_step_times(file: Path) -> list[float]:

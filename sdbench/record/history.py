@@ -21,8 +21,7 @@ TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "dat
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """The events of a run in order, without lines that a kill or a disk has damaged.
 
-    Raises:
-        ConfigError: The file cannot be read, or an event does not match its schema.
+    ConfigError: the file cannot be read, or an event does not match its schema.
     """
     path = folder / HISTORY_NAME
     if not path.exists():
@@ -35,12 +34,11 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
                 event = parse_json(line)
             except ValueError:
                 continue
-            if not isinstance(event, dict):
-                continue
-            fault = next(load_schema(SCHEMA).iter_errors(event), None)
-            if fault is not None:
-                raise ValueError(f"line {number}: {describe_fault(fault)}")
-            events.append(event)
+            if isinstance(event, dict):
+                fault = next(load_schema(SCHEMA).iter_errors(event), None)
+                if fault is not None:
+                    raise ValueError(f"line {number}: {describe_fault(fault)}")
+                events.append(event)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the events of the run cannot be read ({error})",
@@ -54,10 +52,9 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the stops of a run have cost, over all its processes.
 
-    Returns:
-        ``num_restarts``; ``num_lost_steps``, the steps after a checkpoint, which were trained
-        again; ``lost_s``, the training time of those that were in steps.csv; ``down_s``, the time
-        from the last line that a process wrote to the first step of the next.
+    ``num_lost_steps`` came after a checkpoint and were trained again; ``lost_s`` is the training
+    time of those in steps.csv; ``down_s`` is the time from the last line that a process wrote to
+    the first step of the next.
     """
     restarts = [event for event in events if event["event"] == "begin"][1:]
     facts = ("num_lost_steps", "lost_s", "down_s")

@@ -74,6 +74,8 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
     config, machine = record["config"], record["machine"]
     summary = record["summary"] or {}
     interval = summary.get("images_per_second_interval") or {}
+    gpu = summary.get("gpu") or {}
+    energy_j, num_steps = gpu.get("energy_j"), summary.get("num_measured_steps")
     on_gpu = machine["device_type"] == "cuda"
     num_devices = record["ranks"]["world_size"]
     row = {
@@ -95,8 +97,8 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "other_settings": describe_other_settings(record),
         # Records made before flags existed have none.
         "flags": ";".join(summary.get("flags", ())) or None,
-        "power_w": (summary.get("gpu") or {}).get("power_w"),
-        "energy_j_per_image": _energy_per_image(record),
+        "power_w": gpu.get("power_w"),
+        "energy_j_per_image": energy_j and energy_j / (num_steps * config["batch_size"]),
         "git_commit": record["git"]["commit"],
         "latents": place_of_encoders(config),
     }
@@ -106,29 +108,19 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
     return {column: row.get(column, summary.get(column)) for column in COLUMNS}
 
 
-def _energy_per_image(record: dict[str, Any]) -> float | None:
-    """Energy of the measured window per image, in joules; None where it was not measured."""
-    summary = record["summary"] or {}
-    energy_j = (summary.get("gpu") or {}).get("energy_j")
-    if energy_j is None:
-        return None
-    return energy_j / (summary["num_measured_steps"] * record["config"]["batch_size"])
-
-
 def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
-    """Rows, by column, as CSV with a header, unrounded; a missing value is an empty cell."""
+    """Rows, by column, as CSV with a header, unrounded; a missing value is an empty cell.
+
+    Booleans are written as in the tables of published figures.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([for_csv(column) for column in columns])
-    writer.writerows([_format_cell(row.get(column)) for column in columns] for row in rows)
+    words = {True: "true", False: "false"}
+    for row in rows:
+        values = [row.get(column) for column in columns]
+        writer.writerow([words[v] if isinstance(v, bool) else for_csv(v) for v in values])
     return buffer.getvalue()
-
-
-def _format_cell(value: Any) -> Any:
-    """A value as a CSV cell; booleans as in the tables of published figures."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return for_csv(value)
 
 
 def append_row(path: Path, record: dict[str, Any]) -> None:

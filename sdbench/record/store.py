@@ -86,11 +86,7 @@ class RunFolder:
 
     @staticmethod
     def create(results_dir: str, *, machine: str, name: str) -> Path:
-        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` below `results_dir`.
-
-        Raises:
-            ConfigError: That cannot be written.
-        """
+        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` below `results_dir`."""
         try:
             Path(results_dir).mkdir(parents=True, exist_ok=True)
             while True:
@@ -157,12 +153,9 @@ class RunFolder:
 def load_record(path: Path) -> dict[str, Any]:
     """Read a record of any kind: record.json, or that of a run folder.
 
-    Settings added since are filled in with the behaviour before.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not JSON within bounds (`sdbench.base.outside`), has another schema
-            version or an unknown kind, does not match its schema, or contradicts itself.
+    Settings added since are filled in with the behaviour before. ValueError: the file is not JSON
+    within bounds (`sdbench.base.outside`), has another schema version or an unknown kind, does not
+    match its schema, or contradicts itself.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:
@@ -231,11 +224,9 @@ class OutputLog:
             try:
                 yield
             finally:
-                if self._file is not None:
-                    with self._warn_once():
-                        self._file.flush()
-                if self._file is not None:
-                    self._file.close()
+                with self._warn_once():
+                    if self._file is not None:
+                        self._file.close()
 
     def move_to(self, folder: Path) -> None:
         """Write to stdout.log in this folder, beginning with the output so far."""

@@ -22,16 +22,7 @@ from sdbench.report.figures import find_name
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
 from sdbench.scaling import points
-from sdbench.scaling.points import (
-    Amount,
-    Row,
-    TableFlags,
-    first_known,
-    range_field,
-    swap_ends,
-    value_field,
-    whole_field,
-)
+from sdbench.scaling.points import Amount, Row, TableFlags, range_field, value_field, whole_field
 from sdbench.settings.kinds import PATH, POSITIVE_NUMBER, TEXT, Kind
 from sdbench.settings.setting import REQUIRED, setting
 
@@ -101,7 +92,7 @@ def run(arguments: CostFlags) -> None:
     recipe = load_recipe(arguments)
     rows = points.read_rows(arguments)
     points.check_one_kind(rows)
-    gpu = first_known(rows, "gpu")
+    gpu = points.first_known(rows, "gpu")
     price, power = load_price(gpu, arguments), load_power(gpu, arguments)
     rates, left_out = _find_rates(rows, {stage["image_size"] for stage in recipe["stages"]})
     common = {
@@ -109,7 +100,7 @@ def run(arguments: CostFlags) -> None:
         "kind": points.MODELLED,
         "gpu": gpu,
         "recipe": recipe["name"],
-        "latents": first_known(rows, "latents"),
+        "latents": points.first_known(rows, "latents"),
     }
     found = [
         {**common, **estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power)}
@@ -133,7 +124,8 @@ def estimate(
     Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
     """
     seconds = sum(
-        stage["num_images"] / swap_ends(rates[stage["image_size"]]) for stage in recipe["stages"]
+        stage["num_images"] / points.swap_ends(rates[stage["image_size"]])
+        for stage in recipe["stages"]
     )
     days = seconds / SECONDS_PER_DAY
     gpu_hours = days * HOURS_PER_DAY * num_gpus
@@ -247,12 +239,7 @@ def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
 def _find_rates(
     rows: Sequence[Row], sizes: Collection[int]
 ) -> tuple[dict[int, dict[int, Amount]], list[str]]:
-    """Find images/s by number of GPUs and by resolution, in pixels.
-
-    Returns:
-        The rates for each number of GPUs with all resolutions, and a line about each number of GPUs
-        that is left out.
-    """
+    """Find images/s by number of GPUs and by resolution, and a line about each number left out."""
     complete: dict[int, dict[int, Amount]] = {}
     left_out = []
     for count, of_count in group(rows, key_of=lambda row: row["num_gpus"]).items():

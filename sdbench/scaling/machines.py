@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,28 +31,14 @@ from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import NOT_KNOWN, format_number
 from sdbench.scaling import points
-from sdbench.scaling.cost import (
-    RecipeFlags,
-    describe_recipe,
-    load_machine,
-    load_recipe,
-    source_of,
-)
-from sdbench.scaling.points import (
-    IMAGE_SIZE,
-    RATE,
-    Amount,
-    Row,
-    range_field,
-    swap_ends,
-    value_field,
-    whole_field,
-)
+from sdbench.scaling.cost import RecipeFlags, describe_recipe, load_machine, load_recipe, source_of
+from sdbench.scaling.points import IMAGE_SIZE, Amount, Row, range_field, value_field, whole_field
 from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.kinds import (
     NOT_NEGATIVE_NUMBER,
     PATH,
     POSITIVE,
+    POSITIVE_NUMBER,
     TEXT,
     Kind,
     number,
@@ -83,11 +70,7 @@ examples:
 
 # More than 1 is not scaling: the rates were measured badly.
 EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
-RATE_OR_RECORD = Kind(
-    f"{RATE.allowed}, or a record",
-    lambda text: (RATE if points.GIVEN_RATE.fullmatch(text) else PATH).parse(text),
-    "TEXT",
-)
+GIVEN_RATE = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
 SECONDS_PER_HOUR = 3600
 # Relative rounding error of a quotient that is a whole number.
 ROUNDING = 1e-9
@@ -116,6 +99,32 @@ WORKERS = {
 PLACES = {TRAINER: PRECOMPUTED, ENCODING_TRAINER: ONLINE}
 # Images/s of one worker by its flag and by resolution, in pixels.
 Rates = Mapping[str, Mapping[int, Amount]]
+
+
+def _parse_rate(text: str) -> Row | Path:
+    """Return the row of a figure that is given, or the path of a record."""
+    found = GIVEN_RATE.fullmatch(text)
+    if found is None:
+        return PATH.parse(text)
+    rate, *ends = (POSITIVE_NUMBER.parse(part) for part in found.groups()[1:] if part is not None)
+    low, high = ends or (None, None)
+    if ends and not low <= rate <= high:
+        raise ValueError
+    return {
+        "source": text,
+        "kind": "given",
+        IMAGE_SIZE: int(found[1]),
+        "images_per_second": rate,
+        "images_per_second_low": low,
+        "images_per_second_high": high,
+    }
+
+
+RATE_OR_RECORD = Kind(
+    "IMAGE_SIZE=RATE or IMAGE_SIZE=RATE:LOW:HIGH in images/s, e.g. 256=139:135:143, or a record",
+    _parse_rate,
+    "TEXT",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,21 +197,16 @@ def run(flags: MachinesFlags) -> None:
     recipe = load_recipe(flags)
     stages = recipe["stages"]
     rates = _read_rates(flags, {stage["image_size"] for stage in stages})
-    trainer, encoder = (
-        load_machine(chosen, flag=flag, path=flags.prices)
-        for chosen, flag in (
-            (flags.trainer_machine, "--trainer_machine"),
-            (flags.encoder_machine, "--encoder_machine"),
-        )
-    )
+    trainer = load_machine(flags.trainer_machine, flag="--trainer_machine", path=flags.prices)
+    encoder = load_machine(flags.encoder_machine, flag="--encoder_machine", path=flags.prices)
     feedings = [_feed(stage["image_size"], rates, encoder, flags) for stage in stages]
     ways = _plan_ways(stages, rates, trainer, flags, feedings)
     sums = {way: {"way": way, **_sum(jobs)} for way, jobs in ways.items()}
     jobs = [{"way": way, **job} for way, of_way in ways.items() for job in of_way]
     lines = [*describe_recipe(recipe), *_describe_machines(trainer, encoder, flags)]
-    tables = ((FEEDING, feedings), (JOB, jobs), (WAY, sums.values()))
+    lines += _describe_rates(rates)
     points.show(
-        lines + _describe_rates(rates), *(tabulate(fields, rows) for fields, rows in tables)
+        lines, tabulate(FEEDING, feedings), tabulate(JOB, jobs), tabulate(WAY, sums.values())
     )
     print()
     for amount, word, unit in (("cost_usd", "cheapest", "USD"), ("hours", "fastest", "hours")):
@@ -303,7 +307,7 @@ def _feed(size: int, rates: Rates, encoder: Row, flags: MachinesFlags) -> dict[s
     trained = flags.num_trainers * flags.scaling_efficiency * rates[TRAINER][size]
     wanted = trained * (1 + flags.margin)
     encoders, decoders = (
-        np.ceil(wanted / swap_ends(rates[worker][size]) * (1 - ROUNDING))
+        np.ceil(wanted / points.swap_ends(rates[worker][size]) * (1 - ROUNDING))
         for worker in (ENCODER, DECODER)
     )
     num_encoders = flags.num_encoders or int(encoders[0])
@@ -328,10 +332,7 @@ def _plan_ways(
     flags: MachinesFlags,
     feedings: Sequence[Mapping[str, Any]],
 ) -> dict[str, list[Row]]:
-    """The jobs of each way to train, in order.
-
-    Encoders in the step are left out if their rate is not known.
-    """
+    """The jobs of each way to train, in order; without encoders in the step if no rate is known."""
     ways: dict[str, list[Row]] = {ONLINE_PREPROCESSING: [], IN_STEP: [], PRECOMPUTED_ONCE: []}
     trainers = Machines(trainer, math.ceil(flags.num_trainers / trainer["num_devices"]))
     num_own_decoders = trainers.number * trainer["num_cpu_cores"]
@@ -357,9 +358,7 @@ def _plan_ways(
             _make_job(once, encoding | decoding, [feeding["machines"]], beside),
             _make_job(stage, training, [trainers], training_ranks),
         ]
-    if not ways[IN_STEP]:
-        del ways[IN_STEP]
-    return ways
+    return {way: jobs for way, jobs in ways.items() if jobs}
 
 
 def _make_job(
@@ -370,7 +369,7 @@ def _make_job(
 ) -> Row:
     """A stage of the training, or the encoding of its data set, at the pace of the slowest.
 
-    The slowest are the workers with the lowest rate, and others whose known interval overlaps.
+    These are the workers with the lowest rate, and others whose known interval overlaps.
     """
     names = sorted(at_work, key=lambda name: at_work[name][0])
     lowest = at_work[names[0]]
@@ -378,7 +377,7 @@ def _make_job(
     slowest = [names[0], *(name for name in names[1:] if at_work[name][1] < lowest[2])]
     # NaN for an end that one of them lacks.
     rate = functools.reduce(np.minimum, at_work.values())
-    hours = stage["num_images"] / swap_ends(rate) / SECONDS_PER_HOUR
+    hours = stage["num_images"] / points.swap_ends(rate) / SECONDS_PER_HOUR
     work = "train" if "num_trainers" in counts else "encode"
     return {
         "job": f"{work} at {stage['image_size']} px",
@@ -400,16 +399,16 @@ def _sum(jobs: Sequence[Row]) -> Row:
 
 
 def _describe_machines(trainer: Row, encoder: Row, flags: MachinesFlags) -> list[str]:
-    by_name = {machine["name"]: machine for machine in (trainer, encoder)}
-    return [
+    lines = [
         f"assumed: scaling efficiency {flags.scaling_efficiency:g} of {flags.num_trainers} "
-        f"trainers, and a margin of {flags.margin:.0%} for encoders and decoders",
-        *(
-            f"machine {name}: devices {one['num_devices']}, CPU cores {one['num_cpu_cores']}, "
-            f"{format_number(one['value'])} USD an hour ({source_of(one)})"
-            for name, one in by_name.items()
-        ),
+        f"trainers, and a margin of {flags.margin:.0%} for encoders and decoders"
     ]
+    for one in (trainer, encoder) if trainer != encoder else (trainer,):
+        lines.append(
+            f"machine {one['name']}: devices {one['num_devices']}, CPU cores "
+            f"{one['num_cpu_cores']}, {format_number(one['value'])} USD an hour ({source_of(one)})"
+        )
+    return lines
 
 
 def _describe_rates(rates: Rates) -> list[str]:

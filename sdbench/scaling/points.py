@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from sdbench.report.figures import (
 from sdbench.report.runs import read_record
 from sdbench.report.tables import Field, Table, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, POSITIVE_NUMBER, Kind
+from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, Kind
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
@@ -45,7 +44,6 @@ COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
 OUT_HELP = "write the rows, of the kind modelled, as CSV"
-GIVEN_RATE = re.compile(r"([1-9][0-9]{0,8})=([^:]+)(?::([^:]+):([^:]+))?")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -71,32 +69,6 @@ COUNTS = Kind(
     f"{MAX_COUNT:,}",
     parse_counts,
     "TEXT",
-)
-
-
-def parse_rate(text: str) -> Row:
-    """Parse ``IMAGE_SIZE=RATE`` or ``IMAGE_SIZE=RATE:LOW:HIGH`` as the row of a figure."""
-    found = GIVEN_RATE.fullmatch(text)
-    if found is None:
-        raise ValueError
-    rate, *ends = (POSITIVE_NUMBER.parse(part) for part in found.groups()[1:] if part is not None)
-    low, high = ends or (None, None)
-    if ends and not low <= rate <= high:
-        raise ValueError
-    return {
-        "source": text,
-        "kind": "given",
-        IMAGE_SIZE: int(found[1]),
-        "images_per_second": rate,
-        "images_per_second_low": low,
-        "images_per_second_high": high,
-    }
-
-
-RATE = Kind(
-    "IMAGE_SIZE=RATE or IMAGE_SIZE=RATE:LOW:HIGH in images/s, e.g. 256=139:135:143",
-    parse_rate,
-    "SIZE=RATE",
 )
 
 
@@ -319,7 +291,7 @@ def setup_columns(setup: Setup) -> Row:
 
 
 def rate_of(rows: Sequence[Row]) -> Amount:
-    """Return images/s of one configuration, with a between-runs interval for three or more runs."""
+    """Return images/s of one configuration; three or more runs give a between-runs interval."""
     check_one_kind(rows, ("kind", "micro_batch", "global_batch"))
     figures = [float(row["images_per_second"]) for row in rows]
     if len(rows) == 1:

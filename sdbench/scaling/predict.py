@@ -10,18 +10,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.report.figures import as_text
 from sdbench.report.tables import Cell, Field, tabulate
 from sdbench.scaling import points
-from sdbench.scaling.points import (
-    IMAGE_SIZE,
-    KIND_OF_WORK,
-    BatchFlags,
-    Row,
-    TableFlags,
-    first_known,
-    known_values,
-    range_field,
-    setup_columns,
-    value_field,
-)
+from sdbench.scaling.points import IMAGE_SIZE, KIND_OF_WORK, Row, range_field, value_field
 from sdbench.settings.kinds import PATH, POSITIVE
 from sdbench.settings.setting import setting, shared
 from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, StepLaw, fit_law
@@ -72,7 +61,7 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitFlags(TableFlags):
+class FitFlags(points.TableFlags):
     """Flags of every command that fits the step law."""
 
     micro_batch: int | None = setting(
@@ -84,11 +73,11 @@ class FitFlags(TableFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictFlags(FitFlags, BatchFlags):
+class PredictFlags(FitFlags, points.BatchFlags):
     """Flags of predict."""
 
     global_batch: int | None = shared(
-        BatchFlags, "global_batch", help="strong scaling (default: that of the figures)"
+        points.BatchFlags, "global_batch", help="strong scaling (default: that of the figures)"
     )
     out: Path | None = setting(PATH, None, points.OUT_HELP)
 
@@ -101,7 +90,7 @@ def run_fit(arguments: FitFlags) -> None:
     errors = law.errors()
     figures = [
         {
-            **setup_columns(point.setup),
+            **points.setup_columns(point.setup),
             "step_time_s": point.step_time_s,
             "images_per_second": points.make_amount(point.images_per_second),
             "law": point.setup.images_per_step / law.step_time_s(point.setup),
@@ -136,7 +125,7 @@ def run_predict(arguments: PredictFlags) -> None:
     common = {
         "source": f"step law fitted to {names} ({points.describe_sources(rows)})",
         "kind": points.MODELLED,
-        **{column: first_known(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)},
+        **{column: points.first_known(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)},
     }
     found = [
         {**common, **_prediction_row(one, predictions[0], asked_images=global_batch)}
@@ -186,13 +175,13 @@ def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
     """The global batch of strong scaling: the given one, or that of all figures."""
     if arguments.device_batch is not None or arguments.global_batch is not None:
         return arguments.global_batch
-    values = known_values(rows, "global_batch")
+    values = points.known_values(rows, "global_batch")
     return values[0] if len(values) == 1 else None
 
 
 def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
     columns = ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
-    known = {column: first_known(rows, column) for column in columns}
+    known = {column: points.first_known(rows, column) for column in columns}
     kinds = [f"{name} {as_text(value)}" for name, value in known.items() if value is not None]
     lines = [f"figures: {len(law.points)}, {', '.join(kinds)}"]
     if len(rows) > len(law.points):
@@ -204,7 +193,7 @@ def _prediction_row(one: Prediction, first: Prediction, *, asked_images: int | N
     """A prediction beside that for the fewest GPUs; None images were asked for: weak scaling."""
     speed_up = one.images_per_second[0] / first.images_per_second[0]
     return {
-        **setup_columns(one.setup),
+        **points.setup_columns(one.setup),
         "global_batch": asked_images or one.setup.images_per_step,
         "images_per_second": one.images_per_second,
         "step_time_s": one.step_time_s,

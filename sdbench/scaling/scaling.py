@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from sdbench.base.errors import EXIT_OK
 from sdbench.scaling import cost, machines, overhead, plan, predict
@@ -20,53 +19,44 @@ examples:
 """
 
 
-class Command(NamedTuple):
-    """A command: its flags, what prints its answer, and the texts of its help."""
-
-    flags: type
-    run: Callable[[Any], None]
-    summary: str
-    description: str
-    epilog: str
-
-
+# The flags of a command, what prints its answer, and the texts of its help.
 COMMANDS = {
-    "fit": Command(
+    "fit": (
         predict.FitFlags,
         predict.run_fit,
         "time per micro-batch, overhead per step, communication",
         predict.FIT_DESCRIPTION,
         predict.FIT_EPILOG,
     ),
-    "predict": Command(
+    "predict": (
         predict.PredictFlags,
         predict.run_predict,
         "throughput on other numbers of GPUs",
         predict.PREDICT_DESCRIPTION,
         predict.PREDICT_EPILOG,
     ),
-    "overhead": Command(
+    "overhead": (
         overhead.OverheadFlags,
         overhead.run,
         "what sharing out or hiding optimizer, EMA and communication gives on more GPUs",
         overhead.DESCRIPTION,
         overhead.EPILOG,
     ),
-    "cost": Command(
+    "cost": (
         cost.CostFlags,
         cost.run,
         "days, GPU-hours, cost and energy of a training",
         cost.DESCRIPTION,
         cost.EPILOG,
     ),
-    "plan": Command(
+    "plan": (
         plan.PlanFlags,
         plan.run,
         "the number of GPUs and the micro-batch for a deadline or a sum",
         plan.DESCRIPTION,
         plan.EPILOG,
     ),
-    "machines": Command(
+    "machines": (
         machines.MachinesFlags,
         machines.run,
         "trainers, encoders and CPU workers: how many machines, for how long, at which price",
@@ -79,7 +69,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     name, rest = request.choose_command(
-        {name: command.summary for name, command in COMMANDS.items()},
+        {name: summary for name, (_, _, summary, *_) in COMMANDS.items()},
         argv,
         prog=PROG,
         description="Throughput against GPU count; days, cost and energy of a training.",

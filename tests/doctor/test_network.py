@@ -49,17 +49,17 @@ def plugin(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_NET_PLUGIN", "libc.so.6")
 
 
-def test_no_card_is_no_fault_of_a_single_node(look):
-    assert look()["network cards"]["level"] == "skipped"
-
-
-def test_cards_are_counted_by_kind_and_rate(look, add_card, plugin):
+def test_cards_are_counted_by_kind_and_rate(look, add_card, plugin, monkeypatch):
     add_card("rdmap0s6", **EFA)
     add_card("rdmap16s6", **EFA)
     add_card("mlx5_0", **ROCE)
     finding = look()["network cards"]
     assert finding["level"] == "ok"
     assert finding["found"] == "active: 1 x RoCE 200 Gbit/s, 2 x EFA 100 Gbit/s"
+    monkeypatch.setattr(network.resource, "getrlimit", lambda which: (65536, 65536))
+    finding = look()["network cards"]
+    assert finding["level"] == "warning"
+    assert finding["found"].startswith("locked memory is limited to 64 KiB; ")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 from sdbench.cli import main
 from sdbench.report.figures import read_figures
 
+HEADER = "gpu,num_gpus,image_size,images_per_second"
+
 
 @pytest.fixture
 def quoted(repository) -> Path:
@@ -23,3 +25,21 @@ def rows_of(tmp_path):
         return read_figures(out)
 
     return run
+
+
+@pytest.fixture
+def write_table(tmp_path):
+    """A function that writes rows of figures as CSV and returns the path."""
+
+    def write(*rows: str, header: str = HEADER, name: str = "table") -> Path:
+        path = tmp_path / f"{name}.csv"
+        path.write_text("\n".join((header, *rows)))
+        return path
+
+    return write
+
+
+def recipe(name: str, *stages: tuple[int, int]) -> str:
+    """The YAML of a recipe of stages, each a resolution and a number of images."""
+    listed = ", ".join(f"{{image_size: {size}, num_images: {number}}}" for size, number in stages)
+    return f"{name}: {{about: a test, source: here, global_batch: 64, stages: [{listed}]}}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import math
 
@@ -12,7 +12,7 @@ import pytest
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.measure.phases import PHASES
-from sdbench.scaling.points import TableFlags, make_points, parse_counts, read_rows
+from sdbench.scaling.points import TableFlags, make_points, read_rows
 from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
@@ -37,13 +37,8 @@ def predict(rows_of):
 
 
 @pytest.fixture
-def table(tmp_path):
-    def write(*rows, header=HEADER, name="table"):
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\n".join((header, *rows)))
-        return path
-
-    return write
+def table(write_table):
+    return functools.partial(write_table, header=HEADER)
 
 
 def points_of(*paths, where=()):
@@ -226,13 +221,6 @@ def test_one_node_says_nothing_of_several():
     assert math.isnan(prediction.images_per_second[1])
 
 
-def test_what_is_within_each_range_but_beyond_their_combinations_is_extrapolated():
-    setups = [Setup(*one, 4) for one in ((8, 8), (8, 64), (16, 8), (16, 64), (32, 64), (64, 64))]
-    law = fit_law([point_of(setup, step_s(setup, 0.2, 0.3)) for setup in setups])
-    assert law.predict(Setup(64, 8, 4)).is_extrapolated
-    assert not law.predict(Setup(32, 32, 4)).is_extrapolated
-
-
 # Intervals.
 
 
@@ -314,27 +302,6 @@ def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(tabl
     assert "about 50 % of the communication hides" in capsys.readouterr().out
 
 
-def test_seconds_of_communication_narrow_an_extrapolation():
-    random = np.random.default_rng(21)
-    held, widths = [], {True: [], False: []}
-    for _ in range(30):
-        constants = (0.2, 0.3, random.uniform(0.2, 0.5), 0.1, random.uniform(1e-4, 1e-3))
-        points = []
-        for num_gpus in (8, 16, 32, 64, 96, 128):
-            setup, noise = strong(num_gpus), math.exp(0.01 * random.standard_normal())
-            seconds = step_s(setup, *constants)
-            waited_s = seconds - work_s(setup, 0.2, 0.3)
-            waited_s *= math.exp(0.01 * random.standard_normal())
-            points.append(Point(setup, setup.images_per_step / (seconds * noise), waited_s))
-        plain = [dataclasses.replace(point, communication_s=None) for point in points]
-        known, unknown = (fit_law(figures).predict(strong(256)) for figures in (points, plain))
-        widths[True].append(width_of(known))
-        widths[False].append(width_of(unknown))
-        held.append(holds(known, 2048 / step_s(strong(256), *constants)))
-    assert np.mean(held) >= 0.93
-    assert np.median(widths[True]) < 0.6 * np.median(widths[False])
-
-
 def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
     folders = []
     for number, (num_gpus, seconds, waited_s) in enumerate(
@@ -364,7 +331,7 @@ def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
 
 
 def test_the_plateau_of_the_chart_is_predicted(capsys, quoted, predict, tmp_path):
-    rows = predict(quoted / "aws_p5_scaling.csv", "--num_gpus", "256,320,384")
+    rows = predict(quoted / "aws_p5_scaling.csv", "--num_gpus", "256,320,...,384")
     assert capsys.readouterr().out.count("1920 of 2048 images in a step") == 2
     # 8 images on a GPU are 4 + 4, 6 are 4 + 2 and 5 are 4 + 1: the same time for 2048, 1920, 1920.
     names = ("num_micro_batches", "last_micro_batch", "images_per_step")
@@ -379,89 +346,54 @@ def test_the_plateau_of_the_chart_is_predicted(capsys, quoted, predict, tmp_path
     assert refusal_of("scaling", "fit", tmp_path / "out.csv").value == 0
 
 
-def test_strong_scaling_to_more_gpus_than_measured(capsys, quoted, predict):
-    table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
-    rows = predict(table, "--num_gpus", "8,16,...,512")
-    assert [row["num_gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
-    # One micro-batch: 2048 / (0.2437 + 0.2999) = 3767; on 8 GPUs, 2048 / (64 x 0.2437 + 0.2999) =
-    # 128.83: 29.2 times as fast, on 64 times as many.
-    names = ("images_per_second", "speed_up", "efficiency_percent")
-    found = [rows[-1][name] for name in names]
-    assert found == pytest.approx([3767, 29.2, 45.7], rel=0.002)
-    assert [row["extrapolated"] for row in rows] == [False] * 6 + [True]
-    assert {row["kind"] for row in rows} == {"modelled"}
-    assert rows[0]["source"].startswith("step law fitted to mosaicml_diffusion_benchmark_a100.csv")
-    assert "extrapolated" in capsys.readouterr().out
-
-
 def test_weak_scaling_keeps_the_time_of_a_step(quoted, predict):
-    arguments = ("--num_gpus", "8,512", "--device_batch", "32")
-    rows = predict(quoted / "aws_p5_scaling.csv", *arguments)
-    assert [(row["global_batch"], row["images_per_step"]) for row in rows] == [
-        (256, 256),
-        (16384, 16384),
-    ]
-    assert rows[1]["images_per_second"] == pytest.approx(64 * rows[0]["images_per_second"])
-    assert rows[1]["efficiency_percent"] == pytest.approx(100)
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("8,16,64", (8, 16, 64)),
-        ("64,96,...,160", (64, 96, 128, 160)),
-        ("1,8,16,...,100", (1, 8, 16, 32, 64)),
-    ],
-)
-def test_gpu_counts(text, counts):
-    assert parse_counts(text) == counts
+    flags = ("--num_gpus", "8,16,...,512", "--device_batch", "32")
+    rows = predict(quoted / "aws_p5_scaling.csv", *flags)
+    assert [row["num_gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
+    assert all(
+        row["global_batch"] == row["images_per_step"] == 32 * row["num_gpus"] for row in rows
+    )
+    # 32 images on a GPU were measured on 64 GPUs alone.
+    assert [row["extrapolated"] for row in rows] == [row["num_gpus"] != 64 for row in rows]
+    first, *_, last = rows
+    assert last["images_per_second"] == pytest.approx(64 * first["images_per_second"])
+    assert (last["speed_up"], last["efficiency_percent"]) == pytest.approx((64, 100))
+    assert last["kind"] == "modelled"
+    assert last["source"].startswith("step law fitted to aws_p5_scaling.csv (AWS")
 
 
 # What is refused, or warned of.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "flag", "value"),
+    ("arguments", "flag"),
     [
-        ("fit {single} --where gpu=H100", "--where ema=...", "true and false"),
-        ("fit {latents}", "--where image_size=...", "256 and 512"),
-        ("fit", "TABLE and --where", ""),
-        ("fit {mlperf} --where gpu=H200", "--micro_batch, for the rows that do not tell it", ""),
-        ("fit {cost}", "the path given", "{cost}"),
+        ("fit {aws_p4de_p5_single_node} --where gpu=H100", "--where ema=..."),
+        ("fit {mosaicml_diffusion_a100}", "--where image_size=..."),
+        ("fit", "TABLE and --where"),
+        ("fit {mlperf_training_sd2} --where gpu=H200", "--micro_batch, for the rows that"),
+        ("fit {mosaicml_diffusion_a100_cost}", "the path given"),
         (
-            "predict {single} --num_gpus 8 --where gpu=H100 ema=true",
+            "predict {aws_p4de_p5_single_node} --num_gpus 8 --where gpu=H100 ema=true",
             "--micro_batch",
-            "no --micro_batch",
         ),
-        ("predict {scaling} --num_gpus 8,...,64", "--num_gpus", "8,...,64"),
-        ("predict {scaling} --num_gpus 16,8,...,64", "--num_gpus", "16,8,...,64"),
-        ("predict {scaling} --num_gpus 1,2,3,...,2000000000", "--num_gpus", "1,2,3,...,2000000000"),
-        ("predict {scaling} --num_gpus 0", "--num_gpus", "0"),
+        ("predict {aws_p5_scaling} --num_gpus 8,...,64", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 16,8,...,64", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 1,2,3,...,2000000000", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 0", "--num_gpus"),
+        ("predict {aws_p5_scaling} --num_gpus 4096", "--num_gpus and --global_batch"),
+        ("predict {aws_p5_scaling} --num_gpus 8 --micro_batch 8", "--micro_batch"),
         (
-            "predict {scaling} --num_gpus 4096",
-            "--num_gpus and --global_batch",
-            "4096 GPUs for a global batch of 2048",
-        ),
-        ("predict {scaling} --num_gpus 8 --micro_batch 8", "--micro_batch", 8),
-        (
-            "predict {scaling} --num_gpus=8 --device_batch=8 --global_batch=8",
+            "predict {aws_p5_scaling} --num_gpus=8 --device_batch=8 --global_batch=8",
             "--global_batch or --device_batch",
-            "--global_batch 8 --device_batch 8",
         ),
-        ("predict {scaling} --num_gpus 8 --out no/such/folder", "--out", "no/such/folder"),
+        ("predict {aws_p5_scaling} --num_gpus 8 --out no/such/folder", "--out"),
     ],
 )
-def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, value):
-    tables = {
-        "scaling": "aws_p5_scaling",
-        "single": "aws_p4de_p5_single_node",
-        "latents": "mosaicml_diffusion_a100",
-        "mlperf": "mlperf_training_sd2",
-        "cost": "mosaicml_diffusion_a100_cost",
-    }
-    paths = {name: str(quoted / f"{file}.csv") for name, file in tables.items()}
+def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag):
+    paths = {path.stem: path for path in quoted.glob("*.csv")}
     error = refusal_of("scaling", *(word.format(**paths) for word in arguments.split()))
-    assert (error.flag, error.value) == (flag, paths["cost"] if value == "{cost}" else value)
+    assert error.flag.startswith(flag)
 
 
 @pytest.mark.parametrize(

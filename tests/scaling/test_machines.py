@@ -11,15 +11,10 @@ import pytest
 
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
+from tests.scaling.conftest import recipe
 
 # 10 trainers of 20 images/s at half of that: 100. With a margin of a fifth, 120 are to be fed.
-RECIPE = """\
-hundred:
-  about: a test
-  source: here
-  global_batch: 64
-  stages: [{image_size: 64, num_images: 3600000}]
-"""
+RECIPE = recipe("hundred", (64, 3_600_000))
 PRICES = """\
 machines:
   - {name: trainer, gpus: [X100], num_devices: 4, num_cpu_cores: 16, value: 10, unit: USD,
@@ -94,6 +89,8 @@ def test_encoders_and_decoders_are_as_many_as_feed_the_trainers(plan, capsys):
     table = capsys.readouterr().out
     assert " 18  14 to 25 " in table
     assert " 40  n/a " in table
+    # 120 / (120 / 52) is more than 52 in floating point.
+    assert plan(encoder_rates=f"64={120 / 52!r}")[BESIDE][0]["num_encoders"] == 52
 
 
 def test_the_other_ways_to_encode(plan):
@@ -143,39 +140,27 @@ def test_the_seeds_table_comes_back(plan):
     # hours leave for that stage.
     trained = 4096 / 0.9227
     rates = {256: trained, 512: 1.7408e9 / (13165 / 32 * 3600 - 1.1264e9 / trained)}
-
-    def run(machine: str, *, share: float = 1.0) -> dict[str, list[dict]]:
-        of_each = {
+    ways = plan(
+        **dict.fromkeys(("recipes", "prices", "in_step_rates")),
+        **{
             f"{worker}_rates": [f"{size}={rate / number!r}" for size, rate in rates.items()]
-            for worker, number in (
-                ("trainer", 32),
-                ("encoder", 48 / share),
-                ("decoder", 192 / share),
-            )
-        }
-        return plan(
-            **dict.fromkeys(("recipes", "prices", "in_step_rates")),
-            **of_each,
-            recipe="anyscale",
-            num_trainers=32,
-            scaling_efficiency=1,
-            margin=0,
-            trainer_machine=f"p4de.24xlarge-{machine}",
-            encoder_machine="g5.2xlarge",
-        )
-
-    for machine, price_usd in (("reserved", 39511), ("on-demand", 67405)):
-        ways = run(machine)
-        # Its dollars are those of the A100 alone.
-        _, at_256, _, at_512 = ways[ONCE]
-        assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
-        assert at_256["cost_usd"] + at_512["cost_usd"] == pytest.approx(price_usd, rel=1e-4)
-    row = ways[BESIDE][0]
+            for worker, number in (("trainer", 32), ("encoder", 48), ("decoder", 192))
+        },
+        recipe="anyscale",
+        num_trainers=32,
+        scaling_efficiency=1,
+        margin=0,
+        trainer_machine="p4de.24xlarge-reserved",
+        encoder_machine="g5.2xlarge",
+    )
+    # Its dollars are those of the A100 alone.
+    _, at_256, _, at_512 = ways[ONCE]
+    assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
+    assert at_256["cost_usd"] + at_512["cost_usd"] == pytest.approx(39511, rel=1e-4)
+    row, _ = ways[BESIDE]
     assert (row["num_encoders"], row["num_decoders"]) == (48, 192)
     # 192 decoders have a core each on the 8 of 48 machines.
-    assert row["machines"] == "4 x p4de.24xlarge-on-demand, 48 x g5.2xlarge-on-demand"
-    slow = run("r", share=0.999)[BESIDE][0]
-    assert (slow["num_encoders"], slow["num_decoders"]) == (49, 193)
+    assert row["machines"] == "4 x p4de.24xlarge-reserved, 48 x g5.2xlarge-on-demand"
 
 
 # Rates from records.

@@ -6,27 +6,19 @@ import pytest
 
 from sdbench.cli import main
 from tests.refusals import refusal_of
+from tests.scaling.conftest import recipe
 
 # step = micro-batches x 1 s + 1 s, with a batch of 64 and micro-batches of 4: on 1, 2, 4, 8 and 16
 # GPUs 17, 9, 5, 3 and 2 s for 64 images. A day trains 5082.4, 9600, 17280, 28800 and 43200 of them.
 STEPS_S = {1: 17, 2: 9, 4: 5, 8: 3, 16: 2}
-RECIPE = """\
-year:
-  about: a test
-  source: here
-  global_batch: 64
-  stages: [{image_size: 64, num_images: 5529600}]
-"""
 
 
 @pytest.fixture
-def flags(tmp_path):
-    table, recipes = tmp_path / "table.csv", tmp_path / "recipes.yaml"
-    rows = [f"X100,{gpus},64,4,64,{64 / step_s!r}\n" for gpus, step_s in STEPS_S.items()]
-    table.write_text(
-        "gpu,num_gpus,image_size,micro_batch,global_batch,images_per_second\n" + "".join(rows)
-    )
-    recipes.write_text(RECIPE)
+def flags(tmp_path, write_table):
+    rows = [f"X100,{gpus},64,4,64,{64 / step_s!r}" for gpus, step_s in STEPS_S.items()]
+    header = "gpu,num_gpus,image_size,micro_batch,global_batch,images_per_second"
+    table, recipes = write_table(*rows, header=header), tmp_path / "recipes.yaml"
+    recipes.write_text(recipe("year", (64, 5_529_600)))
     arguments = ["scaling", "plan", table, "--recipe", "year", "--recipes", recipes]
     return [*map(str, arguments), "--num_gpus", "1,2,4,8,16", "--price", "1"]
 

@@ -1,29 +1,29 @@
 """NVML's Python package on a machine with the GPUs that FAKE_GPUS lists.
 
-FAKE_GPUS is a JSON list; each GPU is what it differs in from an idle H100.
+FAKE_GPUS is a JSON list; each GPU is what it answers differently from an idle H100.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 NVML_NVLINK_MAX_LINKS = 18
-nvmlMemory_v2 = 0x02000028
 GIB = 1024**3
 
+# The answers of nvmlDeviceGet<name>; of memory and links that what they are made of.
 IDLE = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "total_gib": 79.6,
+    "Name": "NVIDIA H100 80GB HBM3",
     "used_gib": 0.0,
-    "num_processes": 0,
+    "ComputeRunningProcesses": [],
     "num_links": 18,
-    "num_ecc_errors": 0,
-    "throttle_reasons": 0,
-    "is_split": 0,
-    "is_persistent": 1,
+    "TotalEccErrors": 0,
+    "CurrentClocksThrottleReasons": 0,
+    "MigMode": [0, 0],
+    "PersistenceMode": 1,
 }
 
 
@@ -31,12 +31,9 @@ class NVMLError(Exception):
     """As NVML tells that something is not there."""
 
 
-def _gpu(handle: int) -> dict[str, Any]:
-    return {**IDLE, **_gpus()[handle]}
-
-
 def _gpus() -> list[dict[str, Any]]:
-    return json.loads(os.environ.get("FAKE_GPUS", "[]"))
+    gpus = json.loads(os.environ.get("FAKE_GPUS", "[]"))
+    return [{**IDLE, "Index": index, **gpu} for index, gpu in enumerate(gpus)]
 
 
 def nvmlInit() -> None:
@@ -51,8 +48,8 @@ def nvmlSystemGetDriverVersion() -> str:
 
 
 def nvmlSystemGetCudaDriverVersion() -> int:
-    """12080 is CUDA 12.8."""
-    return int(os.environ.get("FAKE_CUDA", "12080"))
+    """CUDA 12.8."""
+    return 12080
 
 
 def nvmlDeviceGetCount() -> int:
@@ -69,56 +66,30 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> int:
     """GPU i has the UUID GPU-i."""
-    if uuid not in [f"GPU-{index}" for index in range(len(_gpus()))]:
-        raise NVMLError("Not Found")
-    return int(uuid.removeprefix("GPU-"))
-
-
-def nvmlDeviceGetIndex(handle: int) -> int:
-    """The GPU's number."""
-    return handle
-
-
-def nvmlDeviceGetName(handle: int) -> str:
-    """Its model."""
-    return _gpu(handle)["name"]
+    return nvmlDeviceGetHandleByIndex(int(uuid.removeprefix("GPU-")))
 
 
 def nvmlDeviceGetMemoryInfo(handle: int, version: int | None = None) -> SimpleNamespace:
     """In bytes."""
-    gpu = _gpu(handle)
-    return SimpleNamespace(total=gpu["total_gib"] * GIB, used=gpu["used_gib"] * GIB)
-
-
-def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[SimpleNamespace]:
-    """As seen from outside of containers."""
-    return [SimpleNamespace(pid=pid) for pid in range(_gpu(handle)["num_processes"])]
+    return SimpleNamespace(total=79.6 * GIB, used=_gpus()[handle]["used_gib"] * GIB)
 
 
 def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:
     """The first ones are active; a GPU without NVLink does not know the question."""
-    num_links = _gpu(handle)["num_links"]
+    num_links = _gpus()[handle]["num_links"]
     if num_links is None:
         raise NVMLError("Not Supported")
     return int(link < num_links)
 
 
-def nvmlDeviceGetTotalEccErrors(handle: int, error_type: int, counter: int) -> int:
-    """Uncorrected (1) since the driver was loaded (0)."""
-    assert (error_type, counter) == (1, 0)
-    return _gpu(handle)["num_ecc_errors"]
+def __getattr__(name: str) -> Callable[..., Any]:
+    field = name.removeprefix("nvmlDeviceGet")
+    if field not in (*IDLE, "Index"):
+        raise AttributeError(name)
 
+    def answer(handle: int, *arguments: int) -> Any:
+        # Uncorrected errors (1) since the driver was loaded (0).
+        assert arguments == ((1, 0) if field == "TotalEccErrors" else ())
+        return _gpus()[handle][field]
 
-def nvmlDeviceGetCurrentClocksThrottleReasons(handle: int) -> int:
-    """As bits."""
-    return _gpu(handle)["throttle_reasons"]
-
-
-def nvmlDeviceGetMigMode(handle: int) -> list[int]:
-    """Now, and after the next reset."""
-    return [_gpu(handle)["is_split"]] * 2
-
-
-def nvmlDeviceGetPersistenceMode(handle: int) -> int:
-    """1 is on."""
-    return _gpu(handle)["is_persistent"]
+    return answer
