@@ -46,8 +46,9 @@ PREDICT_DESCRIPTION = """\
 Fit the step law, and say what it gives for other numbers of GPUs: with one global batch for all
 (strong scaling), or with so many images on each GPU (weak scaling). The interval is that of a
 figure measured there. It holds for every law that agrees with the figures; beyond them, which is
-noted, also for a law that is off by a power of what doubles. Speed-up and efficiency are against
-the fewest GPUs asked for. Figures that are off by more than 20 % on average predict nothing.
+noted, also for a law that is off by a power of what doubles. Speed-up and efficiency are over
+the law at the fewest GPUs of the figures, or at fewer if these are asked for. Figures that are off
+by more than 20 % on average predict nothing.
 """
 
 PREDICT_EPILOG = """\
@@ -117,10 +118,16 @@ def run_predict(arguments: PredictFlags) -> None:
     rows = points.read_rows(arguments)
     law = fit_to_predict(rows, arguments)
     global_batch = _global_batch(rows, arguments)
-    setups = points.make_setups(
-        arguments, global_batch=global_batch, micro_batch=_micro_batch(law, arguments)
-    )
-    predictions = [law.predict(setup) for setup in setups]
+    # The first is only compared with: of the numbers asked for, it would always be 100 % efficient.
+    fewest = min(*arguments.num_gpus, *(point.setup.num_gpus for point in law.points))
+    first, *predictions = [
+        law.predict(setup)
+        for setup in points.make_setups(
+            dataclasses.replace(arguments, num_gpus=(fewest, *arguments.num_gpus)),
+            global_batch=global_batch,
+            micro_batch=_micro_batch(law, arguments),
+        )
+    ]
     names = " and ".join(path.name for path in arguments.tables)
     common = {
         "source": f"step law fitted to {names} ({points.describe_sources(rows)})",
@@ -128,13 +135,15 @@ def run_predict(arguments: PredictFlags) -> None:
         **{column: points.first_known(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)},
     }
     found = [
-        {**common, **_prediction_row(one, predictions[0], asked_images=global_batch)}
-        for one in predictions
+        {**common, **_prediction_row(one, first, asked_images=global_batch)} for one in predictions
     ]
     kind = f"strong scaling: a global batch of {global_batch}"
     if global_batch is None:
         kind = f"weak scaling: {arguments.device_batch} images of each GPU in a step"
-    points.show([*_describe_figures(rows, law), kind], tabulate((*FIGURE, *PREDICTION), found))
+    against = f"speed-up and efficiency: over the law at {fewest} GPUs"
+    points.show(
+        [*_describe_figures(rows, law), kind, against], tabulate((*FIGURE, *PREDICTION), found)
+    )
     points.write_rows(arguments.out, found)
 
 
@@ -190,7 +199,7 @@ def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
 
 
 def _prediction_row(one: Prediction, first: Prediction, *, asked_images: int | None) -> Row:
-    """A prediction beside that for the fewest GPUs; None images were asked for: weak scaling."""
+    """A prediction beside the one for the fewest GPUs; None images were asked for: weak scaling."""
     speed_up = one.images_per_second[0] / first.images_per_second[0]
     return {
         **points.setup_columns(one.setup),

@@ -340,6 +340,9 @@ def test_the_plateau_of_the_chart_is_predicted(capsys, quoted, predict, tmp_path
     rates = [row["images_per_second"] for row in rows]
     assert rates[1] == rates[2] == pytest.approx(rates[0] * 1920 / 2048)
     assert rates[0] == pytest.approx(4003.5, abs=0.1)  # the chart says 4076, 3939 and 3992
+    # The law at 8 GPUs gives 197.58, which the first row asked for does not hide: 4003.5 / 197.58.
+    assert rows[0]["speed_up"] == pytest.approx(20.26, abs=0.01)
+    assert rows[0]["efficiency_percent"] == pytest.approx(100 * 20.26 / 32, abs=0.1)
     for row, chart in zip(rows, (4076, 3939, 3992), strict=True):
         assert row["images_per_second_low"] < chart < row["images_per_second_high"]
     # Predictions are no evidence for another fit.
