@@ -58,28 +58,19 @@ class SampleType(Enum):
 
 
 class ImageSample(NamedTuple):
-    """One image with its caption, as stored.
+    """One image with its caption, as stored; either may be missing."""
 
-    Attributes:
-        name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
-            ``shard.00002.mds, sample 17``.
-        image: Bytes of an image file of any kind; None when there is a caption without an image.
-        caption: Text as `clean_caption` gives it, which may be empty; None when there is none.
-    """
-
-    name: str
-    image: bytes | None
-    caption: str | None
+    name: str  # for messages: photos/a.jpg, 00001.tar: 000123, shard.00002.mds, sample 17
+    image: bytes | None  # an image file of any kind
+    caption: str | None  # as `clean_caption` gives it; may be empty
 
 
 class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
-    Attributes:
-        name: As of `ImageSample`.
-        arrays: ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), mean and log-variance
-            of the VAE one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a
-            sample of them times the scaling factor. Of any floating type; may be views of a file.
+    `arrays` are ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), the VAE's mean and
+    log-variance one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a sample of
+    them times the scaling factor. They have any floating type, and may be views of a file.
     """
 
     name: str
@@ -130,12 +121,7 @@ class Samples:
         raise NotImplementedError
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample.
-
-        Raises:
-            BadSampleError: This sample cannot be used; others may.
-            RunError: The file that holds it is missing or damaged; the file is named.
-        """
+        """Read one sample; a `BadSampleError` tells of the sample, a `RunError` of its file."""
         raise NotImplementedError
 
 
@@ -157,18 +143,13 @@ class MissingLatentError(BadSampleError):
 
 
 def clean_caption(text: str | None) -> str | None:
-    """Return a caption without the white space and the byte-order mark around it, or None.
-
-    Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
-    """
+    """Return a caption without the white space and the byte-order mark around it, or None."""
+    # Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
     return None if text is None else text.strip().removeprefix("\ufeff").strip()
 
 
 def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
-    """Raise a `BadSampleError` unless a sample has an image and a caption.
-
-    `empty_captions` is the value of ``--empty_captions``.
-    """
+    """Raise a `BadSampleError` unless a sample has an image and a caption."""
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")

@@ -42,14 +42,9 @@ def list_samples(
 
     WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
 
-    Args:
-        file: The open tar, read forward only.
-        tar: Its name in messages.
-        kinds: Extensions; members without one of them are no sample.
-        take: Maps extension and place of a member to what is yielded; called at that place.
-
-    Raises:
-        RunError: The tar is damaged or no tar, or holds what cannot be read.
+    The open tar, `tar` in messages, is read forward only. Members without an extension of `kinds`
+    are no sample. `take` maps extension and place of a member to what is yielded, and is called
+    when the file is at that place. A damaged tar is a `RunError`.
     """
     listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
@@ -116,9 +111,7 @@ def read_span(file: BinaryIO, span: Span) -> bytes:
 class SampleReader:
     """Makes samples of the members of a tar.
 
-    Attributes:
-        images: Extensions of images, in the order of preference.
-        captions: Extensions of members with captions, in the order of preference.
+    `images` and `captions` are the extensions of such members, in the order of preference.
     """
 
     def __init__(self, config: SourceConfig) -> None:

@@ -28,7 +28,7 @@ from sdbench.data.formats.files import (
     read_whole,
     state_of,
 )
-from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.formats.filters import Term, parse_filters
 from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
 from sdbench.data.remote_files import must_be_copied
@@ -40,18 +40,13 @@ INDEX_VERSION = 7
 
 
 class TarIndex(NamedTuple):
-    """Content of a tar.
-
-    Attributes:
-        state: Its `state_of`.
-        entries: Key of each sample that meets the filters, and the places of its image and its
-            caption by extension. The key is their path up to the first dot of the name.
-        num_dropped: How many samples do not meet the filters.
-    """
+    """Content of a tar."""
 
     state: tuple[int, ...]
+    # Of each sample that meets the filters its key, the path of its members up to the first dot of
+    # the name, and the places of image and caption by extension.
     entries: Sequence[tuple[str, Mapping[str, Span]]]
-    num_dropped: int
+    num_dropped: int  # samples that do not meet the filters
 
 
 class WebDatasetSamples(Samples):
@@ -146,7 +141,8 @@ def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> 
     entries, num_dropped = [], 0
     with open(tar, "rb") as file:
         for key, spans in list_samples(file, tar, kinds=reader.kinds, take=lambda _, span: span):
-            if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
+            metadata = _read_metadata(file, spans.get("json")) if terms else {}
+            if not all(term.accepts(metadata) for term in terms):
                 num_dropped += 1
                 continue
             chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}

@@ -12,7 +12,7 @@ from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.files import SUFFIXES, find_files
+from sdbench.data.formats.files import find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     _check_folder(flags.out)
     with blamed_on("PLACE"):
-        tars = find_files(flags.place, suffix=SUFFIXES["webdataset"], is_told=True)
+        tars = find_files(flags.place, data_format="webdataset", is_told=True)
         names = _name(tars)
     kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
     counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
