@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,8 +19,7 @@ from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data.source import SourceConfig
-from tests.data.datasets import encode, indices, make_png, write_tar
+from tests.data.datasets import encode, indices, make_png, make_source, read_epoch, write_tar
 from tests.refusals import refused
 
 PIXEL = make_png(0)
@@ -45,9 +45,9 @@ def pairs(*numbers: int) -> Members:
     return [member for number in numbers for member in pair(number)]
 
 
-def make_config(place: Path | str, **changes) -> SourceConfig:
-    options = {"image_size": 16, "device_batch_size": 1, "seed": 1, "shuffle": False, **changes}
-    return SourceConfig(data_format="webdataset", remote=str(place), **options)
+make_config = functools.partial(
+    make_source, "webdataset", image_size=16, device_batch_size=1, shuffle=False
+)
 
 
 def read_all(place: Path | str, **changes) -> list[tuple[str, bytes | None, str | None]]:
@@ -79,15 +79,10 @@ def test_samples_are_those_of_the_webdataset_library(tmp_path):
     tar = write_tar(tmp_path / "a.tar", members)
     found = read_all(tar)
     library = webdataset.WebDataset(str(tar), shardshuffle=False, empty_check=False)
-    expected = [
-        (
-            sample["__key__"],
-            next(sample[name] for name in ("jpg", "jpeg", "png", "webp") if name in sample),
-            sample["txt"].decode(),
-        )
-        for sample in library
-    ]
-    assert found == expected
+    for (key, image, caption), sample in zip(found, library, strict=True):
+        assert (key, caption) == (sample["__key__"], sample["txt"].decode())
+        kind = next(name for name in ("jpg", "jpeg", "png", "webp") if name in sample)
+        assert image == sample[kind]
     assert [image for _, image, _ in found] == [b"0", b"1", b"2", b"3", b"4", b"5"]
 
 
@@ -99,11 +94,9 @@ def test_captions_come_from_txt_then_json_and_are_stripped(tmp_path):
         "marked": [("txt", "\ufeffmarked".encode())],
         "marked twice": [("json", '\ufeff{"caption": "\ufeffmarked twice"}'.encode())],
     }
-    members = [
-        (f"{number}.{extension}", content)
-        for number, files in enumerate(texts.values())
-        for extension, content in [("png", PIXEL), *files]
-    ]
+    members = []
+    for number, files in enumerate(texts.values()):
+        members += [(f"{number}.{kind}", content) for kind, content in [("png", PIXEL), *files]]
     tar = write_tar(tmp_path / "a.tar", members)
     assert [caption for *_, caption in read_all(tar)] == [*texts]
 
@@ -150,7 +143,6 @@ FILTERED = [
         ({"pwatermark": "<=0.5"}, [0, 8]),
         ({"pwatermark": ">0.5 and <= 1"}, [1]),
         ({"pwatermark": "<=0.5", "lang": "== en"}, [0]),
-        ({"lang": "!= en"}, [8]),
         ({}, list(range(10))),
     ],
 )
@@ -164,9 +156,9 @@ def test_filtered_samples_are_dropped_and_counted(filters, expected, tmp_path):
 
 
 def test_filters_that_drop_everything(tmp_path):
-    tar = write_tar(tmp_path / "a.tar", pair(0, width=10))
+    config = make_config(write_tar(tmp_path / "a.tar", pair(0)), filters={"width": ">=512"})
     with refused("--filters", value={"width": ">=512"}):
-        data.check(make_config(tar, filters={"width": ">=512"}))
+        data.check(config)
 
 
 def end_of_members(tar: Path) -> int:
@@ -331,15 +323,6 @@ def test_a_bad_sample_is_named_or_skipped(bad, what, tmp_path, capfd):
     assert "Skipped a bad sample: " in capfd.readouterr().err
 
 
-def test_a_folder_is_read_in_order_of_names_with_those_below(tmp_path):
-    write_tar(tmp_path / "data" / "b.tar", pairs(1))
-    write_tar(tmp_path / "data" / "a.tar", pairs(0))
-    write_tar(tmp_path / "data" / "below" / "c.tar", pairs(2))
-    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1, 2]
-    place = f"{tmp_path}/data/{{below/c,a}}.tar"
-    assert indices(list(data.build(make_config(place)))) == [2, 0]
-
-
 def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
     tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
     samples = data.open_samples(make_config(tar))
@@ -349,7 +332,7 @@ def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
     other.replace(tar)
     with pytest.raises(RunError, match=r"a.tar has been changed since it was indexed"):
         samples.read(1)
-    assert indices(list(data.build(make_config(tar)))) == [3, 4]
+    assert read_epoch(make_config(tar)) == [3, 4]
     tar.unlink()
     with pytest.raises(RunError, match=r"a.tar cannot be read any more"):
         samples.read(1)
@@ -358,9 +341,10 @@ def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
 def test_a_tar_is_indexed_once(tmp_path, index_folder):
     write_tar(tmp_path / "a.tar", pairs(0, 1))
     write_tar(tmp_path / "b.tar", pairs(2))
-    assert data.check(make_config(tmp_path)) == 3
-    written = {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")}
-    assert len(written) == 2
-    assert data.check(make_config(tmp_path)) == 3
-    assert {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")} == written
+    written = []
+    for _ in range(2):
+        assert data.check(make_config(tmp_path)) == 3
+        written.append({path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")})
+    assert written[0] == written[1]
+    assert len(written[0]) == 2
     assert {path.suffix for path in index_folder.iterdir()} == {".json", ".lock"}
