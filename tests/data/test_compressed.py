@@ -57,16 +57,16 @@ def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, caps
     assert read_files(packed) == before
 
 
-def test_data_that_was_packed_wrongly_is_named(packed, capsys):
-    """The compressed form is what the index says, and what it holds is not."""
+def pack_zeros(shards: list[dict]) -> None:
+    data = compress("zstd", bytes(shards[2]["raw_data"]["bytes"]))
+    Path("packed/shard.00002.mds.zstd").write_bytes(data)
+    shards[2]["zip_data"].update(bytes=len(data), hashes={"xxh64": get_hash("xxh64", data)})
 
-    def pack_zeros(shards: list[dict]) -> None:
-        data = compress("zstd", bytes(shards[2]["raw_data"]["bytes"]))
-        (packed / "shard.00002.mds.zstd").write_bytes(data)
-        facts = {"bytes": len(data), "hashes": {"xxh64": get_hash("xxh64", data)}}
-        shards[2]["zip_data"].update(facts)
 
-    datasets.edit_index(packed, pack_zeros)
+@pytest.mark.parametrize("edit", [pack_zeros, lambda shards: shards[2].update(samples=12)])
+def test_data_that_was_packed_wrongly_is_named(edit, packed, capsys):
+    """The compressed form is what the index says, and what it holds is not, or is more."""
+    datasets.edit_index(packed, edit)
     check_both_name(packed, "shard.00002.mds", capsys)
 
 

@@ -71,18 +71,6 @@ def test_a_damaged_copy_is_made_again(damage, shuffle, num_workers, mds_folder, 
     assert (cache / SHARD).read_bytes() == (mds_folder / SHARD).read_bytes()
 
 
-def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(mds_folder, tmp_path, capsys):
-    cache = tmp_path / "cache"
-    config = make_config(mds_folder, local=str(cache), shuffle=False)
-    list(data.build(config))
-    for place in (mds_folder, cache):
-        datasets.flip_a_bit(place / SHARD)
-    with pytest.raises(RunError, match=f"^Shard {mds_folder}/{SHARD} is damaged: its xxh64"):
-        list(data.build(config))
-    assert not (cache / SHARD).exists()
-    assert capsys.readouterr().err.count("Its copy is thrown away") == 1
-
-
 def test_a_cache_of_other_data_is_refused(mds_folder, tmp_path):
     cache = tmp_path / "cache"
     list(data.build(make_config(mds_folder, local=str(cache))))

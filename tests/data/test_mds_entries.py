@@ -107,41 +107,17 @@ def test_a_header_that_leads_out_of_its_shard_is_named(position, tmp_path, capsy
     check_refused(folder, "by its header samples lie outside of it, or overlap", tmp_path, capsys)
 
 
-def test_the_header_of_a_shard_that_is_unpacked_is_compared(tmp_path, capsys):
-    folder = tmp_path / "packed"
-    datasets.write_mds(folder, compression="zstd")
-    edit_index(folder, put(12, "samples"))
-    told = f"{folder}/shard.00002.mds.zstd"
-    flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", "2"]
-    flags += ["--num_batches", "11", "--results_dir", str(tmp_path / "runs")]
-    assert program.main(["--remote", str(folder), *flags]) == 1
-    error = capsys.readouterr().err
-    assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
-    assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
-    assert f"broken: {told}: its header says 16 samples" in capsys.readouterr().out
-
-
-@pytest.fixture
-def elsewhere(written, tmp_path) -> dict[str, Path]:
-    """A data set with a shard beside its folder, and a folder for copies."""
+def test_nothing_is_written_outside_of_the_folder_for_copies(written, tmp_path):
+    """A shard lies beside the folder of the data set."""
     folder = Path(shutil.copytree(written, tmp_path / "data" / "pairs"))
     (folder / "shard.00003.mds").rename(tmp_path / "data" / "x.mds")
     edit_index(folder, lambda shards: shards[3]["raw_data"].update(basename="../x.mds"))
-    (tmp_path / "copies").mkdir()
-    return {"remote": folder, "local": tmp_path / "copies" / "cache"}
-
-
-@pytest.mark.parametrize("command", ["feed", "verify-data", "StreamingLAIONDataset"])
-def test_nothing_is_written_outside_of_the_folder_for_copies(command, elsewhere, tmp_path):
-    remote, local = (str(path) for path in elsewhere.values())
-    if command == "feed":
-        flags = ["--image_size", "16", "--batch_size", "4", "--results_dir", str(tmp_path / "runs")]
-        assert program.main(["--remote", remote, "--local", local, *flags]) == 2
-    elif command == "verify-data":
-        assert main(["verify-data", remote, "--local", local, "--num_workers", "0"]) == 1
-    else:
-        with refused(value=f"{remote}/index.json"):
-            program.StreamingLAIONDataset(remote, local, None, False, image_size=16)
+    remote, local = str(folder), str(tmp_path / "copies" / "cache")
+    flags = ["--image_size", "16", "--batch_size", "4", "--results_dir", str(tmp_path / "runs")]
+    assert program.main(["--remote", remote, "--local", local, *flags]) == 2
+    assert main(["verify-data", remote, "--local", local, "--num_workers", "0"]) == 1
+    with refused(value=f"{remote}/index.json"):
+        program.StreamingLAIONDataset(remote, local, None, False, image_size=16)
     assert set(read_files(tmp_path / "copies")) <= {"cache/index.json"}
 
 
