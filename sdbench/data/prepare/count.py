@@ -91,8 +91,7 @@ def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
     """Count the samples of a tar; print a line and return None if it cannot be read."""
     try:
         with open_stream(tar) as file:
-            samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None)
-            return sum(1 for _ in samples)
+            return sum(1 for _ in list_samples(file, tar, kinds=kinds))
     except (OSError, RunError) as error:
         print(redact(str(error)), file=sys.stderr)
         return None
