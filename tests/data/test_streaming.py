@@ -223,21 +223,6 @@ def test_a_position_in_other_sizes_or_in_copied_data_is_refused(folder, tmp_path
             here.load_state_dict(there.state_dict())
 
 
-def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):
-    path = folder("webdataset")
-    for tar in path.glob("*.tar"):
-        (path / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
-    sizes = {f"{name}.gz": size for name, size in TAR_SIZES.items()}
-    (tmp_path / "sizes.json").write_text(json.dumps({**TAR_SIZES, **sizes}))
-    url = s3.upload(path, f"{tmp_path.name}/packed")
-    for place in (
-        f"{url}/{{00000..00002}}.tar.gz",
-        f"pipe:cat '{path}/{{00000..00002}}.tar.gz'",
-        f"pipe:cat {path}/{{00000..00002}}.tar | gzip -c",
-    ):
-        check_stored_order(place, tar_sizes=str(tmp_path / "sizes.json"))
-
-
 def sign(s3: S3Server, keys: list[str]) -> str:
     """Web addresses of objects, in braces."""
     urls = [
@@ -247,11 +232,7 @@ def sign(s3: S3Server, keys: list[str]) -> str:
     return "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
 
 
-def test_web_files_are_streamed_also_if_their_server_calls_them_packed(s3, folder, tmp_path):
-    files = sorted(folder("parquet").iterdir())
-    s3.upload(files[0].parent, f"{tmp_path.name}/parquet")
-    place = sign(s3, [f"{tmp_path.name}/parquet/{file.name}" for file in files])
-    check_stored_order(place, "parquet", num_workers=2)
+def test_web_files_that_their_server_calls_packed_are_streamed(s3, folder, tmp_path):
     path = folder("webdataset")
     keys = [f"{tmp_path.name}/{name}.gz" for name in TAR_SIZES]
     for name, key in zip(TAR_SIZES, keys, strict=True):
@@ -260,6 +241,13 @@ def test_web_files_are_streamed_also_if_their_server_calls_them_packed(s3, folde
     sizes = tmp_path / "sizes.json"
     sizes.write_text(json.dumps({f"{name}.gz": size for name, size in TAR_SIZES.items()}))
     check_stored_order(sign(s3, keys), tar_sizes=str(sizes))
+
+
+@pytest.mark.parametrize("pack", ["", " | gzip -c"])
+def test_commands_are_streamed(pack, folder):
+    path = folder("webdataset")
+    place = f"pipe:cat {path}/{{00000..00002}}.tar{pack}"
+    check_stored_order(place, tar_sizes=str(path / "sizes.json"))
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet"])
@@ -286,7 +274,6 @@ def test_a_shard_that_fails_half_way_is_named(kind, num_workers, place, s3):
     [
         (lambda tar: tar + b"\0", True, r"/00001.tar has been changed since it was opened"),
         (lambda tar: tar[:20_000], False, r"/00001.tar is damaged"),
-        (lambda tar: b"no tar" * 1000, False, r"/00001.tar is damaged, compressed, or no tar"),
         (None, False, r"/00001.tar cannot be read: .*404"),
     ],
 )
@@ -312,14 +299,6 @@ def test_another_number_of_samples_than_declared_is_named(declared, place, tmp_p
     # In stored order, which has the tar's end in its epoch.
     config = make_config(place("webdataset"), shuffle=False, tar_sizes=str(sizes))
     with pytest.raises(RunError, match=rf"/00001.tar holds 30 samples, not {declared} as is decl"):
-        list(data.build(config))
-
-
-def test_a_command_that_fails_half_way_is_named(folder, tmp_path):
-    path = folder("webdataset")
-    place = f"pipe:head -c 40000 {path}/00001.tar; exit 3"
-    config = make_config(place, tar_sizes=str(path / "sizes.json"))
-    with pytest.raises(RunError, match=r"00001.tar; exit 3' ended with exit code 3"):
         list(data.build(config))
 
 
