@@ -201,7 +201,8 @@ def test_a_damaged_tar_or_none_is_named(damage, tmp_path):
     tar.write_bytes(content[: end + 100])  # inside the blocks of zeros at the end
     assert data.check(make_config(tar)) == 3
     tar.write_bytes(DAMAGE[damage](content, end))
-    with pytest.raises(RunError, match="a.tar is damaged"):
+    told = ".*: a member has a negative size" if "size" in damage else ""
+    with pytest.raises(RunError, match=f"a.tar is damaged{told}"):
         data.check(make_config(tar))
 
 
