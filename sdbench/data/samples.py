@@ -81,30 +81,27 @@ class Samples:
     """Samples of one data set by number, in stored order; each format has a subclass.
 
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
-
-    Attributes:
-        blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
-            parquet, a shard); a single run of all samples where any order is equally cheap. They
-            add up to the length.
-        num_blocks_of_files: How many of the blocks each file has, where a process has to read a
-            file from its first byte on because seeking back is expensive or each block is a
-            download. None where any process may read any block.
-        num_lanes: How many runs of neighbours are read in turn; set by the reader of batches. It
-            decides how many files or row groups are kept open (`max_kept`).
-        num_dropped: Stored samples that a flag leaves out.
-        sample_type: Type of the samples that `read` returns.
-        columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
-            the name of its column; empty where the format has no columns.
     """
 
+    # How many of the `blocks` each file has, where a process has to read a file from its first byte
+    # on because seeking back is expensive or each block is a download. None: any process may read
+    # any block.
     num_blocks_of_files: Sequence[int] | None = None
+    # How many runs of neighbours are read in turn; set by the reader of batches. It decides how
+    # many files or row groups are kept open (`max_kept`).
     num_lanes = 1
-    num_dropped = 0
-    sample_type = SampleType.IMAGES
+    num_dropped = 0  # stored samples that a flag leaves out
+    sample_type = SampleType.IMAGES  # of what `read` returns
+    # Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to the name of
+    # its column; empty where the format has no columns.
     columns: Mapping[str, str] = {}
 
     def __init__(self, sizes: Sequence[int], *, blocks: Sequence[int] | None = None) -> None:
-        """Set the sizes of the parts, e.g. of the files; None if they are the blocks."""
+        """Set the sizes of the parts, e.g. of the files.
+
+        `blocks` are the sizes of runs of neighbours that are cheap to read together (a row group of
+        parquet, a shard), together as long: the parts, or one run if any order is equally cheap.
+        """
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.blocks = sizes if blocks is None else blocks
 

@@ -152,12 +152,6 @@ def test_a_batch_without_any_good_sample_is_an_error(folder):
         list(data.build(config))
 
 
-def test_a_row_without_a_file_is_named(folder):
-    (folder / "captions.csv").write_text("file,caption\na.PNG,one\n,two\nb.jpeg,three\n")
-    with pytest.raises(RunError, match=r"pictures/\(row 2: no file\): no image."):
-        list(data.build(make_config(folder)))
-
-
 def test_a_table_of_json_lines(folder, capsys):
     """As Hugging Face's image folders have it; U+2028 is no end of a line there."""
     (folder / "metadata.jsonl").write_text(
@@ -173,9 +167,10 @@ def test_a_table_of_json_lines(folder, capsys):
     [
         ('{"file_name": "a.PNG", "text": "\\ud800"}', "a.PNG: the caption has half of a character"),
         ('{"file_name": "%s.png", "text": "one"}' % ("x" * 5000), "x.png: no image"),
+        ('{"text": "one"}', "pictures/(row 2: no file): no image."),
     ],
 )
-def test_what_json_can_hold_and_a_disk_cannot_is_a_bad_sample(row, told, folder, capsys):
+def test_a_row_that_names_no_picture_or_text_of_a_disk_is_a_bad_sample(row, told, folder, capsys):
     (folder / "metadata.jsonl").write_text(f'{{"file_name": "b.jpeg", "text": "two"}}\n{row}\n')
     assert sdbench_main(["verify-data", str(folder), "--deep", "--num_workers", "0"]) == 1
     assert told in capsys.readouterr().out

@@ -87,20 +87,19 @@ def test_latents_are_read_however_they_are_stored(way, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
-    [(LATENT, "(8, 8), not (4, 4, 4)"), (TEXT, "(8, 77), not (77, 8)"), (TEXT, "not all of one")],
+    ("part", "change", "told"),
+    [
+        (LATENT, lambda array: array.reshape(8, 8).tolist(), "(8, 8), not (4, 4, 4)"),
+        (TEXT, lambda array: array.T.tolist(), "(8, 77), not (77, 8)"),
+        (TEXT, lambda array: [[*array[0], 1.0], array[1][1:], *array[2:]], "not all of one"),
+    ],
 )
-def test_lists_nested_in_another_order_are_no_latents(part, told, tmp_path):
+def test_lists_nested_in_another_order_are_no_latents(part, change, told, tmp_path):
     """As many numbers: in other lists, transposed, or in lists of different lengths."""
-    columns = {LATENT: arrays("latent"), TEXT: arrays("text_embedding")}
-    columns = {name: as_nested_lists(values) for name, values in columns.items()}
-    for number, value in enumerate(columns[part]):
-        if "one" in told:
-            columns[part][number] = [[*value[0], value[1][0]], value[1][1:], *value[2:]]
-        else:
-            array = np.asarray(value)
-            other = array.reshape(8, 8) if part == LATENT else array.T
-            columns[part][number] = other.tolist()
+    columns = {}
+    for column, name in ((LATENT, "latent"), (TEXT, "text_embedding")):
+        values = [value.astype("f8") for value in arrays(name)]
+        columns[column] = [change(one) if column == part else one.tolist() for one in values]
     with refused(OTHER_MODEL) as caught:
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
     assert told in str(caught.value)
@@ -108,7 +107,6 @@ def test_lists_nested_in_another_order_are_no_latents(part, told, tmp_path):
 
 def test_tensors_of_another_shape_are_no_latents(tmp_path):
     """Ray stores them flat, and their shape beside them."""
-
     latents, texts = (as_flat_lists(arrays(name)) for name in ("latent", "text_embedding"))
 
     def write_tensors(*shape_of_texts: int) -> Path:

@@ -46,9 +46,6 @@ class FolderSamples(Samples):
     """The images of a folder and its sub-folders, in the order of their paths.
 
     Folders behind links are read too, each once; what is hidden is not.
-
-    Attributes:
-        images: The path of each sample's image.
     """
 
     def __init__(self, config: SourceConfig) -> None:
