@@ -322,6 +322,7 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
     ):
         with refused(flag, value=value):
             data.check(make_config(place, kind, **changes))
+    assert data.check(make_config("https://h/0.parquet", "parquet")) is None
     assert data.check(make_config(url, **told)) == 16
     with refused(TOO_FEW_FLAG, value=17, allowed="at most 16"):
         data.check(make_config(url, device_batch_size=17, **told))
