@@ -27,6 +27,8 @@ def refusal_of(command: str, *argv: object) -> ConfigError:
 
 
 PLACE_FLAGS = "--remote or --local"
+# Of a data set that has fewer samples than a batch.
+TOO_FEW_FLAG = f"--batch_size (or another data set with {PLACE_FLAGS})"
 
 
 @contextlib.contextmanager

@@ -71,13 +71,13 @@ SOURCES = {
     ),
     "parquet": Source(
         check=f"{_FORMATS}.parquet:check",
-        open=f"{_FORMATS}.parquet:open_samples",
+        open=f"{_FORMATS}.parquet:ParquetSamples",
         columns=f"{_FORMATS}.parquet:read_columns",
         files=f"{_FORMATS}.files:list_files",
     ),
     "folder": Source(
         check=f"{_FORMATS}.folder:check",
-        open=f"{_FORMATS}.folder:open_samples",
+        open=f"{_FORMATS}.folder:FolderSamples",
         files=f"{_FORMATS}.folder:list_files",
     ),
 }
@@ -146,19 +146,19 @@ def detect_format(place: str) -> str:
     """
     # A signed web address ends with its signature.
     path = place.partition("?")[0] if place.startswith(("http://", "https://")) else place
-    if place.startswith(PIPE) or ends_as(path, ".tar"):
+    if place.startswith(PIPE) or ends_as(path, "webdataset"):
         return "webdataset"
-    if ends_as(path, ".parquet"):
+    if ends_as(path, "parquet"):
         return "parquet"
     folder = Path(place)
     if not os.path.isdir(place) or (folder / "index.json").is_file():
         return "mds"
     names = [str(path) for path in list_below(folder).files]
-    tars = {_stem(name) for name in names if ends_as(name, ".tar")}
+    tars = {_stem(name) for name in names if ends_as(name, "webdataset")}
     found = {
         "webdataset": bool(tars),
         # img2dataset writes a table of what is in each tar beside it, under its name.
-        "parquet": any(ends_as(name, ".parquet") and _stem(name) not in tars for name in names),
+        "parquet": any(ends_as(name, "parquet") and _stem(name) not in tars for name in names),
         "folder": any(has_image_name(name, read_avif=True) for name in names),
     }
     formats = [name for name, is_there in found.items() if is_there]

@@ -41,11 +41,9 @@ class CheckedStream(Stream):
     """A data set that several runs may copy at a time, and whose damaged copies are removed."""
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
-        """Report which shards are present.
-
-        Of shards that are read in place, Streaming's own method would delete unpacked ones without
-        a compressed form.
-        """
+        """Report which shards are present."""
+        # Of shards that are read in place, Streaming's own method would delete unpacked ones
+        # without a compressed form.
         if self.remote not in (None, self.local):
             super().set_up_local(shards, cache_usage_per_shard)
             return
@@ -75,14 +73,10 @@ class CheckedStream(Stream):
 
 
 class CheckedStreamingDataset(StreamingDataset):
-    """A StreamingDataset whose failed copies raise in the process that reads the sample.
-
-    Attributes:
-        epoch: The epoch that this process has begun, from 0.
-    """
+    """A StreamingDataset whose failed copies raise in the process that reads the sample."""
 
     def __init__(self, **options: Any) -> None:
-        self.epoch = 0
+        self.epoch = 0  # the one that this process has begun
         self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
         # Local rank 0 does it while the others wait.
@@ -102,10 +96,8 @@ class CheckedStreamingDataset(StreamingDataset):
         exception ends the epoch early without a message and leaves the shard marked as being
         prepared, so that other workers wait for ever. Marked as present instead, the shard's file
         is missed by whoever reads the sample, who then calls here again, and raises.
-
-        Streaming takes a file lock here for every sample that it looks ahead, which halves the rate
-        of latents; a shard that this process has found present is not asked for again.
         """
+        # For each sample that it looks ahead Streaming takes a file lock: half the rate of latents.
         if shard_id in self._prepared and not blocking:
             return
         try:

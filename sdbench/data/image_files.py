@@ -79,11 +79,8 @@ def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     """Open an image file; its pixels are not decoded yet.
 
     PIL has decoders of forty kinds of files and chooses by content. Only that of the file's own
-    kind is offered here, so that no other is ever reached.
-
-    Raises:
-        OSError: The header is damaged.
-        ValueError: The file is of no kind that is read, or the image has too many pixels.
+    kind is offered here, so that no other is ever reached. An `OSError` or `ValueError` says what
+    is wrong with the file.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -39,15 +39,10 @@ def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, st
 
 
 def find_columns(columns: Iterable[str], *, wants_latents: bool, image_size: int) -> dict[str, str]:
-    """Find the columns of pictures, or those of latents of one resolution.
+    """Map the parts of a sample, as `SampleType` orders them, to the names of their columns.
 
-    VAE moments are preferred to latents drawn from them.
-
-    Returns:
-        The parts of a sample, as `SampleType` orders them, to the names of their columns.
-
-    Raises:
-        ConfigError: A column is missing, or there are latents of other resolutions only.
+    They are pictures, or latents of one resolution: VAE moments rather than latents drawn from
+    them. A `ConfigError` says what is missing, or which resolutions there are.
     """
     present = set(columns)
     found = {

@@ -23,11 +23,7 @@ BEFORE, AFTER, SHEET_NAME = "before", "after", "before_after.png"
 
 
 def list_pictures(folder: Path) -> list[tuple[Path, str]]:
-    """Return pictures with captions, of generate.py or of a data set, in the order of the table.
-
-    Raises:
-        ConfigError: The table is missing, empty or damaged, or a picture or caption is missing.
-    """
+    """Return pictures with captions, of generate.py or of a data set, in the order of the table."""
     table = next((name for name in TABLES if (folder / name).is_file()), None)
     if table is None:
         what = "the folder has no table of captions" if folder.exists() else "no such folder"
@@ -45,11 +41,7 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Open a picture of `list_pictures`; its pixels are not decoded yet.
-
-    Raises:
-        RunError: It is no image, or a damaged one.
-    """
+    """Open a picture, without decoding its pixels yet; a `RunError` if it is damaged or none."""
     try:
         return open_image(path.read_bytes())
     except (OSError, ValueError) as error:

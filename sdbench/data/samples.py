@@ -58,28 +58,19 @@ class SampleType(Enum):
 
 
 class ImageSample(NamedTuple):
-    """One image with its caption, as stored.
+    """One image with its caption, as stored; either may be missing."""
 
-    Attributes:
-        name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
-            ``shard.00002.mds, sample 17``.
-        image: Bytes of an image file of any kind; None when there is a caption without an image.
-        caption: Text as `clean_caption` gives it, which may be empty; None when there is none.
-    """
-
-    name: str
-    image: bytes | None
-    caption: str | None
+    name: str  # for messages: photos/a.jpg, 00001.tar: 000123, shard.00002.mds, sample 17
+    image: bytes | None  # an image file of any kind
+    caption: str | None  # as `clean_caption` gives it; may be empty
 
 
 class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
-    Attributes:
-        name: As of `ImageSample`.
-        arrays: ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), mean and log-variance
-            of the VAE one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a
-            sample of them times the scaling factor. Of any floating type; may be views of a file.
+    `arrays` are ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), the VAE's mean and
+    log-variance one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a sample of
+    them times the scaling factor. They have any floating type, and may be views of a file.
     """
 
     name: str
@@ -90,30 +81,27 @@ class Samples:
     """Samples of one data set by number, in stored order; each format has a subclass.
 
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
-
-    Attributes:
-        blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
-            parquet, a shard); a single run of all samples where any order is equally cheap. They
-            add up to the length.
-        num_blocks_of_files: How many of the blocks each file has, where a process has to read a
-            file from its first byte on because seeking back is expensive or each block is a
-            download. None where any process may read any block.
-        num_lanes: How many runs of neighbours are read in turn; set by the reader of batches. It
-            decides how many files or row groups are kept open (`max_kept`).
-        num_dropped: Stored samples that a flag leaves out.
-        sample_type: Type of the samples that `read` returns.
-        columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
-            the name of its column; empty where the format has no columns.
     """
 
+    # How many of the `blocks` each file has, where a process has to read a file from its first byte
+    # on because seeking back is expensive or each block is a download. None: any process may read
+    # any block.
     num_blocks_of_files: Sequence[int] | None = None
+    # How many runs of neighbours are read in turn; set by the reader of batches. It decides how
+    # many files or row groups are kept open (`max_kept`).
     num_lanes = 1
-    num_dropped = 0
-    sample_type = SampleType.IMAGES
+    num_dropped = 0  # stored samples that a flag leaves out
+    sample_type = SampleType.IMAGES  # of what `read` returns
+    # Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to the name of
+    # its column; empty where the format has no columns.
     columns: Mapping[str, str] = {}
 
     def __init__(self, sizes: Sequence[int], *, blocks: Sequence[int] | None = None) -> None:
-        """Set the sizes of the parts, e.g. of the files; None if they are the blocks."""
+        """Set the sizes of the parts, e.g. of the files.
+
+        `blocks` are the sizes of runs of neighbours that are cheap to read together (a row group of
+        parquet, a shard), together as long: the parts, or one run if any order is equally cheap.
+        """
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.blocks = sizes if blocks is None else blocks
 
@@ -130,12 +118,7 @@ class Samples:
         raise NotImplementedError
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample.
-
-        Raises:
-            BadSampleError: This sample cannot be used; others may.
-            RunError: The file that holds it is missing or damaged; the file is named.
-        """
+        """Read one sample; a `BadSampleError` tells of the sample, a `RunError` of its file."""
         raise NotImplementedError
 
 
@@ -157,18 +140,13 @@ class MissingLatentError(BadSampleError):
 
 
 def clean_caption(text: str | None) -> str | None:
-    """Return a caption without the white space and the byte-order mark around it, or None.
-
-    Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
-    """
+    """Return a caption without the white space and the byte-order mark around it, or None."""
+    # Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
     return None if text is None else text.strip().removeprefix("\ufeff").strip()
 
 
 def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
-    """Raise a `BadSampleError` unless a sample has an image and a caption.
-
-    `empty_captions` is the value of ``--empty_captions``.
-    """
+    """Raise a `BadSampleError` unless a sample has an image and a caption."""
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")

@@ -26,44 +26,26 @@ NUM_SYNTHETIC_IMAGES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig(DataSettings):
-    """Everything `data.check` and `data.build` need: the user's settings, and what a run decides.
+    """What `data.check` and `data.build` need: the user's settings, and what a run decides."""
 
-    Attributes:
-        data_format: A name of `data.SOURCES`, not ``auto``.
-        num_workers: Loader processes of this rank; 0 loads in the training process.
-        image_size: Side of the square images, in pixels.
-        device_batch_size: Images per batch of one rank.
-        rank: This process's rank among all ranks.
-        world_size: Number of ranks.
-        seed: Of order, crops, flips and dropped captions, and of synthetic samples.
-        image_dtype: ``uint8`` (the model brings pixels to [-1, 1] on the device) or ``float32``
-            (the workers send [-1, 1], four times the bytes).
-        pin_memory: Whether batches are copied to page-locked memory, for asynchronous transfer.
-        tokenizer_folder: Folder of a CLIP tokenizer, or None for the built-in vocabulary.
-        pad_token_id: Fills captions up to 77 tokens: 0 for SD 2, 49407 for SD 1.
-        text_embedding_dim: Width of the text encoder; used by precomputed latents alone.
-        num_images: Length of an epoch of synthetic data; None for `NUM_SYNTHETIC_IMAGES`.
-        caption: Of every sample, in place of its own; None: each has its own.
-        new_token: A word of captions that is one token, which the tokenizer lacks; or None.
-        run_began_s: When the run began, in seconds since 1970, on all ranks of a node and in the
-            processes that they start.
-    """
-
-    data_format: str = field()  # required, unlike the setting
-    num_workers: int = 0
-    image_size: int
-    device_batch_size: int
-    seed: int
-    rank: int = 0
+    data_format: str = field()  # a name of `data.SOURCES`, not ``auto``; required here
+    num_workers: int = 0  # loader processes of this rank; 0 loads in the training process
+    image_size: int  # side of the square images, in pixels
+    device_batch_size: int  # images per batch of one rank
+    seed: int  # of order, crops, flips and dropped captions, and of synthetic samples
+    rank: int = 0  # of this process, among all ranks
     world_size: int = 1
+    # ``uint8`` (the model brings pixels to [-1, 1] on the device) or ``float32`` (the workers send
+    # [-1, 1], four times the bytes).
     image_dtype: str = "uint8"
-    pin_memory: bool = False
-    tokenizer_folder: Path | None = None
-    pad_token_id: int = 0
-    text_embedding_dim: int = 1024
-    num_images: int | None = None
-    caption: str | None = None
-    new_token: str | None = None
+    pin_memory: bool = False  # copy batches to page-locked memory, for asynchronous transfer
+    tokenizer_folder: Path | None = None  # of a CLIP tokenizer; None: the built-in vocabulary
+    pad_token_id: int = 0  # fills captions up to 77 tokens: 0 for SD 2, 49407 for SD 1
+    text_embedding_dim: int = 1024  # of the text encoder; used by precomputed latents alone
+    num_images: int | None = None  # of an epoch of synthetic data; None: `NUM_SYNTHETIC_IMAGES`
+    caption: str | None = None  # of every sample, in place of its own
+    new_token: str | None = None  # a word of captions that is one token, which the tokenizer lacks
+    # In seconds since 1970, on all ranks of a node and in the processes that they start.
     run_began_s: float = field(default_factory=run_began_s)
 
     @classmethod

@@ -232,8 +232,6 @@ def _find_first_part(place: str, data_format: str) -> str:
     from sdbench.data.formats.files import find_files
     from sdbench.data.remote import is_url
 
-    if data_format == "webdataset":
-        return find_files(place, suffix=".tar")[0]
-    if data_format == "parquet" and is_url(place):
-        return find_files(place, suffix=".parquet")[0]
+    if data_format == "webdataset" or (data_format == "parquet" and is_url(place)):
+        return find_files(place, data_format=data_format)[0]
     return place

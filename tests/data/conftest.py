@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.s3_server import impatient, running_s3, s3  # noqa: F401
 
@@ -27,18 +26,3 @@ def mds_folder(tmp_path):
     folder = tmp_path / "pairs"
     datasets.write_mds(folder)
     return folder
-
-
-@pytest.fixture
-def make_config(mds_folder):
-    """A function from what differs to the config of either source."""
-
-    def make(data_format: str, **changes) -> SourceConfig:
-        options = {"image_size": 32, "device_batch_size": 4, "seed": 3, **changes}
-        if data_format == "mds":
-            options.setdefault("remote", str(mds_folder))
-        else:
-            options.setdefault("num_images", 49)
-        return SourceConfig(data_format=data_format, **options)
-
-    return make

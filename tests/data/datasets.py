@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from sdbench import data
 from sdbench.data.source import SourceConfig
 
 NUM_SAMPLES = 49
@@ -72,49 +73,60 @@ def indices(batches: Iterable[dict]) -> list[int]:
     return found
 
 
-def make_source(data_format: str, place: Path | str, **changes) -> SourceConfig:
-    """A small source at this place."""
-    options = {"image_size": 16, "device_batch_size": 4, "seed": 3, **changes}
-    return SourceConfig(data_format=data_format, remote=str(place), **options)
+def make_source(kind: str, place: Path | str | None, **changes) -> SourceConfig:
+    """A small source of a kind of data, as `WRITERS` names them, at this place."""
+    options = {
+        "data_format": kind.split()[0],
+        "latents": "precomputed" if kind.endswith("latents") else "online",
+        "remote": None if place is None else str(place),
+        "image_size": IMAGE_SIZE,
+        "text_embedding_dim": EMBEDDING_SHAPE[1],
+        "device_batch_size": 4,
+        "seed": 3,
+    }
+    return SourceConfig(**{**options, **changes})
+
+
+def read_epoch(config: SourceConfig) -> list[int]:
+    """Which samples the first epoch of a source has, in order."""
+    return indices(data.build(config))
 
 
 def write_mds(
     folder: Path, *, hashes: tuple[str, ...] = ("xxh64",), compression: str | None = None
 ) -> None:
     """Four shards of at most 16 samples each; padding behind a PNG's end is not read."""
-    from streaming import MDSWriter
-
     columns = {"jpg": "bytes", "caption": "str"}
-    with MDSWriter(
-        out=str(folder),
-        columns=columns,
-        size_limit=2**20,
-        hashes=list(hashes),
-        compression=compression,
-    ) as writer:
-        for index in range(NUM_SAMPLES):
-            jpg = make_png(index) + b"\0" * 64_000
-            writer.write({"jpg": jpg, "caption": make_caption(index)})
+    rows = ((make_png(index) + b"\0" * 64_000, make_caption(index)) for index in range(NUM_SAMPLES))
+    options = {"size_limit": 2**20, "hashes": list(hashes), "compression": compression}
+    write_shards(folder, columns, rows, **options)
     assert len(list(folder.glob("*.mds*"))) == 4
 
 
 def write_mds_latents(folder: Path) -> None:
     """VAE moments and embeddings in our own columns."""
-    from streaming import MDSWriter
-
-    def encoding(shape: tuple[int, ...]) -> str:
-        return f"ndarray:float16:{','.join(map(str, shape))}"
-
     columns = {
-        f"latent_moments_{IMAGE_SIZE}": encoding((8, *LATENT_SHAPE[1:])),
-        "text_embedding": encoding(EMBEDDING_SHAPE),
+        f"latent_moments_{IMAGE_SIZE}": "ndarray:float16:8,4,4",
+        "text_embedding": "ndarray:float16:77,8",
         "caption": "str",
     }
-    with MDSWriter(out=str(folder), columns=columns, size_limit=2**15, hashes=["sha1"]) as writer:
-        for index in range(NUM_SAMPLES):
-            arrays = make_arrays(index)
-            values = (arrays["moments"], arrays["text_embedding"], make_caption(index))
-            writer.write(dict(zip(columns, values, strict=True)))
+    rows = (
+        (arrays["moments"], arrays["text_embedding"], make_caption(index))
+        for index, arrays in enumerate(map(make_arrays, range(NUM_SAMPLES)))
+    )
+    write_shards(folder, columns, rows, size_limit=2**15, hashes=["sha1"])
+
+
+def write_shards(
+    folder: Path, columns: dict[str, str], rows: Iterable[Iterable], **options
+) -> Path:
+    """MDS of rows of values, by Streaming's own writer."""
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
+        for row in rows:
+            writer.write(dict(zip(columns, row, strict=True)))
+    return folder
 
 
 # What `write_tars` writes: the samples of each tar.
@@ -145,42 +157,36 @@ def write_tars(folder: Path) -> None:
         write_tar(folder / name, members)
 
 
-def write_parquet(folder: Path) -> None:
-    """Two files, LAION's columns, row groups of 8."""
+def write_table(path: Path, columns: dict, *, row_group_size: int) -> Path:
+    """A parquet file of columns by name, or of a table of Arrow's."""
     import pyarrow
     import pyarrow.parquet
 
-    folder.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def write_parquet(folder: Path) -> None:
+    """Two files, LAION's columns, row groups of 8."""
     for number, numbers in enumerate((range(30), range(30, NUM_SAMPLES))):
-        table = pyarrow.table(
-            {
-                "hash": list(numbers),
-                "jpg": [make_png(index) for index in numbers],
-                "caption": [make_caption(index) for index in numbers],
-                "width": [60.0 for _ in numbers],
-            }
-        )
-        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=8)
+        columns = {
+            "hash": list(numbers),
+            "jpg": [make_png(index) for index in numbers],
+            "caption": [make_caption(index) for index in numbers],
+            "width": [60.0 for _ in numbers],
+        }
+        write_table(folder / f"{number}.parquet", columns, row_group_size=8)
 
 
 def write_parquet_latents(folder: Path) -> None:
     """One file as Anyscale's first guide has it: sampled latents and captions as float32 bytes."""
-    import pyarrow
-    import pyarrow.parquet
-
-    folder.mkdir(parents=True)
-    arrays = [make_arrays(index) for index in range(NUM_SAMPLES)]
-    table = pyarrow.table(
-        {
-            f"latents_{IMAGE_SIZE}_bytes": [
-                sample["latent"].astype(np.float32).tobytes() for sample in arrays
-            ],
-            "caption_latents": [
-                sample["text_embedding"].astype(np.float32).tobytes() for sample in arrays
-            ],
-        }
-    )
-    pyarrow.parquet.write_table(table, folder / "part.parquet", row_group_size=16)
+    names = {f"latents_{IMAGE_SIZE}_bytes": "latent", "caption_latents": "text_embedding"}
+    columns = {
+        column: [make_arrays(index)[name].astype("f4").tobytes() for index in range(NUM_SAMPLES)]
+        for column, name in names.items()
+    }
+    write_table(folder / "part.parquet", columns, row_group_size=16)
 
 
 def write_folder(folder: Path) -> None:
@@ -201,10 +207,10 @@ WRITERS = {
 }
 
 
-def flip_a_bit(path: Path, *, position: int = -10) -> None:
+def flip_a_bit(path: Path, *, position: int = -10, bit: int = 0) -> None:
     """Damage a file; ten bytes before the end of a shard is padding, where no decoder looks."""
     content = bytearray(path.read_bytes())
-    content[position] ^= 1
+    content[position] ^= 1 << bit
     path.write_bytes(content)
 
 

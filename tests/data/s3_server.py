@@ -19,18 +19,7 @@ BUCKET = "pictures"
 
 
 class S3Server:
-    """Moto's server, its data in memory.
-
-    Attributes:
-        url: Where it misbehaves.
-        port: Where it does not.
-        num_busy: So many of the next requests are answered by 503.
-        pause_s: Each answer is delayed by so long.
-        cut_after: Answers break off after so many bytes of their body.
-        num_cuts: So many of the next bodies break off so; None for all.
-        num_requests: Requests that came to `url`.
-        num_bytes: Bytes of the bodies that it sent.
-    """
+    """Moto's server, its data in memory: at `port`, and at `url`, where it may misbehave."""
 
     def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -50,11 +39,11 @@ class S3Server:
 
     def behave(self) -> None:
         """Stop misbehaving."""
-        self.num_busy = 0
-        self.pause_s = 0.0
-        self.cut_after: int | None = None
-        self.num_cuts: int | None = None
-        self.num_requests = self.num_bytes = 0
+        self.num_busy = 0  # so many of the next requests are answered by 503
+        self.pause_s = 0.0  # before each answer
+        self.cut_after: int | None = None  # so many bytes of a body its answer breaks off
+        self.num_cuts: int | None = None  # so many of the next bodies break off; None: all
+        self.num_requests = self.num_bytes = 0  # that came, and of the bodies that were sent
 
     def die(self) -> None:
         """Answer no more."""

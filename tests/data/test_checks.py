@@ -11,7 +11,8 @@ import pytest
 from sdbench import data
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.data import DataSettings
-from tests.refusals import refused
+from tests.data.datasets import make_source
+from tests.refusals import PLACE_FLAGS, refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
 
@@ -44,7 +45,7 @@ def test_resolve_format(given, expected):
         ({"data_format": "mds", "use_synth_data": True}, "mds", "--data_format"),
         ({"remote": "x", "use_synth_data": True}, "x", SYNTHETIC_FLAGS),
         ({"local": "x", "data_format": "synthetic"}, "x", SYNTHETIC_FLAGS),
-        ({"data_format": "mds"}, None, "--remote or --local"),
+        ({"data_format": "mds"}, None, PLACE_FLAGS),
         ({"streams": "x=1", "local": "y"}, "y", "--streams, --remote or --local"),
         ({"streams": "x=1", "data_format": "parquet"}, "parquet", "--data_format or --streams"),
     ],
@@ -54,24 +55,26 @@ def test_resolve_format_contradictions(given, value, flag):
         data.resolve_format(DataSettings(**given))
 
 
-def test_the_folders_of_data_below_a_place_are_named(make_config, tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "train").mkdir(parents=True)
-    (folder / "train" / "index.json").write_text("{}")
-    with refused(value=str(folder)) as caught:
-        data.check(make_config("mds", local=str(folder), remote=None))
-    assert caught.value.allowed.endswith(f"nearest: {folder}/train")
+def test_the_folders_of_data_below_a_place_are_named(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "index.json").write_text("{}")
+    with refused(value=str(tmp_path)) as caught:
+        data.check(make_source("mds", tmp_path))
+    assert caught.value.allowed.endswith(f"nearest: {tmp_path}/train")
 
 
-def test_other_mistakes(make_config, tmp_path):
-    with refused(value="columns caption, jpg"):
-        data.check(make_config("mds", latents="precomputed"))
-    with refused("--caption_drop_probability", value=0.1):
-        data.check(make_config("mds", latents="precomputed", caption_drop_probability=0.1))
-    with refused("--model_name", value=str(tmp_path)):
-        data.check(make_config("mds", tokenizer_folder=Path(tmp_path)))
-    with refused("--image_size", value=70, allowed="a multiple of 8, e.g. 64"):
-        data.check(make_config("synthetic", latents="precomputed", image_size=70))
+@pytest.mark.parametrize(
+    ("kind", "changes", "flag", "value"),
+    [
+        ("mds latents", {}, PLACE_FLAGS, "columns caption, jpg"),
+        ("mds latents", {"caption_drop_probability": 0.1}, "--caption_drop_probability", 0.1),
+        ("mds", {"tokenizer_folder": Path("empty")}, "--model_name", "empty"),
+        ("synthetic latents", {"remote": None, "image_size": 70}, "--image_size", 70),
+    ],
+)
+def test_other_mistakes(kind, changes, flag, value, mds_folder):
+    with refused(flag, value=value):
+        data.check(make_source(kind, mds_folder, **changes))
 
 
 def test_checks_import_neither_torch_nor_streaming(mds_folder, repository):
@@ -87,24 +90,15 @@ def test_checks_import_neither_torch_nor_streaming(mds_folder, repository):
     subprocess.run([sys.executable, "-c", script], cwd=repository, check=True)
 
 
-def test_a_folders_format_is_told_from_its_names(tmp_path):
-    for name, expected in (
-        ("1/index.json", "mds"),
-        ("2/shard.00000.mds", "mds"),
-        ("3/train/index.json", "mds"),
-        ("4/00000.tar", "webdataset"),
-        ("5/part-0.parquet", "parquet"),
-        ("6/cats/a.jpg", "folder"),
-    ):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True)
-        path.touch()
-        place = tmp_path / name.split("/")[0]
-        assert data.resolve_format(DataSettings(remote=str(place))) == expected
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("shard.00000.mds", "mds"), ("train/index.json", "mds"), ("cats/a.jpg", "folder")],
+)
+def test_a_folders_format_is_told_from_its_names(name, expected, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert data.resolve_format(DataSettings(remote=str(tmp_path))) == expected
 
 
 def test_the_flag_knows_every_format():
-    assert set(SETTINGS["data_format"].kind.allowed.split(" | ")) == {
-        "auto",
-        *data.SOURCES,
-    }
+    assert {*SETTINGS["data_format"].kind.allowed.split(" | ")} == {"auto", *data.SOURCES}

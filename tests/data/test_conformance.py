@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import tempfile
+import time
 from collections.abc import Callable
 
 import pytest
@@ -17,13 +18,13 @@ from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices
 from tests.forked import run_in_group
-from tests.refusals import refused
+from tests.refusals import PLACE_FLAGS, TOO_FEW_FLAG, refused
 
-KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
 STORED = tuple(datasets.WRITERS)
+KINDS = ("synthetic", "synthetic latents", *STORED)
 # Streaming learns its rank from the environment, so those need a process for each rank.
-IN_ONE_PROCESS = tuple(kind for kind in KINDS if not kind.startswith("mds"))
-MDS = tuple(kind for kind in KINDS if kind.startswith("mds"))
+MDS = ("mds", "mds latents")
+IN_ONE_PROCESS = tuple(kind for kind in STORED if kind not in MDS)
 
 MakeConfig = Callable[..., SourceConfig]
 
@@ -36,27 +37,16 @@ def make_config(tmp_path_factory) -> MakeConfig:
         write(root / kind)
 
     def make(kind: str, **changes) -> SourceConfig:
-        options = {
-            "data_format": kind.split()[0],
-            "latents": "precomputed" if kind.endswith("latents") else "online",
-            "image_size": datasets.IMAGE_SIZE,
-            "text_embedding_dim": datasets.EMBEDDING_SHAPE[1],
-            "device_batch_size": 4,
-            "seed": 3,
-        }
-        if kind in datasets.WRITERS:
-            options["remote"] = str(root / kind)
-        else:
-            options["num_images"] = NUM_SAMPLES
-        return SourceConfig(**{**options, **changes})
+        if kind in STORED:
+            return datasets.make_source(kind, root / kind, **changes)
+        return datasets.make_source(kind, None, num_images=NUM_SAMPLES, **changes)
 
     return make
 
 
 def same(left: list[dict], right: list[dict]) -> bool:
-    return all(
-        torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a
-    )
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +73,16 @@ def check_batch(batch: dict[str, torch.Tensor], *, kind: str) -> None:
     latent = ((4, *datasets.LATENT_SHAPE), torch.float16)
     embedding = ((4, *datasets.EMBEDDING_SHAPE), torch.float16)
     if kind == "parquet latents":
-        assert described == {"latent": latent, "text_embedding": embedding}
+        expected = {"latent": latent, "text_embedding": embedding}
     elif kind.endswith("latents"):
         expected = {"latent_mean": latent, "latent_logvar": latent, "text_embedding": embedding}
-        assert described == expected
     else:
-        assert described == {
-            "image": ((4, 3, 32, 32), torch.uint8),
-            "input_ids": ((4, 77), torch.int64),
-        }
+        image = ((4, 3, 32, 32), torch.uint8)
+        expected = {"image": image, "input_ids": ((4, 77), torch.int64)}
         assert (batch["input_ids"][:, 0] == 49406).all()
         assert (batch["input_ids"] == 49407).any(dim=1).all()
-    for values in batch.values():
-        assert torch.isfinite(values.float()).all()
+    assert described == expected
+    assert all(torch.isfinite(values.float()).all() for values in batch.values())
 
 
 @pytest.mark.parametrize("kind", STORED)
@@ -123,8 +110,7 @@ def test_seed_decides_samples_and_order_whatever_the_workers(kind, make_config):
 @pytest.mark.parametrize("kind", STORED)
 def test_without_shuffling_the_order_is_the_stored_one(kind, make_config):
     loader = data.build(make_config(kind, shuffle=False))
-    assert indices(list(loader)) == list(range(48))
-    assert indices(list(loader)) == list(range(48))
+    assert indices(loader) == indices(loader) == list(range(48))
 
 
 # Inside an epoch, at its last batch, and when the loader has found it to be over.
@@ -169,9 +155,8 @@ def test_the_samples_of_past_batches_are_named(kind, num_workers, make_config):
     assert len(number_of) == NUM_SAMPLES
 
     def named(loader, *, num_back: int) -> list[int]:
-        return [
-            number_of[name] for name in loader.names_before(loader.state_dict(), num_back=num_back)
-        ]
+        names = loader.names_before(loader.state_dict(), num_back=num_back)
+        return [number_of[name] for name in names]
 
     loader = data.build(config)
     seen = [*loader, *itertools.islice(loader, 5)]
@@ -195,7 +180,7 @@ def test_float32_images_are_the_same_pixels_in_minus_one_to_one(kind, make_confi
     assert torch.equal(((floats + 1) * 127.5).round().to(torch.uint8), pixels)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in IN_ONE_PROCESS if kind in STORED])
+@pytest.mark.parametrize("kind", IN_ONE_PROCESS)
 def test_two_ranks_share_the_batches_of_one(kind, make_config):
     alone = data.build(make_config(kind, device_batch_size=6))
     ranks = [
@@ -232,17 +217,16 @@ def test_two_ranks_of_streaming_get_different_samples(make_config, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_samples_than_a_batch(kind, make_config):
     assert data.check(make_config(kind, device_batch_size=24, world_size=2)) == NUM_SAMPLES
-    flag = "--batch_size (or another data set with --remote or --local)"
-    with refused(flag, value=50, allowed="at most 48"):
+    with refused(TOO_FEW_FLAG, value=50, allowed="at most 48"):
         data.check(make_config(kind, device_batch_size=25, world_size=2))
-    with refused(flag, value=50, allowed="at most 49 ranks"):
+    with refused(TOO_FEW_FLAG, value=50, allowed="at most 49 ranks"):
         data.check(make_config(kind, device_batch_size=1, world_size=50))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STORED if "latents" not in kind])
 def test_images_are_not_latents(kind, make_config):
     has_columns = kind in ("mds", "parquet")
-    with refused("--remote or --local" if has_columns else "--latents"):
+    with refused(PLACE_FLAGS if has_columns else "--latents"):
         data.check(make_config(kind, latents="precomputed"))
 
 
@@ -251,12 +235,8 @@ def test_images_are_not_latents(kind, make_config):
 def test_silence_is_an_error(kind, num_workers, make_config, monkeypatch):
     loader = data.build(make_config(kind, num_workers=num_workers, data_timeout_s=1))
 
-    def never(index: int) -> None:
-        import time
-
-        time.sleep(2.5)  # longer than the time-out; at its end a worker is waited for
-
-    monkeypatch.setattr(loader.collate_fn.samples, "read", never)
+    # Longer than the time-out; at its end a worker is waited for.
+    monkeypatch.setattr(loader.collate_fn.samples, "read", lambda index: time.sleep(2.5))
     with pytest.raises(RunError, match=r"no batch for 1 s, after 0 images.*--data_timeout_s"):
         next(iter(loader))
 
@@ -269,9 +249,7 @@ def test_a_short_epoch_is_an_error(make_config, monkeypatch):
     assert caught.value.status == "invalid"
 
 
-def test_a_folder_that_workers_cannot_open_sockets_in_is_refused(
-    tmp_path, monkeypatch, make_config
-):
+def test_a_folder_that_workers_cannot_open_sockets_in_is_refused(monkeypatch, make_config):
     # 107 bytes less /pymp-12345678/listener-12345678.
     longest = "/tmp/" + 70 * "x"
     for folder, num_workers in ((longest, 2), (longest + "x", 0)):

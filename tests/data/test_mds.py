@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from streaming import MDSWriter
 
 import data as program
 from sdbench import data
@@ -21,22 +20,11 @@ from sdbench.base.errors import RunError
 from sdbench.data import compat
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import verify
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices
+from tests.data.datasets import indices, read_epoch, write_shards
 from tests.refusals import printed_refusal, refused
 
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    datasets.write_mds(tmp_path / "pairs", hashes=("sha1", "xxh64"))
-    return tmp_path / "pairs"
-
-
-def make_config(folder: Path | str, *, image_size: int = 32, **changes) -> SourceConfig:
-    return datasets.make_source("mds", folder, image_size=image_size, **changes)
-
-
+make_config = functools.partial(datasets.make_source, "mds")
 SHARD, INDEX = "shard.00002.mds", "index.json"
 
 
@@ -48,7 +36,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file", "refused_value"),
     [
-        (Path.unlink, SHARD, SHARD),
+        (Path.unlink, SHARD, f"{{remote}}/{SHARD}"),
         (cut, SHARD, f"{{remote}}/{SHARD}"),
         (datasets.flip_a_bit, SHARD, None),
         (lambda path: os.truncate(path, 100), INDEX, f"{{remote}}/{INDEX}"),
@@ -56,70 +44,58 @@ def cut(path: Path) -> None:
     ],
     ids=["lost", "cut", "bit flip", "cut index", "no index"],
 )
-def test_the_culprit_is_named(damage, file, refused_value, folder, tmp_path, capsys):
+def test_the_culprit_is_named(damage, file, refused_value, mds_folder, tmp_path, capsys):
     """Before the run with the value, or, where that is None, when a worker meets it."""
-    damage(folder / file)
-    argv = ["--remote", str(folder), "--num_workers", "2", "--image_size", "16"]
+    damage(mds_folder / file)
+    argv = ["--remote", str(mds_folder), "--num_workers", "2", "--image_size", "16"]
     argv += ["--batch_size", "4", "--num_batches", "24", "--results_dir", str(tmp_path / "runs")]
     assert program.main(argv) == (1 if refused_value is None else 2)
     told = capsys.readouterr().err
     assert file in told
     if refused_value is not None:
-        assert printed_refusal(told).value == refused_value.format(remote=folder)
+        assert printed_refusal(told).value == refused_value.format(remote=mds_folder)
 
 
 @pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
 @pytest.mark.parametrize("damage", [cut, datasets.flip_a_bit], ids=["cut", "bit flip"])
-def test_a_damaged_copy_is_made_again(damage, shuffle, num_workers, folder, tmp_path, capfd):
+def test_a_damaged_copy_is_made_again(damage, shuffle, num_workers, mds_folder, tmp_path, capfd):
     cache = tmp_path / "cache"
-    config = make_config(folder, local=str(cache), shuffle=shuffle, num_workers=num_workers)
-    expected = indices(list(data.build(config)))
+    config = make_config(mds_folder, local=str(cache), shuffle=shuffle, num_workers=num_workers)
+    expected = read_epoch(config)
     damage(cache / SHARD)
-    assert indices(list(data.build(config))) == expected
+    assert read_epoch(config) == expected
     told = capfd.readouterr().err
-    assert f"Shard {folder}/{SHARD} is damaged" in told
+    assert f"Shard {mds_folder}/{SHARD} is damaged" in told
     assert "Its copy is thrown away" in told
     assert str(cache) not in told
-    assert (cache / SHARD).read_bytes() == (folder / SHARD).read_bytes()
+    assert (cache / SHARD).read_bytes() == (mds_folder / SHARD).read_bytes()
 
 
-def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path, capsys):
+def test_a_cache_of_other_data_is_refused(mds_folder, tmp_path):
     cache = tmp_path / "cache"
-    config = make_config(folder, local=str(cache), shuffle=False)
-    list(data.build(config))
-    for place in (folder, cache):
-        datasets.flip_a_bit(place / "shard.00002.mds")
-    with pytest.raises(RunError, match=f"^Shard {folder}/shard.00002.mds is damaged: its xxh64"):
-        list(data.build(config))
-    assert not (cache / "shard.00002.mds").exists()
-    assert capsys.readouterr().err.count("Its copy is thrown away") == 1
-
-
-def test_a_cache_of_other_data_is_refused(folder, tmp_path):
-    cache = tmp_path / "cache"
-    list(data.build(make_config(folder, local=str(cache))))
-    datasets.edit_index(folder, lambda shards: shards.pop())
+    list(data.build(make_config(mds_folder, local=str(cache))))
+    datasets.edit_index(mds_folder, lambda shards: shards.pop())
     with refused("--local", value=str(cache)):
-        data.check(make_config(folder, local=str(cache)))
+        data.check(make_config(mds_folder, local=str(cache)))
 
 
 @pytest.mark.parametrize("text", ["a", "a=", "a=0.5,b", "a=-1", "=1", "a=inf"])
-def test_streams_of_another_form(folder, text):
+def test_streams_of_another_form(text):
     with refused("--streams"):
-        data.check(dataclasses.replace(make_config(folder), remote=None, streams=text))
+        data.check(make_config(None, streams=text))
 
 
-def test_hashes_that_are_not_there(folder):
-    with refused("--validate_hash", value="md5", allowed="auto, none, sha1, xxh64"):
-        data.check(make_config(folder, validate_hash="md5"))
+def test_hashes_that_are_not_there(mds_folder):
+    with refused("--validate_hash", value="md5", allowed="auto, none, xxh64"):
+        data.check(make_config(mds_folder, validate_hash="md5"))
 
 
-def test_diffusion_benchmarks_data_set(folder, tmp_path):
+def test_diffusion_benchmarks_data_set(mds_folder, tmp_path):
     from data import StreamingLAIONDataset
 
     pictures = [datasets.make_png(number) for number in range(8)]
     other = write_pictures(tmp_path / "other", "bytes", pictures)  # names its columns differently
-    for place in (folder, other):
+    for place in (mds_folder, other):
         dataset = StreamingLAIONDataset(None, str(place), None, False, image_size=32)
         sample = dataset[7]
         assert sample["image"].shape == (3, 32, 32)
@@ -128,7 +104,7 @@ def test_diffusion_benchmarks_data_set(folder, tmp_path):
         assert sample["input_ids"].tolist() == expected.tolist()
         del dataset
     sizes = StreamingLAIONDataset(
-        None, str(folder), None, False, transform=lambda image: image.size
+        None, str(mds_folder), None, False, transform=lambda image: image.size
     )
     assert sizes[0]["image"] == (60, 40)
     assert len(sizes) == 49
@@ -136,9 +112,9 @@ def test_diffusion_benchmarks_data_set(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is not a folder here")
-def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, repository, tmp_path):
+def test_what_a_killed_run_leaves_does_not_stop_the_next(mds_folder, repository, tmp_path):
     cache = str(tmp_path / "cache")
-    config = make_config(folder, local=cache)
+    config = make_config(mds_folder, local=cache)
     script = (
         "import os, signal\n"
         "from multiprocessing import resource_tracker\n"
@@ -151,46 +127,36 @@ def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, repository, tmp
     )
     killed = subprocess.run([sys.executable, "-c", script], cwd=repository, check=False)
     assert killed.returncode == -9
-    names = [path for path in Path("/dev/shm").glob("*_locals") if cache.encode() in _read(path)]
-    assert len(names) == 1
-    assert len(set(indices(list(data.build(config))))) == 48
+    kept = subprocess.run(f"grep -l {cache} /dev/shm/*_locals", shell=True, capture_output=True)
+    assert len(kept.stdout.splitlines()) == 1
+    assert len(set(read_epoch(config))) == 48
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def test_another_data_set_in_the_same_process_is_its_own(folder, tmp_path):
+def test_another_data_set_in_the_same_process_is_its_own(mds_folder, tmp_path):
     datasets.write_mds_latents(tmp_path / "latents")
-    living = data.build(make_config(folder, local=str(tmp_path / "cache")))
-    latents = make_config(tmp_path / "latents", latents="precomputed", text_embedding_dim=8)
-    assert len(list(data.build(latents))) == 12
-    assert indices(list(data.build(make_config(folder, shuffle=False)))) == list(range(48))
-    assert len(set(indices(list(living)))) == 48
+    living = data.build(make_config(mds_folder, local=str(tmp_path / "cache")))
+    latents = datasets.make_source("mds latents", tmp_path / "latents")
+    assert len(read_epoch(latents)) == 48
+    assert read_epoch(make_config(mds_folder, shuffle=False)) == list(range(48))
+    assert len(set(indices(living))) == 48
 
 
-def test_a_shard_lost_after_the_start_is_an_error_that_names_it(folder):
-    loader = data.build(make_config(folder))
-    (folder / "shard.00001.mds").unlink()
+def test_a_shard_lost_after_the_start_is_an_error_that_names_it(mds_folder):
+    loader = data.build(make_config(mds_folder))
+    (mds_folder / "shard.00001.mds").unlink()
     with pytest.raises(RunError, match=r"Shard shard.00001.mds cannot be had from .*pairs"):
         list(loader)
     assert loader.stats.num_images_delivered < 48
 
 
-def write_pictures(folder: Path, encoding: str, pictures: list[Image.Image]) -> Path:
+def write_pictures(folder: Path, encoding: str, pictures: list) -> Path:
     """A data set with the columns image and text, of Streaming's encodings of pictures."""
-    with MDSWriter(out=str(folder), columns={"image": encoding, "text": "str"}) as writer:
-        for number, picture in enumerate(pictures):
-            writer.write({"image": picture, "text": f"picture {number}"})
-    return folder
+    rows = ((picture, f"picture {number}") for number, picture in enumerate(pictures))
+    return write_shards(folder, {"image": encoding, "text": "str"}, rows)
 
 
-def read_one(folder: Path, **changes) -> dict:
-    config = make_config(folder, shuffle=False, **changes)
-    return next(iter(data.build(config)))
+def read_one(folder: Path) -> dict:
+    return next(iter(data.build(make_config(folder, shuffle=False))))
 
 
 @pytest.mark.parametrize("encoding", ["pil", "png", "jpeg"])
@@ -232,8 +198,8 @@ def test_more_pixels_than_bytes_are_bad_before_there_is_room_for_them(tmp_path, 
     ],
 )
 def test_columns_that_hold_no_pictures_or_no_text(columns, value, tmp_path):
-    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
-        writer.write({name: b"a" if kind == "bytes" else "a" for name, kind in columns.items()})
+    row = [b"a" if kind == "bytes" else "a" for kind in columns.values()]
+    write_shards(tmp_path / "data", columns, [row])
     with refused(value=value):
         data.check(make_config(tmp_path / "data", device_batch_size=1))
 
@@ -252,10 +218,8 @@ class Harm:
 def test_code_in_a_column_is_not_run(column, tmp_path):
     harm = Harm(tmp_path / "harm")
     columns = {"jpg": "bytes", "caption": "str"} | {column: "pkl"}
-    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
-        for number in range(4):
-            sample = {"jpg": datasets.make_png(number), "caption": "a caption"}
-            writer.write(sample | {column: harm})
+    row = {"jpg": datasets.make_png(0), "caption": "a caption"} | {column: harm}
+    write_shards(tmp_path / "data", columns, [row.values()] * 4)
     place = ["--remote", str(tmp_path / "data"), "--results_dir", str(tmp_path / "runs")]
     sizes = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
     assert program.main([*place, *sizes]) == 2
@@ -265,13 +229,13 @@ def test_code_in_a_column_is_not_run(column, tmp_path):
     assert harm.path.exists()
 
 
-def test_streams_may_name_their_columns_differently(folder, tmp_path):
+def test_streams_may_name_their_columns_differently(mds_folder, tmp_path):
     pictures = [Image.open(io.BytesIO(datasets.make_png(50)))] * 49
     other = write_pictures(tmp_path / "other", "png", pictures)
-    streams = f"{folder}=0.75,{other}=0.25"
-    config = dataclasses.replace(make_config(folder), remote=None, streams=streams)
+    streams = f"{mds_folder}=0.75,{other}=0.25"
+    config = make_config(None, streams=streams)
     assert data.check(config) == 98
-    found = indices(list(data.build(config)))
+    found = read_epoch(config)
     assert found.count(50) == 24
     assert len(found) == 96
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,10 @@ import pytest
 
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.cli import main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.prepare.verify import main as verify_data
-from sdbench.data.prepare.writers import open_output
-from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices
+from tests.data.datasets import indices, read_epoch
 from tests.refusals import refused
 
 NUM_ROWS = 8
@@ -28,19 +27,10 @@ LATENT, TEXT = "latents_32", "text_embedding"
 OTHER_MODEL = "--model_name or --image_size"
 
 
-def make_config(place: Path, **changes) -> SourceConfig:
-    options = {"image_size": 32, "device_batch_size": 2, "seed": 0, "shuffle": False, **changes}
-    return SourceConfig(data_format="parquet", remote=str(place), **options)
-
-
-def latents_config(place: Path, **changes) -> SourceConfig:
-    return make_config(place, latents="precomputed", text_embedding_dim=8, **changes)
-
-
-def write(path: Path, columns: dict, *, row_group_size: int = 3) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
-    return path
+OPTIONS = {"device_batch_size": 2, "shuffle": False}
+make_config = functools.partial(datasets.make_source, "parquet", **OPTIONS)
+latents_config = functools.partial(datasets.make_source, "parquet latents", **OPTIONS)
+write = functools.partial(datasets.write_table, row_group_size=3)
 
 
 def arrays(name: str) -> list[np.ndarray]:
@@ -69,10 +59,8 @@ def as_nested_lists(values: list[np.ndarray]) -> list:
     return [value.astype("f8").tolist() for value in values]
 
 
-def write_latents(path: Path, **others) -> Path:
-    """The samples as bytes of float16, with other columns where they are given."""
-    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    return write(path, {**columns, **others})
+def write_latents(path: Path, way: Callable = as_bytes) -> Path:
+    return write(path, {LATENT: way(arrays("latent")), TEXT: way(arrays("text_embedding"))})
 
 
 WAYS = {
@@ -89,33 +77,29 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_latents_are_read_however_they_are_stored(way, tmp_path):
-    columns = {LATENT: WAYS[way](arrays("latent")), TEXT: WAYS[way](arrays("text_embedding"))}
-    place = write(tmp_path / "a.parquet", columns)
+    place = write_latents(tmp_path / "a.parquet", WAYS[way])
     assert data.check(latents_config(place)) == NUM_ROWS
     batches = list(data.build(latents_config(place)))
     assert indices(batches) == list(range(NUM_ROWS))
-    for batch in batches:
-        for index, position in zip(indices([batch]), range(2), strict=True):
-            expected = datasets.make_arrays(index)
-            assert np.array_equal(batch["latent"][position], expected["latent"])
-            assert np.array_equal(batch["text_embedding"][position], expected["text_embedding"])
+    for name in ("latent", "text_embedding"):
+        found = np.concatenate([batch[name] for batch in batches])
+        assert np.array_equal(found, np.stack(arrays(name)))
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
-    [(LATENT, "(8, 8), not (4, 4, 4)"), (TEXT, "(8, 77), not (77, 8)"), (TEXT, "not all of one")],
+    ("part", "change", "told"),
+    [
+        (LATENT, lambda array: array.reshape(8, 8).tolist(), "(8, 8), not (4, 4, 4)"),
+        (TEXT, lambda array: array.T.tolist(), "(8, 77), not (77, 8)"),
+        (TEXT, lambda array: [[*array[0], 1.0], array[1][1:], *array[2:]], "not all of one"),
+    ],
 )
-def test_lists_nested_in_another_order_are_no_latents(part, told, tmp_path):
+def test_lists_nested_in_another_order_are_no_latents(part, change, told, tmp_path):
     """As many numbers: in other lists, transposed, or in lists of different lengths."""
-    columns = {LATENT: arrays("latent"), TEXT: arrays("text_embedding")}
-    columns = {name: as_nested_lists(values) for name, values in columns.items()}
-    for number, value in enumerate(columns[part]):
-        if "one" in told:
-            columns[part][number] = [[*value[0], value[1][0]], value[1][1:], *value[2:]]
-        else:
-            array = np.asarray(value)
-            other = array.reshape(8, 8) if part == LATENT else array.T
-            columns[part][number] = other.tolist()
+    columns = {}
+    for column, name in ((LATENT, "latent"), (TEXT, "text_embedding")):
+        values = [value.astype("f8") for value in arrays(name)]
+        columns[column] = [change(one) if column == part else one.tolist() for one in values]
     with refused(OTHER_MODEL) as caught:
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
     assert told in str(caught.value)
@@ -123,25 +107,20 @@ def test_lists_nested_in_another_order_are_no_latents(part, told, tmp_path):
 
 def test_tensors_of_another_shape_are_no_latents(tmp_path):
     """Ray stores them flat, and their shape beside them."""
+    latents, texts = (as_flat_lists(arrays(name)) for name in ("latent", "text_embedding"))
 
-    def write_tensors(**shapes: tuple[int, ...]) -> Path:
-        values = {LATENT: arrays("latent"), TEXT: arrays("text_embedding")}
-        stored = {name: as_flat_lists(value) for name, value in values.items()}
-        told = {
-            name: {
-                "ARROW:extension:name": "ray.data.arrow_tensor_v2",
-                "ARROW:extension:metadata": json.dumps(shapes.get(name, value[0].shape)),
-            }
-            for name, value in values.items()
-        }
-        fields = [pyarrow.field(name, stored[name].type, metadata=told[name]) for name in stored]
-        table = pyarrow.Table.from_arrays([*stored.values()], schema=pyarrow.schema(fields))
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-        return tmp_path / "a.parquet"
+    def write_tensors(*shape_of_texts: int) -> Path:
+        fields = []
+        for name, values, shape in ((LATENT, latents, (4, 4, 4)), (TEXT, texts, shape_of_texts)):
+            told = {"ARROW:extension:name": "ray.data.arrow_tensor_v2"}
+            told["ARROW:extension:metadata"] = json.dumps(shape)
+            fields.append(pyarrow.field(name, values.type, metadata=told))
+        table = pyarrow.Table.from_arrays([latents, texts], schema=pyarrow.schema(fields))
+        return write(tmp_path / "a.parquet", table)
 
-    assert data.check(latents_config(write_tensors())) == NUM_ROWS
+    assert data.check(latents_config(write_tensors(77, 8))) == NUM_ROWS
     with refused(value="tensors of the shape (8, 77)"):
-        data.check(latents_config(write_tensors(**{TEXT: (8, 77)})))
+        data.check(latents_config(write_tensors(8, 77)))
 
 
 def test_a_width_that_only_looks_right_is_refused(tmp_path):
@@ -171,17 +150,14 @@ def test_samples_may_be_pickled_after_a_read(tmp_path):
     ],
 )
 def test_a_bad_row_is_a_bad_sample(value, message, tmp_path):
-    wide = value is not None and len(value) == 256
-    latents = as_bytes(arrays("latent"), "<f4" if wide else "<f2")
+    dtype = "<f4" if value is not None and len(value) == 256 else "<f2"
+    latents, texts = (as_bytes(arrays(name), dtype) for name in ("latent", "text_embedding"))
     latents[4] = value
-    texts = as_bytes(arrays("text_embedding"), "<f4")
-    place = write_latents(
-        tmp_path / "a.parquet", **{LATENT: latents}, **({TEXT: texts} if wide else {})
-    )
+    place = write(tmp_path / "a.parquet", {LATENT: latents, TEXT: texts})
     with pytest.raises(RunError, match=message):
-        list(data.build(latents_config(place)))
+        read_epoch(latents_config(place))
     config = latents_config(place, on_bad_sample="skip", max_bad_fraction=0.2)
-    assert indices(list(data.build(config))) == [0, 1, 2, 3, 5, 5, 6, 7]
+    assert read_epoch(config) == [0, 1, 2, 3, 5, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("image", "caption"), [("image.bytes", "TEXT"), ("struct", "text")])
@@ -194,7 +170,7 @@ def test_images_under_other_names(image, caption, tmp_path):
     else:
         columns[image] = pictures
     place = write(tmp_path / "a.parquet", columns)
-    assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+    assert read_epoch(make_config(place)) == [0, 1, 2, 3]
 
 
 def test_files_may_differ_in_what_is_not_read(tmp_path):
@@ -202,7 +178,7 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
         pictures = make_pictures((2 * number, 2 * number + 1))
         columns = {"jpg": pictures, "caption": ["a", "b"], "width": width}
         write(tmp_path / "data" / f"{number}.parquet", columns)
-    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1, 2, 3]
+    assert read_epoch(make_config(tmp_path / "data")) == [0, 1, 2, 3]
     write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("ab")})
     with refused(value="columns jpg, title"):
         data.check(make_config(tmp_path / "data"))
@@ -220,10 +196,9 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
 )
 def test_columns_of_other_types_or_names(names, values, value, tmp_path):
     table = pyarrow.Table.from_arrays([pyarrow.array(column) for column in values], names=names)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     make = latents_config if LATENT in names else make_config
     with refused() as caught:
-        data.check(make(tmp_path / "a.parquet"))
+        data.check(make(write(tmp_path / "a.parquet", table)))
     assert caught.value.value.startswith(value)
 
 
@@ -272,10 +247,9 @@ def test_the_types_that_pandas_and_polars_write(of_pictures, of_texts, tmp_path)
 def test_a_caption_that_is_missing_is_bad_and_an_empty_one_is_not(tmp_path):
     columns = {"jpg": make_pictures(range(4)), "caption": ["a", "", "c", None]}
     place = write(tmp_path / "a.parquet", columns)
-    config = make_config(place, device_batch_size=4, on_bad_sample="skip", max_bad_fraction=0.5)
+    skip = {"device_batch_size": 4, "on_bad_sample": "skip", "max_bad_fraction": 0.5}
     for empty_captions, expected in (("keep", [0, 1, 2, 0]), ("bad", [0, 2, 0, 2])):
-        loader = data.build(dataclasses.replace(config, empty_captions=empty_captions))
-        assert indices(list(loader)) == expected
+        assert read_epoch(make_config(place, empty_captions=empty_captions, **skip)) == expected
 
 
 def test_a_caption_that_is_no_utf_8_is_bad(tmp_path):
@@ -284,49 +258,41 @@ def test_a_caption_that_is_no_utf_8_is_bad(tmp_path):
     columns = {"jpg": make_pictures(range(4)), "caption": captions}
     place = write(tmp_path / "a.parquet", columns, row_group_size=4)
     with pytest.raises(RunError, match="row 1 of row group 0: its caption is not UTF-8"):
-        list(data.build(make_config(place)))
+        read_epoch(make_config(place))
 
 
-def test_damage_that_no_decoder_sees_is_found(tmp_path, capsys):
-    """A bit in what is behind the end of a picture, by the checksum of its page."""
+def test_damage_that_no_decoder_sees_is_found(mds_folder, tmp_path, capsys):
+    """A bit in the zeros behind the end of a picture, by the checksum of its page."""
     out = tmp_path / "out"
-    columns = {"jpg": "bytes", "caption": "str"}
-    output = open_output(out, data_format="parquet", columns=columns, num_chunks=1, job={})
-    rows = [{"jpg": png + b"padding", "caption": "a"} for png in make_pictures(range(4))]
-    output.write_chunk(0, rows)
-    output.finish()
-    (file,) = out.glob("*.parquet")
-    assert indices(list(data.build(make_config(out)))) == [0, 1, 2, 3]
-    content = file.read_bytes()
-    # The smallest and the largest value stand in the statistics too.
-    stored = next(row["jpg"] for row in rows if content.count(row["jpg"]) == 1)
-    file.write_bytes(content.replace(stored, stored[:-1] + b"G"))
-    assert verify_data([str(out), "--deep"]) == 1
+    flags = ["--out_format", "parquet", "--num_workers", "0"]
+    assert main(["convert", str(mds_folder), "--folder", str(out), *flags]) == 0
+    assert read_epoch(make_config(out)) == list(range(48))
+    file, _ = sorted(out.glob("*.parquet"))
+    datasets.flip_a_bit(file, position=file.read_bytes().index(bytes(60_000)))
+    assert main(["verify-data", str(out), "--deep"]) == 1
     assert f"broken: {file} is damaged or missing" in capsys.readouterr().out
     with pytest.raises(RunError, match="is damaged or missing .*CRC"):
-        list(data.build(make_config(out)))
+        read_epoch(make_config(out))
 
 
 def test_hugging_faces_files_of_the_split_for_training(tmp_path, capsys):
     dataset = tmp_path / "dataset"
-    (dataset / "data").mkdir(parents=True)
-    (dataset / "README.md").touch()
     for name, numbers in (
         ("train-00000-of-00002", (0, 1)),
         ("train-00001-of-00002", (2, 3)),
         ("test-00000-of-00001", (8, 9)),
         ("._train-00000-of-00002", ()),
     ):
-        captions = [f"picture {number}" for number in numbers]
-        columns = {"image": make_pictures(numbers), "text": captions}
+        columns = {"image": make_pictures(numbers), "text": ["a caption"] * len(numbers)}
         write(dataset / "data" / f"{name}.parquet", columns)
+    (dataset / "README.md").touch()
     for place in (dataset, dataset / "data"):
         assert data.detect_format(str(place)) == "parquet"
-        assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+        assert read_epoch(make_config(place)) == [0, 1, 2, 3]
     told = f"The split for training is read, not {dataset}/data/test-00000-of-00001.parquet.\n"
     assert capsys.readouterr().err.count(told) == 1
     held_out = dataset / "data" / "test-{00000..00000}-of-00001.parquet"
-    assert indices(list(data.build(make_config(held_out)))) == [8, 9]
+    assert read_epoch(make_config(held_out)) == [8, 9]
 
 
 def test_a_file_without_rows_is_refused(tmp_path):

@@ -10,13 +10,13 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
-# How the files of a kind may end; the last two of the first are gzip files.
-ENDINGS = {".tar": (".tar", ".tar.gz", ".tgz"), ".parquet": (".parquet", ".parq")}
+# How the files of a format may end; ``.tar.gz`` and ``.tgz`` are gzip files.
+ENDINGS = {"webdataset": (".tar", ".tar.gz", ".tgz"), "parquet": (".parquet", ".parq")}
 
 
-def ends_as(name: str, suffix: str) -> bool:
-    """Return True for a file of a kind by its name, in small or capital letters."""
-    return name.lower().endswith(ENDINGS[suffix])
+def ends_as(name: str, data_format: str) -> bool:
+    """Return True for a file of a format by its name, in small or capital letters."""
+    return name.lower().endswith(ENDINGS[data_format])
 
 
 @functools.cache

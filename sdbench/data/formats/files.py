@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,33 +19,19 @@ from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_unpacking
 from sdbench.data.formats.listing import choose_files, describe_files, list_below
-from sdbench.data.remote import (
-    S3,
-    WEB,
-    cache_folder,
-    is_url,
-    list_urls,
-    shown,
-)
+from sdbench.data.remote import S3, WEB, cache_folder, is_url, list_urls, shown
 from sdbench.data.remote_files import fetch, fetch_all, must_be_copied
 from sdbench.data.source import SourceConfig
 
 Content = TypeVar("Content")
 
-# How the files of a format end.
-SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
 # Of reading a copy: loader processes that find it damaged throw it away beside each other.
 MAX_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
 class StoredFile(os.PathLike):
-    """A file on this machine, and as text what messages are to call it.
-
-    Attributes:
-        path: Where it lies.
-        source: What it is a copy of; None for the user's own file.
-    """
+    """A file on this machine, and the place that it is a copy of, which messages name."""
 
     path: Path
     source: str | None = None
@@ -71,12 +57,9 @@ def read_whole(
     """Read a file; a copy that is found damaged is thrown away, and made again once.
 
     So no damaged copy outlives the run that finds it, whether the fault is the copy's or the
-    source's.
-
-    Args:
-        file: The file. Other processes may read it at the same time, and throw it away.
-        read: Reads it; raises `ConfigError` or `RunError` if it is damaged.
-        copy_again: Makes the copy again, if it is not there; None for `fetch`.
+    source's. `read` raises `ConfigError` or `RunError` if the file is damaged. Other processes may
+    read the copy at the same time, and throw it away: `copy_again` (None: `fetch`) makes it again
+    if it is not there.
     """
     damage: ConfigError | RunError | None = None
     for _ in range(MAX_ATTEMPTS):
@@ -107,18 +90,15 @@ def read_whole(
 
 def list_files(config: SourceConfig, *, is_told: bool = False) -> list[str]:
     """Return the names and URLs of the files that `config` names, as `find_files`."""
-    suffix = SUFFIXES[config.data_format]
-    return find_files(config.remote or config.local, suffix=suffix, is_told=is_told)
+    place = config.remote or config.local
+    return find_files(place, data_format=config.data_format, is_told=is_told)
 
 
-def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
-    """Return the names and URLs of the files that a place stands for.
+def find_files(place: str, *, data_format: str, is_told: bool = False) -> list[str]:
+    """Return the names and URLs of the files of a format that a place stands for.
 
-    Args:
-        place: A file, a folder with the folders below it, a URL of either, or any of them in
-            braces.
-        suffix: The kind of files that a folder is read for, as `ends_as` takes it.
-        is_told: Whether to print what is left out.
+    A place is a file, a folder with the folders below it, a URL of either, or any of them in
+    braces. What is left out is printed if `is_told`.
 
     Raises:
         ConfigError: A file does not exist or is there twice, packed and unpacked too, or a URL's
@@ -127,6 +107,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     """
     from braceexpand import UnbalancedBracesError, braceexpand
 
+    suffix = ENDINGS[data_format][0]
     kind = suffix.removeprefix(".")
     allowed = f"a {kind} file, a folder of them, or a quoted pattern like 'data/{{00..15}}{suffix}'"
     try:
@@ -140,12 +121,12 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
             name = str(Path(name))  # as the names below it begin, without "./" and "//"
             listing = list_below(Path(name))
             below = [str(path) for path in (*listing.files, *listing.dangling)]
-        elif is_url(name) and not name.startswith((PIPE, *WEB)) and not ends_as(name, suffix):
+        elif is_url(name) and not name.startswith((PIPE, *WEB)) and not ends_as(name, data_format):
             below = list_urls(name)
         else:
             files.append(name)
             continue
-        files += choose_files(below, folder=name, suffix=suffix, is_told=is_told)
+        files += choose_files(below, folder=name, data_format=data_format, is_told=is_told)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing:
         raise bad_place(f"No such {kind} file", value=missing[0], allowed=allowed)
@@ -155,15 +136,15 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
             value=place,
             allowed=allowed,
         )
-    _check_different(files, suffix=suffix)
+    _check_different(files, endings=ENDINGS[data_format])
     return files
 
 
-def _check_different(files: list[str], *, suffix: str) -> None:
+def _check_different(files: list[str], *, endings: Sequence[str]) -> None:
     """Refuse a file that is there twice: its samples would come twice."""
     seen: dict[object, str] = {}
     for file in files:
-        ends = (end for end in ENDINGS[suffix] if file.lower().endswith(end))
+        ends = (end for end in endings if file.lower().endswith(end))
         identities: list[object] = [file[: -len(end)] for end in ends] or [file]
         if not is_url(file):
             stat = os.stat(file)

@@ -68,8 +68,3 @@ def _raise_condition(field: str, condition: str) -> NoReturn:
         "several joined by and, e.g. '>= 512 and < 2048'",
         flag="--filters",
     )
-
-
-def accepts(terms: list[Term], metadata: Mapping[str, Any]) -> bool:
-    """Return True if metadata meets all conditions."""
-    return all(term.accepts(metadata) for term in terms)

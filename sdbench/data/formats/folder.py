@@ -46,9 +46,6 @@ class FolderSamples(Samples):
     """The images of a folder and its sub-folders, in the order of their paths.
 
     Folders behind links are read too, each once; what is hidden is not.
-
-    Attributes:
-        images: The path of each sample's image.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -241,7 +238,7 @@ def _raise_row(fault: str, table: Path, *, line: int, value: object) -> NoReturn
 
 def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
-    samples = open_samples(config)
+    samples = FolderSamples(config)
     if config.rank == 0:
         samples.tell_left_out()
     return len(samples)
@@ -249,16 +246,11 @@ def check(config: SourceConfig) -> int:
 
 def list_files(config: SourceConfig) -> list[str]:
     """Return the paths of the images."""
-    return [str(path) for path in open_samples(config).images]
+    return [str(path) for path in FolderSamples(config).images]
 
 
 def list_files_and_captions(config: SourceConfig) -> list[str]:
     """Return the paths of the images, and of their caption files unless all share one caption."""
-    samples = open_samples(config)
+    samples = FolderSamples(config)
     captions = samples.caption_files if config.caption is None else ()
     return [str(path) for path in (*samples.images, *captions)]
-
-
-def open_samples(config: SourceConfig) -> FolderSamples:
-    """Open the folder that `config` names."""
-    return FolderSamples(config)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sdbench.data.formats.checks import bad_place, ends_as, tell_once
+from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_once
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
@@ -80,16 +80,19 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         ) from error
 
 
-def choose_files(below: Iterable[str], *, folder: str, suffix: str, is_told: bool) -> list[str]:
-    """Choose the files of one kind, of the split for training; print what is left if `is_told`."""
+def choose_files(
+    below: Iterable[str], *, folder: str, data_format: str, is_told: bool
+) -> list[str]:
+    """Choose files of a format, of the split for training; print what is left if `is_told`."""
     names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
     visible = [file for file, name in names.items() if is_visible(name)]
-    files = {file: names[file].split("/") for file in visible if ends_as(file, suffix)}
+    files = {file: names[file].split("/") for file in visible if ends_as(file, data_format)}
     chosen = keep_training_split(files, is_told=is_told)
     if is_told:
-        left = [file for file in visible if not ends_as(file, suffix)]
+        left = [file for file in visible if not ends_as(file, data_format)]
         left = [file for file in left if Path(file).name != SIZES_NAME]
-        tell_left_out(folder, left, taken=f"{len(chosen)} {suffix.removeprefix('.')} files")
+        kind = ENDINGS[data_format][0].removeprefix(".")
+        tell_left_out(folder, left, taken=f"{len(chosen)} {kind} files")
     return chosen
 
 

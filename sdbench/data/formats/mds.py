@@ -112,22 +112,11 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         *,
         image_size: int = 512,
     ) -> None:
-        """Read the index.
+        """Read the index of a folder or URL; with `remote` None, `local` is read in place.
 
-        Args:
-            remote: Folder or URL of the data set, or None to read `local` in place.
-            local: Where shards lie or are kept.
-            split: Sub-folder of the data set, or None.
-            shuffle: Whether each epoch has an order of its own.
-            tokenizer_name_or_path: Folder of a model with a sub-folder ``tokenizer``; the default
-                needs none.
-            transform: Makes the sample's image of an RGB picture; None for the largest centred
-                square, resized.
-            predownload: Samples to download ahead.
-            download_retry: Attempts after the first.
-            download_timeout: Seconds for one shard.
-            batch_size: Of the loader that reads it.
-            image_size: Side in pixels, without a `transform`.
+        Unlike there, `tokenizer_name_or_path` is the folder of a model with a sub-folder
+        ``tokenizer``; the default needs none. `transform` makes the sample's image of an RGB
+        picture; without it that is the largest centred square, resized to `image_size`.
         """
         remote = remote and os.path.join(remote, split or "")
         place = locate(remote, str(Path(local, split or "")))

@@ -36,7 +36,6 @@ from sdbench.data.source import SourceConfig
 BYTES = "bytes"
 # Encodings of pictures and captions: the bytes of a file, a picture of PIL, text.
 PICTURE_ENCODINGS = {"image": (BYTES, "jpeg", "png", "pil"), "caption": ("str",)}
-COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
 # Of several hashes in an index the one that is cheapest to compute is checked.
 HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
@@ -46,19 +45,12 @@ LEAVE_OUT = "leave_out"
 
 @dataclass(frozen=True, kw_only=True)
 class MdsPlace:
-    """Where one MDS data set is.
+    """Where one MDS data set is."""
 
-    Attributes:
-        remote: Folder or URL that shards are copied from, or None when they are read in place.
-        local: Folder where shards lie or are kept.
-        proportion: Share of an epoch, or None for a single data set.
-        index: Content of its index.json.
-    """
-
-    remote: str | None
-    local: str
-    proportion: float | None
-    index: bytes
+    remote: str | None  # a folder or URL that shards are copied from; None: they are read in place
+    local: str  # the folder where shards lie or are kept
+    proportion: float | None  # the share of an epoch; None for a single data set
+    index: bytes  # the content of its index.json
 
     @property
     def source(self) -> str:
@@ -111,19 +103,13 @@ def check_files(place: MdsPlace) -> None:
     for shard in place.shards:
         file = shard["raw_data"] if place.remote is None else copied_file(shard)
         path = folder / file["basename"]
-        if not path.is_file():
-            raise bad_place(
-                f"A shard that {INDEX_NAME} names is missing from {folder}",
-                value=file["basename"],
-                allowed=COMPLETE,
-            )
         try:
             check_shard(path, file, shard, hashes={})
         except (OSError, ValueError) as error:
             raise bad_place(
-                f"A shard is damaged or contradicts {INDEX_NAME} ({error})",
+                f"A shard is missing, is damaged, or contradicts {INDEX_NAME} ({error})",
                 value=str(path),
-                allowed=COMPLETE,
+                allowed="a complete data set: copy or convert it again",
             ) from error
 
 
@@ -337,10 +323,10 @@ def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
 
     The shards lie in the local folder of `place`, not compressed.
     """
-    return tuple(_find_present(Path(place.local), shard, column) for shard in place.shards)
+    return tuple(_find_in_shard(Path(place.local), shard, column) for shard in place.shards)
 
 
-def _find_present(folder: Path, shard: dict, column: str) -> np.ndarray:
+def _find_in_shard(folder: Path, shard: dict, column: str) -> np.ndarray:
     if encodings_of(shard)[column] != BYTES:
         return np.arange(shard["samples"], dtype=np.uint32)
     position = shard["column_names"].index(column)

@@ -44,13 +44,13 @@ Content = TypeVar("Content")
 class ParquetSamples(Samples):
     """The rows of one or several parquet files, by number over all of them."""
 
-    def __init__(self, files: Sequence[ParquetFile], *, config: SourceConfig) -> None:
+    def __init__(self, config: SourceConfig) -> None:
         """Read the files' footers; a `ConfigError` if one is damaged or lacks a column."""
-        self._files = files
-        self._footers = _read_footers(files, ConfigError)
+        self._files = _find(config)
+        self._footers = _read_footers(self._files, ConfigError)
         self._groups: list[tuple[int, int]] = []
         sizes: list[int] = []
-        for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
+        for number, (path, footer) in enumerate(zip(self._files, self._footers, strict=True)):
             schema = footer.schema.to_arrow_schema()
             if number == 0:
                 self.columns = find_columns(
@@ -284,7 +284,7 @@ def check(config: SourceConfig) -> int | None:
         find_streamed(config)  # refuses what cannot be
     if is_url(config.remote or config.local):
         return None
-    samples = open_samples(config)
+    samples = ParquetSamples(config)
     if config.wants_latents:
         num_rows = min(NUM_ROWS_CHECKED, len(samples))
         for indices in (range(num_rows), range(len(samples) - num_rows, len(samples))):
@@ -308,11 +308,6 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",
     )
-
-
-def open_samples(config: SourceConfig) -> ParquetSamples:
-    """Open the files that `config` names."""
-    return ParquetSamples(_find(config), config=config)
 
 
 def _find(config: SourceConfig) -> Sequence[ParquetFile]:

@@ -1,8 +1,7 @@
 """Synthetic samples, for runs in which data must not be the bottleneck.
 
-Samples are drawn once, when the data set is built, and handed out again and again: drawing
-3 x 512 x 512 normal numbers per sample, as the reference does, takes a core about 4 ms and can
-become what is measured.
+Samples are drawn once and handed out again and again: drawing 3 x 512 x 512 normal numbers per
+sample, as the reference does, takes a core about 4 ms and can become what is measured.
 """
 
 from __future__ import annotations
@@ -59,16 +58,10 @@ class SyntheticImageCaptionDataset(Dataset):
         wants_latents: bool = False,
         text_embedding_dim: int = 1024,
     ) -> None:
-        """Draw the samples.
+        """Draw the samples, which `seed` and `rank` decide.
 
-        Args:
-            image_size: Side of the images in pixels.
-            seed: Together with `rank`, decides every sample.
-            rank: This process's rank.
-            num_images: Virtual length of an epoch, over all ranks.
-            image_dtype: ``uint8``, or ``float32`` in [-1, 1].
-            wants_latents: Whether samples are latents with text embeddings, all float16.
-            text_embedding_dim: Width of the text embeddings that go with latents.
+        An epoch has `num_images` over all ranks. Images are ``uint8``, or ``float32`` in [-1, 1];
+        latents and text embeddings are float16.
         """
         self.num_images = num_images
         generator = np.random.default_rng([seed, rank])
@@ -109,12 +102,11 @@ class SyntheticBatchReader(BatchReader):
             image_size=config.image_size,
             seed=config.seed,
             rank=config.rank,
-            num_images=config.num_images or NUM_SYNTHETIC_IMAGES,
             image_dtype=config.image_dtype,
             wants_latents=config.wants_latents,
             text_embedding_dim=config.text_embedding_dim,
         )
-        super().__init__(Samples([len(dataset)]), config=config)
+        super().__init__(Samples([config.num_images or NUM_SYNTHETIC_IMAGES]), config=config)
         self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
         self._samples = dataset.samples
 

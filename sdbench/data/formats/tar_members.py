@@ -8,7 +8,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import read_json, refuse_repeated_keys
@@ -32,29 +32,27 @@ MAX_END_BYTES = 2**20
 
 # First byte and number of bytes of a member in its tar.
 Span = tuple[int, int]
-Value = TypeVar("Value")
 
 
 def list_samples(
-    file: BinaryIO, tar: object, *, kinds: Sequence[str], take: Callable[[str, Span], Value]
-) -> Iterator[tuple[str, dict[str, Value]]]:
+    file: BinaryIO,
+    tar: object,
+    *,
+    kinds: Sequence[str],
+    take: Callable[[str, Span], Any] = lambda extension, span: span,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
     WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
 
-    Args:
-        file: The open tar, read forward only.
-        tar: Its name in messages.
-        kinds: Extensions; members without one of them are no sample.
-        take: Maps extension and place of a member to what is yielded; called at that place.
-
-    Raises:
-        RunError: The tar is damaged or no tar, or holds what cannot be read.
+    The open tar, `tar` in messages, is read forward only. Members without an extension of `kinds`
+    are no sample. Of each member its place is yielded, or what `take` makes of extension and place
+    when the file is there. A damaged tar is a `RunError`.
     """
     listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
     for key, group in itertools.groupby(members, key=lambda member: member[0]):
-        values: dict[str, Value] = {}
+        values: dict[str, Any] = {}
         for _, extension, value in group:
             if extension in values:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
@@ -116,9 +114,7 @@ def read_span(file: BinaryIO, span: Span) -> bytes:
 class SampleReader:
     """Makes samples of the members of a tar.
 
-    Attributes:
-        images: Extensions of images, in the order of preference.
-        captions: Extensions of members with captions, in the order of preference.
+    `images` and `captions` are the extensions of such members, in the order of preference.
     """
 
     def __init__(self, config: SourceConfig) -> None:

@@ -7,12 +7,10 @@ any sample.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from sdbench.base.cache import private_folder
@@ -28,7 +26,7 @@ from sdbench.data.formats.files import (
     read_whole,
     state_of,
 )
-from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.formats.filters import parse_filters
 from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
 from sdbench.data.remote_files import must_be_copied
@@ -40,18 +38,13 @@ INDEX_VERSION = 7
 
 
 class TarIndex(NamedTuple):
-    """Content of a tar.
-
-    Attributes:
-        state: Its `state_of`.
-        entries: Key of each sample that meets the filters, and the places of its image and its
-            caption by extension. The key is their path up to the first dot of the name.
-        num_dropped: How many samples do not meet the filters.
-    """
+    """Content of a tar."""
 
     state: tuple[int, ...]
+    # Of each sample that meets the filters its key, the path of its members up to the first dot of
+    # the name, and the places of image and caption by extension.
     entries: Sequence[tuple[str, Mapping[str, Span]]]
-    num_dropped: int
+    num_dropped: int  # samples that do not meet the filters
 
 
 class WebDatasetSamples(Samples):
@@ -61,13 +54,8 @@ class WebDatasetSamples(Samples):
         """Index the tars, or read the indexes that were made before."""
         self._tars = tars
         self._reader = SampleReader(config)
-        load = functools.partial(
-            _load_index,
-            folder=private_folder("tar-indexes"),
-            terms=parse_filters(config.filters),
-            reader=self._reader,
-        )
-        indexes = (read_whole(tar, load) for tar in tars)
+        self._terms = parse_filters(config.filters)
+        indexes = (read_whole(tar, self._load_index) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
@@ -75,6 +63,42 @@ class WebDatasetSamples(Samples):
         super().__init__(sizes, blocks=[sum(sizes)])
         if not len(self):
             self._raise_empty(config)
+
+    def _load_index(self, tar: StoredFile) -> TarIndex:
+        """Make the index of a tar, or read the one that was made before.
+
+        The name of an index is a digest of the tar's path and state and of the conditions, so that
+        it is never used for another tar.
+        """
+        from filelock import FileLock
+
+        state, reader = state_of(os.stat(tar)), self._reader
+        path = tar.path.absolute()
+        facts = (INDEX_VERSION, path, state, self._terms, reader.images, reader.captions)
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+        index = private_folder("tar-indexes") / f"{digest}.json"
+        with FileLock(index.with_suffix(".lock"), mode=0o600):
+            try:
+                stored = json.loads(index.read_text(encoding="utf-8"))
+            except (FileNotFoundError, ValueError):  # not made yet, or cut
+                stored = self._make_index(tar)
+                if state_of(os.stat(tar)) != state:
+                    raise RunError(f"{tar} has been changed while it was indexed.") from None
+                with new_file(index) as new:
+                    new.write_text(json.dumps(stored), encoding="utf-8")
+        return TarIndex(state, **stored)
+
+    def _make_index(self, tar: StoredFile) -> dict[str, Any]:
+        entries, num_dropped, reader = [], 0, self._reader
+        with open(tar, "rb") as file:
+            for key, spans in list_samples(file, tar, kinds=reader.kinds):
+                metadata = _read_metadata(file, spans.get("json")) if self._terms else {}
+                if not all(term.accepts(metadata) for term in self._terms):
+                    num_dropped += 1
+                    continue
+                chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
+                entries.append((key, chosen))
+        return {"entries": entries, "num_dropped": num_dropped}
 
     def _raise_empty(self, config: SourceConfig) -> NoReturn:
         if self.num_dropped:
@@ -114,44 +138,6 @@ class WebDatasetSamples(Samples):
         if state != stored.state:
             raise RunError(f"{tar} has been changed since it was indexed.")
         return self._reader.make(self.name(index), members)
-
-
-def _load_index(
-    tar: StoredFile, *, folder: Path, terms: list[Term], reader: SampleReader
-) -> TarIndex:
-    """Make the index of a tar, or read the one that was made before.
-
-    The name of an index is a digest of the tar's path and state and of the conditions, so that it
-    is never used for another tar.
-    """
-    from filelock import FileLock
-
-    state = state_of(os.stat(tar))
-    facts = (INDEX_VERSION, tar.path.absolute(), state, terms, reader.images, reader.captions)
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
-    path = folder / f"{digest}.json"
-    with FileLock(path.with_suffix(".lock"), mode=0o600):
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # not made yet, or cut
-            stored = _make_index(tar, terms=terms, reader=reader)
-            if state_of(os.stat(tar)) != state:
-                raise RunError(f"{tar} has been changed while it was indexed.") from None
-            with new_file(path) as new:
-                new.write_text(json.dumps(stored), encoding="utf-8")
-    return TarIndex(state, **stored)
-
-
-def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> dict[str, Any]:
-    entries, num_dropped = [], 0
-    with open(tar, "rb") as file:
-        for key, spans in list_samples(file, tar, kinds=reader.kinds, take=lambda _, span: span):
-            if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
-                num_dropped += 1
-                continue
-            chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
-            entries.append((key, chosen))
-    return {"entries": entries, "num_dropped": num_dropped}
 
 
 def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:

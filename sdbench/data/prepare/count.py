@@ -12,7 +12,7 @@ from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.files import SUFFIXES, find_files
+from sdbench.data.formats.files import find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     _check_folder(flags.out)
     with blamed_on("PLACE"):
-        tars = find_files(flags.place, suffix=SUFFIXES["webdataset"], is_told=True)
+        tars = find_files(flags.place, data_format="webdataset", is_told=True)
         names = _name(tars)
     kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
     counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
@@ -91,8 +91,7 @@ def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
     """Count the samples of a tar; print a line and return None if it cannot be read."""
     try:
         with open_stream(tar) as file:
-            samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None)
-            return sum(1 for _ in samples)
+            return sum(1 for _ in list_samples(file, tar, kinds=kinds))
     except (OSError, RunError) as error:
         print(redact(str(error)), file=sys.stderr)
         return None
