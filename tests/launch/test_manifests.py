@@ -1,7 +1,7 @@
 """The manifests are what a cluster takes, and their pods run what they should.
 
 Schemas come from Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, from the
-models of its packages; job_schemas has the schema of a RayJob.
+models of its packages; tests/job_schemas.py has them, and the schema of a RayJob.
 """
 
 from __future__ import annotations
