@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from sdbench.record.store import load_record
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, CLASS_PROMPT = "photo of a unqtkn dog", "photo of a dog"
@@ -138,10 +138,8 @@ def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
     arguments = ["-m", "sdbench", "dreambooth", *command, *endless]
     process = subprocess.Popen([sys.executable, *arguments], env=environment)
     try:
-        deadline_s = time.monotonic() + 120
-        while not list(FOLDER.glob("train/checkpoints/step_*2")):
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.05)
+        saved = "train/checkpoints/step_*2"
+        wait_for(lambda: [*FOLDER.glob(saved)] or process.poll(), what="a checkpoint")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:

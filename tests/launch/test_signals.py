@@ -28,6 +28,7 @@ from sdbench.tasks import pretrain
 from tests.data import datasets
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.runs import only_record
+from tests.waiting import wait_for
 
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
@@ -170,14 +171,6 @@ def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path,
     assert only_record(tmp_path)["status"] == "interrupted"
 
 
-def wait_for_workers(process):
-    deadline_s = time.monotonic() + END_WITHIN_S
-    while len(children := process.children(recursive=True)) < 2:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    return children
-
-
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path, repository):
     datasets.WRITERS["mds"](tmp_path / "mds")
@@ -193,7 +186,9 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path, repository):
     )
     with process:
         next(line for line in process.stdout if line.startswith("Reading mds"))
-        started = wait_for_workers(psutil.Process(process.pid))
+        running = psutil.Process(process.pid)
+        wait_for(lambda: len(running.children(recursive=True)) >= 2, what="the start of workers")
+        started = running.children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the loader's workers, too
         rest = process.stdout.read()
     assert process.returncode == 130, rest

@@ -13,39 +13,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from tests.nodes import address_of, make_nodes
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names of processes.
 GCS, RAYLET, WORKER = "gcs_server", "raylet", "ray::"
 PORT = 6379
 START_WITHIN_S = 60
-END_WITHIN_S = 30
-OBJECT_STORE_BYTES = 200_000_000
+OPTIONS = ("--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-stats")
 
 
 @dataclasses.dataclass
 class RayCluster:
-    """A head and further nodes, of which each can be killed and started again.
+    """A head and further nodes, of which each can be killed and started again."""
 
-    Attributes:
-        namespaces: Names of the nodes' network namespaces, of the head first.
-        resources: Custom resources of each node, by which workers are placed.
-        num_cpus: How many each node claims to have.
-        folder: For sockets and logs of Ray, and for what programs print.
-        started: The programs.
-    """
-
-    namespaces: Sequence[str]
-    resources: Sequence[Mapping[str, float]]
-    num_cpus: int
-    folder: Path
+    namespaces: Sequence[str]  # of the head first
+    resources: Sequence[Mapping[str, float]]  # of each node, by which workers are placed
+    folder: Path  # for sockets and logs of Ray, and for what programs print
     started: list[subprocess.Popen] = dataclasses.field(default_factory=list)
 
     @property
@@ -73,16 +63,9 @@ class RayCluster:
         place = [f"--address={self.address}"]
         if index == 0:
             place = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        store = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", *place, store),
-            *(f"--node-ip-address={address_of(index)}", f"--num-cpus={self.num_cpus}"),
-            *(
-                f"--resources={json.dumps(self.resources[index])}",
-                f"--temp-dir={self.folder / 'ray'}",
-            ),
-            "--disable-usage-stats",
-        ]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *OPTIONS]
+        command += [f"--node-ip-address={address_of(index)}", f"--temp-dir={self.folder / 'ray'}"]
+        command.append(f"--resources={json.dumps(self.resources[index])}")
         log = self.folder / f"node{index}.log"
         started = self.start(command, log, node=index)
         assert started.wait(START_WITHIN_S) == 0, log.read_text()
@@ -142,14 +125,12 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def make_cluster(
-    resources: Sequence[Mapping[str, float]], *, num_cpus: int = 2
-) -> Iterator[RayCluster]:
-    """A cluster that lasts as long as the context; see `RayCluster`."""
+def make_cluster(resources: Sequence[Mapping[str, float]]) -> Iterator[RayCluster]:
+    """A cluster that lasts as long as the context."""
     # The paths of Ray's sockets, which are below it, have to be shorter than 108 bytes.
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     with make_nodes(len(resources)) as names:
-        cluster = RayCluster(names, resources, num_cpus, folder)
+        cluster = RayCluster(names, resources, folder)
         try:
             cluster.repair()
             yield cluster
@@ -157,18 +138,3 @@ def make_cluster(
             for index in range(len(names)):
                 cluster.kill_node(index)
             shutil.rmtree(folder)
-
-
-def wait_for(
-    is_so: Callable[[], object],
-    *,
-    what: str,
-    within_s: float = END_WITHIN_S,
-    log: Path | None = None,
-) -> None:
-    """Wait until something is so; an AssertionError says what was not in time."""
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        said = "" if log is None else f":\n{log.read_text(errors='replace')}"
-        assert time.monotonic() < end_s, f"{what} did not happen within {within_s:g} s{said}"
-        time.sleep(0.05)

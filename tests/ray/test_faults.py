@@ -5,7 +5,6 @@ The losses after a fault are those of a run without one, bit for bit.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import os
@@ -25,8 +24,10 @@ from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.s3_server import BUCKET
 from tests.nodes import address_of
-from tests.ray.cluster import GCS, ROOT, WORKER, RayCluster, make_cluster, wait_for
+from tests.ray.cluster import GCS, ROOT, WORKER, RayCluster, make_cluster
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_events, read_losses, read_steps
+from tests.waiting import wait_for
 
 # Each node holds one rank.
 HEAD, SECOND = {"rank": 1, "trainer": 1}, {"rank": 1, "encoder": 1}
@@ -61,13 +62,7 @@ pytestmark = [
 
 @dataclasses.dataclass
 class Training:
-    """A run of train.py.
-
-    Attributes:
-        driver: The process that was started.
-        folder: Of the run.
-        log: What the driver has printed.
-    """
+    """A run of train.py: its driver, its folder, and what the driver has printed."""
 
     driver: subprocess.Popen
     folder: Path
@@ -75,13 +70,7 @@ class Training:
 
     def wait(self) -> int:
         """Wait for the end; the exit code."""
-        wait_for(
-            lambda: self.driver.poll() is not None,
-            what="the end of the run",
-            within_s=ENDS_WITHIN_S,
-            log=self.log,
-        )
-        return self.driver.returncode
+        return self.driver.wait(ENDS_WITHIN_S)
 
     def wait_for_save(self, *, num_restarts: int = 0) -> None:
         """Wait for a checkpoint of a run that goes on, behind its last restart."""
@@ -95,19 +84,11 @@ class Training:
 
         wait_for(is_saved, what="a checkpoint", within_s=ENDS_WITHIN_S, log=self.log)
 
-    def events(self, name: str) -> list[dict]:
-        """Those of the run's history with a name."""
-        return [event for event in read_history(self.folder) if event["event"] == name]
+    def events(self, kind: str) -> list[dict]:
+        return read_events(self.folder, kind)
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Those of each step."""
-        return losses_of(self.folder)
-
-
-def losses_of(folder: Path) -> list[tuple[str, str]]:
-    """Step and loss of each step of a run, as they were written."""
-    with (folder / "steps.csv").open(newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
+    def losses(self) -> list[str]:
+        return read_losses(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -140,33 +121,29 @@ def store(cluster: RayCluster) -> None:
 
 
 def start(
-    cluster: RayCluster,
-    name: str,
-    *argv: str,
-    num_steps: int = NUM_STEPS,
-    results: str = "runs",
+    cluster: RayCluster, name: str, *argv: str, num_steps: int = NUM_STEPS, results: str = "runs"
 ) -> Training:
     """Start to train under a name, on the head."""
-    place = ("--results_dir", str(cluster.folder / results), "--run_name", name)
-    length = ("--max_duration", f"{num_steps}ba")
-    command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *place, *length, *argv]
+    command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *SAVED, *argv]
+    command += ["--results_dir", str(cluster.folder / results), "--run_name", name]
+    command += ["--max_duration", f"{num_steps}ba"]
     log = cluster.folder / f"{results}-{name}.log"
     folder = cluster.folder / results / name
     return Training(cluster.start(command, log), folder, log)
 
 
 def start_two_ranks(cluster: RayCluster, name: str, *argv: str, **changes) -> Training:
-    return start(cluster, name, "--num_ray_workers", "2", *RANKS, *SAVED, *argv, **changes)
+    return start(cluster, name, "--num_ray_workers", "2", *RANKS, *argv, **changes)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[tuple[str, str]]:
+def expected(tmp_path_factory) -> list[str]:
     """The losses of a run of two ranks without a fault, and without Ray."""
     folder = tmp_path_factory.mktemp("expected")
     place = ("--results_dir", str(folder), "--run_name", "run", "--max_duration", f"{NUM_STEPS}ba")
     run = functools.partial(train.main, [*TINY, *PLAIN, *place, "--engine", "torch"])
     train_in_turn("torch", folder, run)
-    losses = losses_of(folder / "run")
+    losses = read_losses(folder / "run")
     assert len(losses) == NUM_STEPS
     return losses
 
@@ -212,7 +189,7 @@ def test_a_node_that_stays_away_leaves_fewer_ranks_and_the_last_one_ends_the_run
     # Until then with two ranks, each of which draws noise of its own.
     num_shared = min(restart["step"], NUM_STEPS)
     assert training.losses()[:num_shared] == expected[:num_shared] != []
-    steps = [int(step) for step, _ in training.losses()]
+    steps = [int(row["step"]) for row in read_steps(training.folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > restart["step"]
     record = load_record(training.folder)
@@ -256,9 +233,8 @@ def test_encoders_on_another_node_than_ranks_one_of_which_is_killed(cluster):
 
 
 def start_on_head(cluster: RayCluster, name: str, *argv: str, num_steps: int) -> Training:
-    """Start one rank on the head."""
     ranks = ("--num_ray_workers", "1", "--ray_worker_resources", '{"CPU": 1, "trainer": 1}')
-    return start(cluster, name, *ranks, *SAVED, *argv, num_steps=num_steps)
+    return start(cluster, name, *ranks, *argv, num_steps=num_steps)
 
 
 def kill_head(cluster: RayCluster, driver: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.schemas import validate
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("on_cluster")]
 
@@ -57,12 +57,6 @@ def train_on_ray(argv: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def losses(results: Path, name: str) -> list[str]:
-    """The loss of each step, as it was written."""
-    with (results / name / "steps.csv").open(newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file)]
-
-
 def test_two_ranks_that_are_stopped_and_go_on(tmp_path, pictures, latents):
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
     reference = make_argv(tmp_path, "reference", *on_latents)
@@ -70,8 +64,9 @@ def test_two_ranks_that_are_stopped_and_go_on(tmp_path, pictures, latents):
     online = (*ONLINE, "--num_ray_workers", "2", "--remote", str(pictures), "--resume", "auto")
     train_on_ray(make_argv(tmp_path, "online", *online, num_steps=4))
     train_on_ray(make_argv(tmp_path, "online", *online))
-    assert losses(tmp_path, "online") == losses(tmp_path, "reference")
-    assert len(set(losses(tmp_path, "online"))) == NUM_STEPS
+    losses = read_losses(tmp_path / "online")
+    assert losses == read_losses(tmp_path / "reference")
+    assert len(set(losses)) == NUM_STEPS
     record = load_record(tmp_path / "online" / "record.json")
     validate(record)
     assert record["workload"]["num_failed_blocks"] == 0
