@@ -45,10 +45,14 @@ def two_nodes(program, folder: Path):
     return forked_ranks(program, folder, num_nodes=2)
 
 
+def be_first_of_two(monkeypatch, *, ranks_per_node: int, port: int) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": ranks_per_node}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**place, "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
+    be_first_of_two(monkeypatch, ranks_per_node=1, port=0)
     assert run(tmp_path, dist_timeout_s=1) == 1
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
@@ -58,10 +62,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
 def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in place.items():
-            monkeypatch.setenv(name, value)
+        be_first_of_two(monkeypatch, ranks_per_node=2, port=port)
         assert run(tmp_path) == 1
     told = capsys.readouterr().err
     assert f"port {port} cannot be opened for the ranks to meet at" in told

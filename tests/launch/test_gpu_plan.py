@@ -14,7 +14,7 @@ import yaml
 import benchmark
 from sdbench.launch.sweep_file import read_sweep_file, to_flags
 from sdbench.plan.resolve import resolve
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import ALONE
 from sdbench.record.store import load_record
 from sdbench.settings.config import parse_request
 from tests.machines import make_machine
@@ -22,7 +22,6 @@ from tools.gpu_stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [ROOT / "sweeps" / f"benchmark_gpu_{part}.yaml" for part in (1, 2, 3)]
-ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 H200 = make_machine(
     device_name="NVIDIA H200", num_devices=1, device_memory_gib=140.0, free_memory_gib=139.5
 )
@@ -53,7 +52,7 @@ def test_every_cell_can_run_on_a_gpu_and_keeps_what_the_file_gives_it(path, mach
         # Of the miniature the memory is estimated in a second; on a GPU it refuses nothing.
         argv = [*to_flags(cell.settings), "--model_name", "tiny"]
         request = parse_request(argv, description="", epilog="")
-        config = resolve(request, machine=machine, ranks=ONE).config
+        config = resolve(request, machine=machine, ranks=ALONE).config
         assert {name: getattr(config, name) for name in cell.settings} == dict(cell.settings)
         fast = config.preset == "fast"
         assert (config.compile == "all", config.cudnn_benchmark) == (fast, fast)

@@ -8,7 +8,6 @@ stays untested is the cluster: the operator itself, NCCL, and the image.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -229,24 +228,13 @@ def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
     processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
     wait_for(lambda: records_of(cluster), what="the beginning of the run")
     (rank,) = ranks_in(processes[1])
-    assert rank.environ()["TORCHELASTIC_RESTART_COUNT"] == "0"
     rank.kill()
-    wait_for(lambda: restarts_in(processes[1]) == ["1"], what="the restart")
     exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
     assert exit_codes == [0, 0], logs_of(cluster)
     before, after = records_of(cluster)
     assert before["status"] in ("failed", "interrupted")
     assert after["status"] == "ok"
     assert after["ranks"].items() >= {**TWO_RANKS, "restarts": 1}.items()
-
-
-def restarts_in(process: subprocess.Popen) -> list[str]:
-    """What torchrun has told the ranks of a pod that are there."""
-    restarts = []
-    for rank in ranks_in(process):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            restarts.append(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
-    return restarts
 
 
 def start_etcd(cluster: Cluster) -> None:

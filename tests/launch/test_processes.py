@@ -51,9 +51,8 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
 
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
     (picture_folder / "1.png").write_bytes(b"no picture")
-    flags = (*LEAN, "--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
-    flags += ("--no_shuffle", "--no_measure_peak", "--batch_size", "2", "--num_threads", "1")
-    flags += ("--results_dir", str(tmp_path / "runs"))
+    flags = (*LEAN, *TINY, "--no_use_synth_data", "--remote", str(picture_folder), "--no_shuffle")
+    flags += ("--batch_size", "2", "--num_threads", "1", "--results_dir", str(tmp_path / "runs"))
     with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
         assert exit_codes(ranks) == [1, 1]
     record = only_record(tmp_path / "runs")
@@ -65,23 +64,9 @@ def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_
         assert last == f"record: {tmp_path / 'runs' / record['run_id']}"
 
 
-def start_long_run(launcher, results):
-    """A run that is some steps into training, in a process group of its own."""
-    log = results / "log.txt"
-    process = subprocess.Popen(
-        [*launcher, "benchmark.py", *LEAN, *TINY, *LONG, "--results_dir", str(results)],
-        cwd=ROOT,
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    wait_for_step(log)
-    return process
-
-
 @contextlib.contextmanager
 def forked_long_run(results):
-    """The same without a launcher."""
+    """A run without a launcher that is some steps into training."""
     flags = (*LEAN, *TINY, *LONG, "--num_threads", "1", "--results_dir", str(results))
     with forked_ranks(lambda: benchmark.main(flags), results, num_ranks=1) as (process,):
         wait_for_step(log_of(results, 0))
@@ -140,7 +125,15 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
     tmp_path, launcher, send, number, exit_code, reason
 ):
-    process = start_long_run(launcher, tmp_path)
+    log = tmp_path / "log.txt"
+    process = subprocess.Popen(
+        [*launcher, "benchmark.py", *LEAN, *TINY, *LONG, "--results_dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    wait_for_step(log)
     started = psutil.Process(process.pid).children(recursive=True)
     send(process.pid, number)
     assert process.wait(timeout=END_WITHIN_S) == exit_code

@@ -74,15 +74,8 @@ def launched() -> list[str]:
 def run(
     command: str, *, folder: Path, timeout_s: float = 280, env: Mapping[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    options = {"capture_output": True, "text": True, "timeout": timeout_s}
+    return subprocess.run(shlex.split(command), cwd=folder, env=env, **options)
 
 
 def run_here(arguments: list[str], monkeypatch) -> int:

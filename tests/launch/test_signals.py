@@ -60,11 +60,7 @@ def test_a_start_is_stopped_without_a_trace(tmp_path, repository, module, number
 
 
 def signal_at_import(module, number, *argv, repository):
-    """Start benchmark.py, and send it a signal when it has imported a module.
-
-    Returns:
-        Its exit code, and what it has printed as errors from then on.
-    """
+    """The end of benchmark.py, sent a signal when it has imported a module, and its last errors."""
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "benchmark.py", *TINY, *argv],
         cwd=repository,

@@ -21,7 +21,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import ray_cluster
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import ALONE
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.ray_feed import read_stages
@@ -36,7 +36,6 @@ ENCODER = "EncodeStage"
 
 @pytest.fixture(scope="module")
 def cluster(address_here):
-    """Join the Ray cluster of this machine."""
     ray_cluster.connect(address_here)
     import ray
 
@@ -51,7 +50,6 @@ def cluster(address_here):
 
 @pytest.fixture(scope="module")
 def encoder():
-    """The encoders of the tests, in this process."""
     from sdbench.tasks.encode.encoder import Encoder
 
     return Encoder(TINY, encoder_dtype="fp32", seed=3, device="cpu")
@@ -65,16 +63,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path / "data"
 
 
-def source_of(place: Path | str | None, **changes) -> SourceConfig:
-    options = {
-        "data_format": "parquet",
-        "remote": None if place is None else str(place),
-        "image_size": datasets.IMAGE_SIZE,
-        "device_batch_size": BATCH_SIZE,
-        "text_embedding_dim": 32,
-        "seed": 3,
-    }
-    return SourceConfig(**{**options, **changes})
+def source_of(place: Path | str | None, data_format: str = "parquet", **changes) -> SourceConfig:
+    return SourceConfig(
+        data_format=data_format,
+        remote=None if place is None else str(place),
+        image_size=datasets.IMAGE_SIZE,
+        device_batch_size=BATCH_SIZE,
+        text_embedding_dim=32,
+        seed=3,
+        **changes,
+    )
 
 
 def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **settings):
@@ -92,7 +90,7 @@ def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **s
         BenchmarkConfig(**{**options, **settings}),
         architecture=TINY,
         weights_seed=3,
-        ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
+        ranks=ALONE,
         num_batches=num_batches,
     )
 
@@ -108,18 +106,12 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
         moments = [encoder.encode_images(part) for part in images]
         mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
         texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
-        encoded.append(
-            {
-                "latent_mean": mean,
-                "latent_logvar": logvar,
-                "text_embedding": torch.from_numpy(texts),
-            }
-        )
+        texts = torch.from_numpy(texts)
+        encoded.append({"latent_mean": mean, "latent_logvar": logvar, "text_embedding": texts})
     return encoded
 
 
 def same(left: list[dict], right: list[dict]) -> bool:
-    assert len(left) == len(right)
     return all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for a, b in zip(left, right, strict=True)
@@ -181,10 +173,7 @@ def test_every_format(tmp_path, encoder, data_format, changes, stream_here):
 
 
 def test_bad_samples_are_counted_and_replaced_as_in_the_training_process(
-    tmp_path,
-    monkeypatch,
-    encoder,
-    stream_here,
+    tmp_path, monkeypatch, encoder, stream_here
 ):
     def make(index: int) -> bytes:
         return b"no picture" if index in (7, 20) else datasets.make_ramp_png(index)
@@ -227,10 +216,7 @@ def find_encoders() -> list[int]:
 
 @pytest.mark.ray
 def test_decoders_stream_each_file_once_and_a_killed_encoder_changes_nothing(
-    cluster,
-    s3,
-    place,
-    encoder,
+    cluster, s3, place, encoder
 ):
     num_stored = sum(path.stat().st_size for path in place.iterdir())
     s3.upload(place, place.parent.name)

@@ -27,24 +27,6 @@ TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_t
 ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_size", "4")
 
 
-@pytest.fixture
-def pictures(tmp_path, monkeypatch) -> Path:
-    """Parquet files of pictures that differ."""
-    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
-    datasets.write_parquet(tmp_path / "pictures")
-    return tmp_path / "pictures"
-
-
-@pytest.fixture
-def latents(tmp_path, pictures) -> Path:
-    """Their latents, made in batches of those that the encoders of `ONLINE` see."""
-    folder = tmp_path / "latents"
-    argv = [*MODEL, "--remote", str(pictures), "--folder", str(folder), "--out_format", "parquet"]
-    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
-    assert precompute.main(argv) == 0
-    return folder
-
-
 def make_argv(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> list[str]:
     options = [*MODEL, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
     return [*options, "--max_duration", f"{num_steps}ba", "--log_every_batches", "1"]
@@ -57,7 +39,14 @@ def train_on_ray(argv: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_two_ranks_that_are_stopped_and_go_on(tmp_path, pictures, latents):
+def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
+    pictures, latents = tmp_path / "pictures", tmp_path / "latents"
+    datasets.write_parquet(pictures)
+    # Made in batches of those that the encoders of `ONLINE` see.
+    argv = [*MODEL, "--remote", str(pictures), "--folder", str(latents), "--out_format", "parquet"]
+    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
+    assert precompute.main(argv) == 0
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
     reference = make_argv(tmp_path, "reference", *on_latents)
     train_in_turn("torch", tmp_path, functools.partial(train.main, reference))

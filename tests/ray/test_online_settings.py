@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdbench.plan.resolve import resolve
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import ALONE
 from sdbench.settings.config import parse_request
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refused
@@ -14,13 +14,9 @@ ONLINE = ("--online_preprocessing", "--engine", "ray")
 
 
 def plan(*argv: str, machine=None):
-    return resolve(
-        parse_request(
-            ["--model_name", "tiny", "--use_synth_data", *argv], description="", epilog=""
-        ),
-        machine=machine or make_cpu_machine(),
-        ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
-    )
+    words = ["--model_name", "tiny", "--use_synth_data", *argv]
+    request = parse_request(words, description="", epilog="")
+    return resolve(request, machine=machine or make_cpu_machine(), ranks=ALONE)
 
 
 @pytest.mark.parametrize(
