@@ -140,6 +140,11 @@ class SlurmCluster:
         options = {"capture_output": True, "text": True, "check": True, "timeout": 30}
         return subprocess.run(command, cwd=folder, env=environment, **options).stdout
 
+    def logs(self) -> str:
+        """The ends of all daemons' logs."""
+        logs = sorted((self.folder / "log").glob("*.log"))
+        return "\n".join(log.read_text(errors="replace")[-2000:] for log in logs)
+
     def stop(self) -> None:
         """End all daemons and jobs."""
         for process in [*psutil.process_iter()]:

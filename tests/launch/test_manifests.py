@@ -1,20 +1,30 @@
 """The manifests are what a cluster takes, and their pods run what they should.
 
-Schemas come from Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, from the
-models of its packages; tests/job_schemas.py has them, and the schema of a RayJob.
+The schemas of Kubernetes 1.37 are those of kubernetes-validate. A PyTorchJob is read and written
+again by kubeflow-training, a TrainJob and its runtime by kubeflow-trainer-api: a field that their
+models do not have is lost on the way. The models tell names and types; they know no enumerations.
+
+No package of PyPI, npm or Debian has KubeRay's definitions. The fields that our RayJob uses stand
+here as "KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0; those that
+KubeRay's Go types do not leave out when they are empty are required.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import shlex
+from types import SimpleNamespace
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow.training import ApiClient
+from kubeflow_trainer_api import models
 
 from sdbench.settings.config import parse_request
-from tests import job_schemas
 from tests.launch.pods import list_pods
 from tests.launch.rendering import FOLDER, MANIFESTS, documents, pod_specs
 
@@ -23,10 +33,79 @@ SBATCH = FOLDER / "2.train.sbatch"
 JOBS = ("eks", "eks-elastic", "trainjob")
 
 
+def fields_of(*required, **fields):
+    """The schema of an object that has no other fields."""
+    closed = {"type": "object", "additionalProperties": False}
+    return {**closed, "properties": fields, "required": list(required)}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+OBJECT = {"type": "object"}
+GROUP = {
+    "rayStartParams": TEXTS,
+    "resources": TEXTS,
+    "template": fields_of(metadata=OBJECT, spec=OBJECT),
+}
+WORKER_GROUP = fields_of(
+    *("groupName", "maxReplicas", "minReplicas", "template"),
+    groupName=TEXT,
+    maxReplicas=NUMBER,
+    minReplicas=NUMBER,
+    replicas=NUMBER,
+    **GROUP,
+)
+RAY_JOB = fields_of(
+    apiVersion=TEXT,
+    kind=TEXT,
+    metadata=OBJECT,
+    spec=fields_of(
+        backoffLimit=NUMBER,
+        entrypoint=TEXT,
+        rayClusterSpec=fields_of(
+            "headGroupSpec",
+            authOptions=fields_of(mode=TEXT),
+            headGroupSpec=fields_of("template", **GROUP),
+            rayVersion=TEXT,
+            workerGroupSpecs={"type": "array", "items": WORKER_GROUP},
+        ),
+        runtimeEnvYAML=TEXT,
+        shutdownAfterJobFinishes={"type": "boolean"},
+    ),
+)
+KINDS = {
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "RayJob": "ray.io/v1",
+}
+
+
+def validate_job(document):
+    """Check a document of one of the kinds, but for its descriptions of pods."""
+    kind = document["kind"]
+    assert document["apiVersion"] == KINDS[kind]
+    if kind == "RayJob":
+        jsonschema.Draft202012Validator(RAY_JOB).validate(document)
+        return
+    document = copy.deepcopy(document)
+    for spec in pod_specs(document):
+        spec.clear()
+        spec["containers"] = []
+    if kind == "PyTorchJob":
+        client = ApiClient()
+        response = SimpleNamespace(data=json.dumps(document))
+        job = client.deserialize(response, "KubeflowOrgV1PyTorchJob")
+        assert client.sanitize_for_serialization(job) == document
+    else:
+        model = getattr(models, f"TrainerV1alpha1{kind}")
+        assert model.from_dict(document).to_dict() == document
+
+
 def validate(document):
     """Check a document, and what a job says of its pods as pods of their own."""
-    if document["kind"] in job_schemas.KINDS:
-        job_schemas.validate(document)
+    if document["kind"] in KINDS:
+        validate_job(document)
     else:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     for spec in pod_specs(document):
