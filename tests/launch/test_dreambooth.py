@@ -39,7 +39,6 @@ def workplace(tmp_path) -> None:
 
 @pytest.fixture
 def started(monkeypatch) -> list[str]:
-    """The commands that were started."""
     return run_steps_here(monkeypatch)
 
 

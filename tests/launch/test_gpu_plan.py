@@ -15,9 +15,9 @@ import benchmark
 from sdbench.launch.sweep_file import read_sweep_file, to_flags
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import ALONE
-from sdbench.record.store import load_record
 from sdbench.settings.config import parse_request
 from tests.machines import make_machine
+from tests.runs import only_record
 from tools.gpu_stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ STAND_INS = list(itertools.chain(*(flags_of(stand_in(read(path))[0]) for path in
 @pytest.mark.parametrize("argv", [STAND_INS[12], STAND_INS[15]], ids=" ".join)
 def test_a_cell_runs_in_miniature(argv, tmp_path, without_compiling):
     assert benchmark.main([*argv, "--results_dir", str(tmp_path)]) == 0
-    record = load_record(next(tmp_path.glob("*/record.json")))
+    record = only_record(tmp_path)
     assert record["status"] == "ok" and record["summary"]["attention_kernels"]
 
 

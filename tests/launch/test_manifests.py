@@ -170,7 +170,6 @@ def test_secrets_are_named_and_never_there(kind):
 
 
 def test_a_job_that_is_stopped_has_longer_than_its_ranks_take_for_themselves():
-    """test_scripts has what start-ranks.sh tells them."""
     script = (FOLDER / "start-ranks.sh").read_text()
     grace_s = int(re.search(r"^GRACE_S=(\d+)$", script, flags=re.MULTILINE)[1])
     graces_s = [only_pod_spec(kind)["terminationGracePeriodSeconds"] for kind in JOBS]

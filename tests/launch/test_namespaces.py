@@ -238,7 +238,6 @@ def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
 
 
 def start_etcd(cluster: Cluster) -> None:
-    """Start the etcd of 4.etcd.yaml on node 0."""
     program = find_program("etcd", package="etcd-server", folder=cluster.shared / "debian")
     (pod,) = list_pods(documents("etcd"))
     assert pod.command[0] == "etcd"

@@ -110,7 +110,6 @@ def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
 
 
 def two_nodes(program, folder: Path):
-    """A rank on each of two nodes."""
     return forked_ranks(program, folder, num_nodes=2)
 
 

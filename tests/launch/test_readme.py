@@ -56,13 +56,11 @@ ON_RAY = "--engine ray"  # starts a cluster
 
 
 def blocks(language: str, documents: Sequence[str] = GUIDES) -> list[str]:
-    """The code blocks in a language."""
     text = "".join((ROOT / document).read_text() for document in documents)
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def commands(documents: Sequence[str] = GUIDES) -> list[str]:
-    """Lines of the bash blocks, each once."""
     lines = [line for block in blocks("bash", documents) for line in block.splitlines()]
     return list(dict.fromkeys(filter(str.strip, lines)))
 
@@ -101,17 +99,16 @@ def workplace(tmp_path, picture_folder) -> Path:
 
 
 def is_tool(command: str) -> bool:
-    """Return True for a step from a folder of images to latents, which needs the one before."""
+    """Whether it is a step from a folder of images to latents, which needs the one before."""
     return any(f"-m sdbench {name} " in command for name in DATA_TOOLS)
 
 
 def is_of_subject(command: str) -> bool:
-    """Return True if it teaches a model a subject, or draws that subject."""
     return "unqtkn" in command
 
 
 def is_of_training(command: str) -> bool:
-    """Return True for a step from pictures to a drawing, which needs the one before."""
+    """Whether it is a step from pictures to a drawing, which needs the one before."""
     starts = ("python train.py", "python generate.py", "python -m sdbench export")
     return command.startswith(starts) and not is_of_subject(command)
 
@@ -120,16 +117,16 @@ def is_quick(command: str) -> bool:
     return "--model_name tiny" in command or "benchmark.py" not in command or "--help" in command
 
 
+def marked(command: str):
+    # Two ranks by a launcher, and a step counted operation by operation, take longest.
+    is_slow = command.startswith("composer") or "sdbench profile" in command
+    return pytest.param(command, marks=pytest.mark.slow if is_slow else ())
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        # Two ranks by a launcher, and a step counted operation by operation, take longest.
-        pytest.param(
-            command,
-            marks=pytest.mark.slow
-            if command.startswith("composer") or "sdbench profile" in command
-            else (),
-        )
+        marked(command)
         for command in launched()
         if is_quick(command)
         and not (is_tool(command) or is_of_training(command) or is_of_subject(command))
@@ -187,7 +184,6 @@ def test_commands_of_a_subject_are_valid_plans(subject_and_model, capsys):
 
 @pytest.mark.slow
 def test_from_pictures_of_a_subject_to_a_drawing(subject_and_model, capsys, monkeypatch):
-    """With little of everything."""
     import generate
     from sdbench.cli import main as sdbench
     from tests.launch.steps_here import run_steps_here
@@ -230,12 +226,11 @@ def ray_head(tmp_path) -> Iterator[tuple[int, int, dict[str, str]]]:
     (tmp_path / "home").mkdir()
     completed = run("ray get-auth-token --generate", folder=tmp_path, env=environment)
     assert completed.returncode == 0, completed.stderr
-    ports = [free_port() for _ in range(4)]
     names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    ports = {name: free_port() for name in names}
     # By its own folder nobody else finds it; the names of sockets have to be short.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    options = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
-    options.append(f"--temp-dir={folder}")
+    options = [f"--temp-dir={folder}", *(f"--{name}={port}" for name, port in ports.items())]
     # All that it starts ends with it: `ray stop` would end the clusters of others as well.
     head = subprocess.Popen(
         [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", *options],
@@ -244,7 +239,7 @@ def ray_head(tmp_path) -> Iterator[tuple[int, int, dict[str, str]]]:
         stderr=subprocess.STDOUT,
     )
     try:
-        yield ports[0], ports[1], environment
+        yield ports["port"], ports["dashboard-port"], environment
     finally:
         head.terminate()
         head.wait(60)
@@ -271,7 +266,6 @@ def test_a_cluster_is_joined_and_given_a_job(ray_head, workplace):
 
 
 def wait_for(port: int) -> None:
-    """Wait until a web server answers at a port of this machine."""
     end_s = time.monotonic() + 120
     while True:
         try:

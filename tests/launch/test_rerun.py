@@ -39,7 +39,6 @@ LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version
 
 @pytest.fixture(autouse=True)
 def in_the_checkout(repository, monkeypatch):
-    """The programs are looked for where the command is given."""
     monkeypatch.chdir(repository)
     for name in ("OMP_NUM_THREADS", "MALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

@@ -137,14 +137,12 @@ def is_gathering(module):
 
 
 class WeightRecorder:
-    """Keeps the whole weights before and after each step, and the shapes of this rank's parts.
-
-    `held` has the weights that this rank updates and averages, or their copies in fp32.
-    """
+    """Keeps the whole weights before and after each step, and the shapes of this rank's parts."""
 
     def __init__(self, module):
         self.module = module
-        self.weights, self.held = [], []
+        self.weights = []
+        self.held = []  # the weights that this rank updates and averages, or their copies in fp32
         self.shapes, self.updated = {}, {}
 
     def loop_begins(self):
@@ -157,7 +155,6 @@ class WeightRecorder:
             self.shapes[name] = tuple(here.shape)
 
     def step_ends(self, **_):
-        """Record the weights again."""
         self.loop_begins()
 
 
@@ -223,13 +220,11 @@ each_run = pytest.mark.parametrize(("where", "case"), [*ON_ONE_NODE, *ON_NODES])
 
 
 def tolerance_of(case):
-    """Of losses, gradients and weights."""
     return IN_BF16 if case == "bf16" or case.endswith("masters") else TOLERANCE
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where two ranks write."""
     return tmp_path_factory.mktemp("sharded")
 
 
@@ -353,7 +348,6 @@ def test_what_is_updated_is_the_copy_in_fp32(engine, case, type_held, results):
 
 
 def held_by(of_ranks):
-    """Names of the weights that each rank averages."""
     return [set(of_rank["held"][0]) for of_rank in of_ranks]
 
 

@@ -34,7 +34,6 @@ ADDRESS_LEFT = "127.0.0.1:9"
 
 @pytest.fixture(scope="session")
 def address_here() -> Iterator[str]:
-    """The address of a cluster of this machine."""
     # The paths of Ray's sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         left = Path(name) / "ray" / "ray_current_cluster"
@@ -54,7 +53,6 @@ def address_here() -> Iterator[str]:
 
 @pytest.fixture
 def on_cluster(address_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of the test join the cluster of this machine."""
     monkeypatch.setenv("RAY_ADDRESS", address_here)
 
 

@@ -136,10 +136,7 @@ class RayCluster:
         return found
 
     def kill_node(self, node: int, *, spare: Sequence[int] = ()) -> None:
-        """Kill all processes of a node at once, as if its machine were switched off.
-
-        Processes with an id in `spare`, and their children, live on.
-        """
+        """Kill all processes of a node at once but for those to spare, and their children."""
         spared = set(spare)
         for pid in spare:
             spared |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
@@ -163,7 +160,6 @@ class Training:
     log: Path
 
     def wait(self) -> int:
-        """Wait for the end; the exit code."""
         return self.driver.wait(ENDS_WITHIN_S)
 
     def wait_for_save(self, *, num_restarts: int = 0) -> None:
@@ -226,7 +222,6 @@ def store(cluster: RayCluster) -> None:
 def start(
     cluster: RayCluster, name: str, *argv: str, num_steps: int = NUM_STEPS, results: str = "runs"
 ) -> Training:
-    """Start to train under a name, on the head."""
     command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *SAVED, *argv]
     command += ["--results_dir", str(cluster.folder / results), "--run_name", name]
     command += ["--max_duration", f"{num_steps}ba"]

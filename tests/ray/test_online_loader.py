@@ -20,13 +20,16 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
+from sdbench.plan.resolve import resolve
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import ALONE
-from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.config import BenchmarkConfig, parse_request
 from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
+from tests.machines import make_cpu_machine, make_machine
+from tests.refusals import refused
 
 TINY = resolve_architecture("tiny", revision=None, random_weights=False)
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
@@ -205,7 +208,6 @@ def test_a_damaged_file_is_an_error_unless_allowed(place, encoder, stream_here):
 
 
 def find_encoders() -> list[int]:
-    """Process ids of the encoders below this process."""
     found = []
     for worker in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
@@ -293,3 +295,34 @@ def test_a_cluster_that_is_too_small_is_told(cluster, settings, told):
     source = source_of(None, data_format="synthetic", num_images=BATCH_SIZE)
     with pytest.raises(RunError, match=told):
         read(open_loader(source, **settings), num_epochs=1)
+
+
+ON_RAY = ("--online_preprocessing", "--engine", "ray")
+
+
+def plan(*argv: str, machine=None):
+    words = ["--model_name", "tiny", "--use_synth_data", *argv]
+    request = parse_request(words, description="", epilog="")
+    return resolve(request, machine=machine or make_cpu_machine(), ranks=ALONE)
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--latents or --online_preprocessing", (*ON_RAY, "--latents", "precomputed")),
+        ("--num_workers or --online_preprocessing", (*ON_RAY, "--num_workers", "2")),
+        ("--compile", (*ON_RAY, "--compile", "encoders")),
+    ],
+)
+def test_what_the_encoders_cannot_do_is_refused(flag, argv):
+    with refused(flag):
+        plan(*argv)
+
+
+def test_a_step_has_no_encoders():
+    argv = ("--device_train_microbatch_size", "1", "--batch_size", "2")
+    beside, within = (
+        plan(*argv, *more, machine=make_machine()) for more in (ON_RAY, ("--engine", "ray"))
+    )
+    assert beside.memory.total_gib < within.memory.total_gib
+    assert (beside.config.num_workers, within.config.num_workers) == (0, 8)
