@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -52,10 +53,11 @@ def run_rank(
     return exit_code
 
 
-class _Talk:
+class _Talk(io.TextIOBase):
     """A text stream to the desk, whose answers may ask the rank to stop."""
 
     def __init__(self, desk: Any, *, is_first: bool) -> None:
+        super().__init__()
         self._desk = desk
         self._is_first = is_first
         self._texts: list[str] = []
@@ -67,12 +69,6 @@ class _Talk:
         with self._lock:
             self._texts.append(text)
         return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: the next visit takes all."""
-
-    def isatty(self) -> bool:
-        return False
 
     def go_on(self) -> None:
         """Visit the desk until the rank ends; in a thread."""
