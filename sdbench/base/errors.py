@@ -90,3 +90,8 @@ class RunError(RuntimeError):
     def __init__(self, reason: str, *, status: str = "failed") -> None:
         super().__init__(without_controls(reason))
         self.status = status
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error that has text, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

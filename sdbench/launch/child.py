@@ -44,25 +44,16 @@ MAX_REASON_LENGTH = 300
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
+    """How a measuring command ended."""
 
-    Attributes:
-        status: One of the statuses of a record.
-        reason: Why, in a sentence; None for ok.
-        exit_code: Of the command; 128 plus the number of the signal that ended it.
-        duration_s: From its start to its end.
-        cause: Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if one of its ranks
-            ended without a word; None if it is not known.
-        run: Name of the folder of its record; None without a record.
-        record: The record, or None.
-    """
-
-    status: str
-    reason: str | None
-    exit_code: int
+    status: str  # one of those of a record
+    reason: str | None  # None for ok
+    exit_code: int  # as of `End`
     duration_s: float
+    # Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if one of its ranks ended
+    # without a word; None if it is not known.
     cause: str | None
-    run: str | None
+    run: str | None  # name of the folder of its record
     record: dict[str, Any] | None
 
     @property
@@ -105,10 +96,7 @@ def values_of(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> None:
-    """Refuse arguments with the flag `name`, which the command sets itself.
-
-    `why` is the start of the sentence; `flag` is what the user can change.
-    """
+    """Refuse arguments with the flag `name`, which the command sets itself."""
     if values_of(arguments, name):
         raise ConfigError(why, value=name, allowed=f"arguments without {name}", flag=flag)
 
@@ -183,16 +171,11 @@ def run_guarded(
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
 ) -> End:
-    """Run a command in a process of its own to its end.
+    """Run a command in a process of its own to its end, or for `timeout_s`.
 
-    The command and all that it has started end with this process, however this one ends.
-
-    Args:
-        command: Program and arguments.
-        folder: Made if it does not exist; there the command tells what ended it badly.
-        output: Gets what it prints; None: this process's own.
-        timeout_s: The command is ended after so many seconds; None waits.
-        grace_s: How long it may take to end when it is asked to.
+    The command and all that it has started end with this process, however this one ends, within
+    `grace_s`. In the folder the command tells what ended it badly. Without an `output` it prints
+    where this process does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cause_file = (folder / CAUSE_NAME).absolute()
@@ -211,27 +194,19 @@ def run_guarded(
     assert process.stdin is not None
     has_timed_out = False
     try:
-        exit_code = process.wait(timeout_s)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         has_timed_out = True
+    finally:  # at Ctrl-C or SIGTERM, too: no rank may outlive the program
         process.stdin.close()
         exit_code = process.wait()
-    except BaseException:  # Ctrl-C or SIGTERM: no rank may outlive the program
-        process.stdin.close()
-        process.wait()
-        raise
-    finally:
-        process.stdin.close()
     return End(exit_code, time.perf_counter() - started_s, has_timed_out)
 
 
 def run_in_terminal(
     command: Sequence[str], *, folder: Path, variables: Sequence[str] = (), grace_s: float = GRACE_S
 ) -> int:
-    """Run a command as `run_guarded`, with this process's output; returns its exit code.
-
-    `variables` are assignments ``NAME=value``.
-    """
+    """Run a command as `run_guarded`, with assignments ``NAME=value``; returns its exit code."""
     end = run_guarded(["env", *variables, *find_program(command)], folder=folder, grace_s=grace_s)
     if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # which it has told itself
         print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
@@ -251,18 +226,13 @@ def check_suite_is_here(*names: str) -> None:
 
 
 def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
-    """Run a measuring command as `run_guarded`.
-
-    ``--results_dir FOLDER`` is added; the folder is new, and gets the run's folder and output.log.
-    """
+    """Run a measuring command, with ``--results_dir FOLDER``, a new folder, as `run_guarded`."""
     folder.mkdir(parents=True)
     log = folder / OUTPUT_NAME
     try:
         with log.open("wb") as output:
-            results = ("--results_dir", str(folder))
-            end = run_guarded(
-                [*command, *results], folder=folder, output=output, timeout_s=timeout_s
-            )
+            command = [*command, "--results_dir", str(folder)]
+            end = run_guarded(command, folder=folder, output=output, timeout_s=timeout_s)
     finally:  # a run that is stopped keeps its output, too
         replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
     return _explain(folder, end, timeout_s=timeout_s)
@@ -332,13 +302,8 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _signal_of(exit_code: int) -> signal.Signals | None:
-    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n.
-
-    255 may be a program's own exit(-1), and is taken for that.
-    """
-    numbers = {number.value: number for number in signal.Signals}
-    if exit_code < 0:
-        return numbers.get(-exit_code)
-    if 192 < exit_code < 255:
-        return numbers.get(256 - exit_code)
-    return numbers.get(exit_code - 128)
+    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if 192 < exit_code < 255:  # 255 is taken for a program's own exit(-1)
+        number = 256 - exit_code
+    return signal.Signals(number) if number in [*signal.Signals] else None

@@ -121,17 +121,11 @@ class DreamboothFlags(SimilaritySettings):
 
 
 class Step(NamedTuple):
-    """A program that makes a part of the folder.
-
-    Attributes:
-        what: What it makes, in a few words.
-        command: As a person types it.
-        target: A folder that it writes as a whole; None: it goes on with its own files.
-    """
+    """A program that makes a part of the folder."""
 
     what: str
-    command: tuple[str, ...]
-    target: Path | None = None
+    command: tuple[str, ...]  # as a person types it
+    target: Path | None = None  # a folder that it writes as a whole; else it goes on by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,19 +187,16 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
 
 
 def _launcher(num_ranks: int) -> list[str]:
-    if num_ranks == 1:
-        return ["python"]
-    return ["torchrun", "--standalone", "--nproc_per_node", str(num_ranks)]
+    torchrun = ["torchrun", "--standalone", "--nproc_per_node", str(num_ranks)]
+    return torchrun if num_ranks > 1 else ["python"]
 
 
 def _sample_prompts(flags: DreamboothFlags) -> list[str]:
     """The prompts that are drawn before and after, each once."""
-    if flags.sample_prompts is None:
-        others = [f"{flags.prompt} {scene}" for scene in SCENES]
-    else:
+    others = [f"{flags.prompt} {scene}" for scene in SCENES]
+    if flags.sample_prompts is not None:
         others = [text.strip() for text in flags.sample_prompts.split(PROMPT_SEPARATOR)]
-    prompts = [flags.prompt, flags.class_prompt, *others]
-    return list(dict.fromkeys(prompt for prompt in prompts if prompt))
+    return list(dict.fromkeys(filter(None, (flags.prompt, flags.class_prompt, *others))))
 
 
 def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:

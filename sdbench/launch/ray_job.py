@@ -9,6 +9,7 @@ next step. Both go through an actor, the desk.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -24,8 +25,8 @@ import psutil
 
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
-from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError
-from sdbench.launch.ray_worker import PERIOD_S, Rank, RankFailedError
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError, first_line
+from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
 from sdbench.settings.ray import RaySettings
@@ -42,11 +43,11 @@ HEAD_PATIENCE_S = 30.0
 
 
 class Heard(NamedTuple):
-    """Output of the ranks since the last visit, starts of the first rank, and folder of the run."""
+    """What the driver hears at the desk."""
 
-    text: str
-    num_starts: int
-    folder: Path | None
+    text: str  # output of the ranks since the last visit
+    num_starts: int  # of the first rank
+    folder: Path | None  # of the run
 
 
 class Desk:
@@ -85,21 +86,9 @@ class Desk:
 
 
 def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..., int]) -> int:
-    """Run a command's ranks, and wait for them.
+    """Run a command's ranks; returns the exit code of the first one, or 1 if a rank was lost.
 
-    Args:
-        request: Of a training run with `RaySettings`.
-        command: The arguments of the command.
-        rank_main: `rank_main(command, began=...)` runs a rank and returns its exit code. Every
-            node can import it.
-
-    Returns:
-        The exit code of the first rank; 1 if a rank was lost.
-
-    Raises:
-        ConfigError: Ray is not installed, its settings contradict each other, or the ranks have no
-            room on this machine, which is the whole cluster.
-        RunError: No cluster answers.
+    `rank_main(command, began=...)` runs a rank and returns its exit code.
     """
     check(request, declarations(RaySettings))
     ray_cluster.connect(request.config.ray_address)
@@ -110,7 +99,8 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     began_s = psutil.Process().create_time()
     actor = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here)
     desk = actor.remote(began_s=began_s)
-    rank = Rank(desk, rank_main, command, cwd=os.getcwd(), began_s=began_s)
+    rank = functools.partial(run_rank, desk, rank_main, command, os.getcwd(), began_s)
+    rank.__name__ = "sdbench rank"  # Ray names its threads by it
     with tempfile.TemporaryDirectory(prefix="sdbench-ray-", ignore_cleanup_errors=True) as scratch:
         trainer = _make_trainer(request.config, rank, scratch=scratch)
         try:
@@ -289,7 +279,7 @@ def resources_per_worker(config: Any) -> Mapping[str, float]:
     return {"CPU": 1, "GPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
 
 
-def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
+def _make_trainer(config: Any, rank: Callable[[], int], *, scratch: str) -> Any:
     # Ray would move the ranks to a folder of its own, and relative paths mean the driver's.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each print would come twice
@@ -358,13 +348,7 @@ def _causes(error: Exception) -> dict[int, BaseException]:
 def _describe_loss(error: Exception, causes: Mapping[int, BaseException]) -> str:
     lost = {rank: cause for rank, cause in causes.items() if not isinstance(cause, RankFailedError)}
     if not lost:
-        return f"the Ray cluster has ended or no longer answers ({_first_line(error)})"
+        return f"the Ray cluster has ended or no longer answers ({first_line(error)})"
     ranks = ", ".join(f"rank {rank}" for rank in sorted(lost))
-    return (
-        f"{ranks} was lost, and no restart is left (--max_failures): {_first_line(lost[min(lost)])}"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    why = first_line(lost[min(lost)])
+    return f"{ranks} was lost, and no restart is left (--max_failures): {why}"

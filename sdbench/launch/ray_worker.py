@@ -1,8 +1,9 @@
-"""`Rank` runs in a worker of Ray Train a rank as any launcher starts it."""
+"""`run_rank` runs in a worker of Ray Train a rank as any launcher starts it."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,56 +23,41 @@ class RankFailedError(Exception):
     """A rank has failed and has said why; Ray may start the ranks again."""
 
 
-class Rank:
-    """The function of all workers."""
+def run_rank(
+    desk: Any, rank_main: Callable[..., int], command: list[str], cwd: str, began_s: float
+) -> int:
+    """Run a rank in a worker; returns the exit code, or raises `RankFailedError`.
 
-    def __init__(
-        self,
-        desk: Any,
-        rank_main: Callable[..., int],
-        command: list[str],
-        *,
-        cwd: str,
-        began_s: float,
-    ) -> None:
-        """Take a handle of the driver's `Desk`, the arguments of `launch_ranks`, and its start.
+    `desk` is a handle of the driver's `Desk`. The driver's working folder `cwd` becomes the
+    worker's on nodes that have it.
+    """
+    import ray
 
-        The driver's working folder `cwd` becomes the worker's on nodes that have it.
-        """
-        self._desk = desk
-        self._rank_main = rank_main
-        self._command = command
-        self._cwd = cwd
-        self._began_s = began_s
-        self.__name__ = "sdbench rank"  # Ray names its threads by it
+    is_first = os.environ["RANK"] == "0"
+    if os.path.isdir(cwd):
+        os.chdir(cwd)
+    num_before, launch_s = ray.get(desk.begin.remote()) if is_first else (0, 0.0)
+    os.environ |= {
+        RAY_RESTARTS: str(num_before),
+        RAY_BEGAN_S: str(began_s),
+        RAY_LAUNCH_S: str(launch_s),
+    }
 
-    def __call__(self) -> int:
-        """Run the rank; returns the exit code, or raises `RankFailedError` if the run failed."""
-        import ray
+    def began(folder: Path) -> None:
+        desk.begin_run.remote(folder.resolve())
 
-        is_first = os.environ["RANK"] == "0"
-        if os.path.isdir(self._cwd):
-            os.chdir(self._cwd)
-        num_before, launch_s = ray.get(self._desk.begin.remote()) if is_first else (0, 0.0)
-        os.environ |= {
-            RAY_RESTARTS: str(num_before),
-            RAY_BEGAN_S: str(self._began_s),
-            RAY_LAUNCH_S: str(launch_s),
-        }
-        with _talking(self._desk, is_first=is_first) as talk:
-            exit_code = self._rank_main(self._command, began=self._tell_folder)
-        if exit_code == EXIT_FAILED and not talk.is_stopped:
-            raise RankFailedError(f"exit code {exit_code}")
-        return exit_code
-
-    def _tell_folder(self, folder: Path) -> None:
-        self._desk.begin_run.remote(folder.resolve())
+    with _talking(desk, is_first=is_first) as talk:
+        exit_code = rank_main(command, began=began)
+    if exit_code == EXIT_FAILED and not talk.is_stopped:
+        raise RankFailedError(f"exit code {exit_code}")
+    return exit_code
 
 
-class _Talk:
+class _Talk(io.TextIOBase):
     """A text stream to the desk, whose answers may ask the rank to stop."""
 
     def __init__(self, desk: Any, *, is_first: bool) -> None:
+        super().__init__()
         self._desk = desk
         self._is_first = is_first
         self._texts: list[str] = []
@@ -83,12 +69,6 @@ class _Talk:
         with self._lock:
             self._texts.append(text)
         return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: the next visit takes all."""
-
-    def isatty(self) -> bool:
-        return False
 
     def go_on(self) -> None:
         """Visit the desk until the rank ends; in a thread."""

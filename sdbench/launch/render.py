@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import json
 import re
 import shlex
@@ -30,12 +29,7 @@ ENTRYPOINT_ARGUMENTS = re.compile(
     rf"^( *)--results_dir={RESULTS_DIR}\n(?:\1\S.*\n)*", flags=re.MULTILINE
 )
 PARSERS = {"benchmark.py": config.parse_request, "train.py": recipe.parse_request}
-COUNT_KEYS = (
-    *("replicas", "minReplicas", "maxReplicas", "maxRestarts"),
-    *("numNodes", "numProcPerNode"),
-)
-# The keys that lead to a part of a document.
-Place = tuple[str, ...]
+COUNT_KEYS = ("replicas", "minReplicas", "maxReplicas", "maxRestarts", "numNodes", "numProcPerNode")
 
 EPILOG = """\
 examples:
@@ -50,11 +44,11 @@ examples:
 
 
 class Manifest(NamedTuple):
-    """A manifest: its template in multi-node/, its help, and what `kubectl logs -f` follows."""
+    """A manifest of a job."""
 
-    template: str
+    template: str  # in multi-node/
     meaning: str
-    logs: str
+    logs: str  # what `kubectl logs -f` follows
 
 
 MANIFESTS: dict[str, Manifest] = {
@@ -196,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     file = flags.out or Path(f"{JOB_NAME}-{name}.yaml")
     if flags.dry_run:
-        lines = itertools.chain.from_iterable(map(_describe, documents))
+        lines = [line for each in documents for line in _describe(each, each["kind"])]
         print("\n".join(dict.fromkeys(lines)))  # the workers of a job repeat what its master runs
     else:
         file.write_text(text, encoding="utf-8")
@@ -280,25 +274,19 @@ def _check_arguments(documents: Sequence[Mapping[str, Any]], arguments: Sequence
         PARSERS[Path(program).name](words, description="", epilog="")
 
 
-def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    """Every part of a document, with its place."""
-    yield place, value
+def _describe(value: Any, *place: str) -> Iterator[str]:
+    """Lines on what a part of a manifest runs: numbers, commands, variables and devices."""
+    key = place[-1]
+    if key in COUNT_KEYS:
+        yield f"{'.'.join(place)}: {value}"
+    elif key in ("command", "args"):
+        yield f"{key}: {shlex.join(value)}"
+    elif key == "entrypoint":
+        yield f"entrypoint: {value}"
+    elif key == "limits":
+        yield from (f"limit: {name}={number}" for name, number in value.items())
+    elif key == "env":
+        yield from (f"env: {one['name']}={one.get('value', '(secret)')}" for one in value)
     parts = value.items() if isinstance(value, Mapping) else ()
-    parts = enumerate(value) if isinstance(value, list) else parts
-    for key, part in parts:
-        yield from _walk(part, (*place, str(key)))
-
-
-def _describe(document: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on what a manifest runs: numbers, commands, variables and devices."""
-    for place, value in _walk(document, (str(document["kind"]),)):
-        if place[-1] in COUNT_KEYS:
-            yield f"{'.'.join(place)}: {value}"
-        elif place[-1] in ("command", "args"):
-            yield f"{place[-1]}: {shlex.join(value)}"
-        elif place[-1] == "entrypoint":
-            yield f"entrypoint: {value}"
-        elif place[-1] == "limits":
-            yield from (f"limit: {name}={number}" for name, number in value.items())
-        elif place[-1] == "env":
-            yield from (f"env: {one['name']}={one.get('value', '(secret)')}" for one in value)
+    for name, part in enumerate(value) if isinstance(value, list) else parts:
+        yield from _describe(part, *place, str(name))

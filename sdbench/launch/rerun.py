@@ -6,6 +6,7 @@ speed reach the command: no program, no `pipe:` command, no path in a variable, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -120,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("Here it is not as in the record:", [*differences, *left_out]),
     ):
         if sentences:
-            lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
-            print("\n".join(lines), file=sys.stderr)
+            print(heading, *map(for_terminal, sentences), sep="\n  ", file=sys.stderr)
     words = ["env", *variables, *command] if variables else command
     print(without_controls(shlex.join(words)), flush=True)  # unchanged, to be copied
     if flags.dry_run:
@@ -189,8 +189,7 @@ def _settings_to_give(
 ) -> tuple[dict[str, Any], list[str]]:
     """The settings that a command line has to name, and sentences on settings without a record.
 
-    A setting is left out if this version's default or preset gives its value by itself, or if it is
-    in `without`.
+    Those that this version's default or preset gives by itself are left out.
     """
     recorded, declared = record["config"], declarations(config_type)
     on_gpu = record["machine"]["device_type"] == GPU
@@ -242,10 +241,9 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
 
     if not isinstance(value, str):
         return False
-    try:
-        places = [value, *braceexpand(value)]
-    except UnbalancedBracesError:  # a text, or a place that the program itself refuses
-        places = [value]
+    places = [value]
+    with contextlib.suppress(UnbalancedBracesError):  # a text, or refused by the program itself
+        places += braceexpand(value)
     is_command = any(place.startswith(PIPE) for place in places)
     return is_command or any(f"<{name}>" in value for name in names)
 
@@ -293,10 +291,8 @@ def _tell_how_made(record: Mapping[str, Any]) -> str:
     """The end of a sentence: how the data set was made, if the record says so."""
     sentence = ""
     for facts in filter(None, (record.get("data") or {}).get("made_by", ())):
-        told = ", ".join(
-            f"{name} {value}" for name, value in facts.items() if name != "command" and value
-        )
-        sentence += f"; it was made by {facts['command']}: {told}"
+        told = [f"{name} {value}" for name, value in facts.items() if name != "command" and value]
+        sentence += f"; it was made by {facts['command']}: {', '.join(told)}"
     return sentence
 
 

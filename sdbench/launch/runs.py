@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import math
 import shutil
 import time
@@ -22,37 +24,25 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass
 class Run:
-    """A measurement in a process of its own.
+    """A measurement in a process of its own."""
 
-    Attributes:
-        name: What tells it from the others, for people; may be empty.
-        command: Program and arguments.
-        folder: Made for it; what an earlier attempt has left there is removed.
-    """
-
-    name: str
+    name: str  # for people; may be empty
     command: Sequence[str]
-    folder: Path
+    folder: Path  # made for it; what an earlier attempt has left there is removed
 
 
 RunT = TypeVar("RunT", bound=Run)
 
 
 def measure(
-    runs: Iterable[RunT],
-    *,
-    timeout_s: float = math.inf,
-    end_s: float = math.inf,
+    runs: Sequence[RunT], *, timeout_s: float = math.inf, end_s: float = math.inf
 ) -> Iterator[tuple[RunT, Outcome]]:
-    """Make runs, and show how each has ended.
+    """Make runs, each within `timeout_s`, until `end_s`, and show how each has ended.
 
-    Args:
-        runs: Each is asked for when the one before has ended, and made if there is time.
-        timeout_s: Bound on each.
-        end_s: When the time is up, on the monotonic clock. The run that is under way then has not
-            ended, unless its own time is up too.
+    The run that is under way at `end_s`, on the monotonic clock, is not given unless its own time
+    is up too.
     """
-    with Progress(len(runs) if isinstance(runs, Sequence) else 0, unit="run") as progress:
+    with Progress(len(runs), unit="run") as progress:
         for run in runs:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -70,12 +60,8 @@ def measure(
 
 
 def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
-    """Number of the round, from 1, and item: every item once, then every item again.
-
-    What changes slowly on a machine meets all of them alike.
-    """
-    items = list(items)
-    return [(number, item) for number in range(1, times + 1) for item in items]
+    """Number of the round, from 1, and item: what changes slowly on a machine meets all alike."""
+    return list(itertools.product(range(1, times + 1), items))
 
 
 def new_folder(given: Path | None, *, prefix: str) -> Path:
@@ -83,12 +69,10 @@ def new_folder(given: Path | None, *, prefix: str) -> Path:
     while given is None:
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         folder = Path("runs") / f"{prefix}_{now}"
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            time.sleep(0.1)  # another command began within the same second
-        else:
             return folder
+        time.sleep(0.1)  # another command began within the same second
     given.mkdir(parents=True, exist_ok=True)
     if any(given.iterdir()):
         raise ConfigError(

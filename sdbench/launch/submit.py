@@ -128,8 +128,8 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> Path:
         run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
         run_folder.mkdir()
         command = ["sbatch", f"--nodes={num_nodes}", f"--output={run_folder}/output.log"]
-        command += [f"--job-name={folder}", str(SCRIPT), *arguments, "--results_dir"]
-        command += [str(run_folder)]
+        command += [f"--job-name={folder}", str(SCRIPT), *arguments]
+        command += ["--results_dir", str(run_folder)]
         if batch_size is not None:  # the last one counts
             command += ["--batch_size", str(batch_size * num_nodes // min(flags.nodes))]
         _run(command)
@@ -141,7 +141,6 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> Path:
 
 
 def _run(command: Sequence[str]) -> str:
-    """The output of a program of Slurm."""
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"{' '.join(command[:2])} has failed: {done.stderr.strip()}")

@@ -68,19 +68,12 @@ class SweepFlags:
 
 @dataclasses.dataclass
 class SweepRun(Run):
-    """The n-th measurement of a cell of a sweep.
-
-    Attributes:
-        cell: The cell.
-        repeat: Its number, from 1.
-        outcome: The content of cell.json; None if the run has not ended, or if its record is gone.
-        record: None without one, or if it could not be read when the run ended.
-    """
+    """The n-th measurement of a cell of a sweep."""
 
     cell: Cell
-    repeat: int
-    outcome: dict[str, Any] | None = None
-    record: dict[str, Any] | None = None
+    repeat: int  # from 1
+    outcome: dict[str, Any] | None = None  # cell.json, of a run that has ended and has its record
+    record: dict[str, Any] | None = None  # if it could be read when the run ended
 
     def read(self) -> None:
         """Read how the run has ended."""

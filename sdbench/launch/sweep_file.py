@@ -40,18 +40,11 @@ MAX_RUNS = 100_000
 
 
 class Cell(NamedTuple):
-    """One configuration of a sweep.
-
-    Attributes:
-        settings: Every setting that the file gives it.
-        varied: The settings that differ between cells, in the file's order.
-        key: Hash of the settings and of how they are launched.
-        command: Program and arguments.
-    """
+    """One configuration of a sweep."""
 
     settings: Mapping[str, Any]
-    varied: Mapping[str, Any]
-    key: str
+    varied: Mapping[str, Any]  # the settings that differ between cells, in the file's order
+    key: str  # hash of the settings and of how they are launched
     command: tuple[str, ...]
 
     @property
@@ -63,19 +56,12 @@ class Cell(NamedTuple):
 
 
 class SweepFile(NamedTuple):
-    """A checked sweep file.
-
-    Attributes:
-        cells: Configurations, the first ones measured first.
-        repeats: How often each is measured.
-        timeout_s: Bound on a run.
-        budget_s: Bound on one start of the whole sweep; None for no bound.
-    """
+    """A checked sweep file."""
 
     cells: tuple[Cell, ...]
     repeats: int
-    timeout_s: float
-    budget_s: float | None
+    timeout_s: float  # bound on a run
+    budget_s: float | None  # bound on one start of the whole sweep
 
 
 def read_sweep_file(path: Path) -> SweepFile:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, first_line
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 
 T = TypeVar("T")
@@ -52,20 +52,17 @@ class Ranks:
         return self.world_size // self.local_world_size
 
 
-def num_tasks_without_launcher() -> int:
-    """Number of processes that srun has started without a launcher, this one included.
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
-    srun alone sets the variable; a batch script and a shell in an allocation have other names.
-    """
+
+def num_tasks_without_launcher() -> int:
+    """Number of processes that srun has started without a launcher, this one included."""
+    # srun alone sets the variable; a batch script and a shell in an allocation have other names.
     return 1 if "RANK" in os.environ else int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
 def refuse_tasks_without_launcher() -> None:
-    """Raise ConfigError for several processes of srun that would each train alone.
-
-    Which GPU a task is given, and where the others are, depends on the cluster: a launcher on each
-    node knows both.
-    """
+    """Refuse to be one of several processes of srun, each of which would train alone."""
     num_tasks = num_tasks_without_launcher()
     if num_tasks > 1:
         raise ConfigError(
@@ -80,8 +77,7 @@ def refuse_tasks_without_launcher() -> None:
 def num_restarts() -> int:
     """How often Slurm, torchrun or Ray has restarted this process.
 
-    The torchrun of each node counts restarts that its own ranks caused, so the number of the run is
-    the largest of all ranks.
+    torchrun counts restarts that ranks of its own node caused: that of the run is the largest.
     """
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RAY_RESTARTS)
     return sum(int(os.environ.get(name, "0")) for name in names)
@@ -123,7 +119,7 @@ def connect(
         except RuntimeError as error:
             raise RunError(
                 "the hosts cannot talk to each other beside their GPUs; GLOO_SOCKET_IFNAME names "
-                f"the network interface for that ({_first_line(error)})"
+                f"the network interface for that ({first_line(error)})"
             ) from None
 
 
@@ -157,11 +153,11 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
         if is_host:
             raise RunError(
                 f"port {port} cannot be opened for the ranks to meet at; another one is set by "
-                f"MASTER_PORT or --master_port ({_first_line(error)})"
+                f"MASTER_PORT or --master_port ({first_line(error)})"
             ) from None
         raise RunError(
             f"nothing answered within {timeout_s:g} s (--dist_timeout) at {address}:{port}, where "
-            f"rank 0 should be ({_first_line(error)})",
+            f"rank 0 should be ({first_line(error)})",
             status="timeout",
         ) from None
     # torchrun's store outlives a restart, so keys get the number of restarts. Each node counts its
@@ -202,10 +198,6 @@ def is_about_connections(error: BaseException) -> bool:
 
     message = str(error)
     return isinstance(error, torch.distributed.DistError) or "gloo" in message or "NCCL" in message
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def disconnect() -> None:

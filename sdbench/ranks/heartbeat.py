@@ -118,7 +118,7 @@ class Heartbeat:
     def find_lost(self) -> str | None:
         """Wait as long as it takes to find lost ranks, and name them in a sentence.
 
-        None if every rank beats or has told why it ended, or one has told that it failed.
+        None if no rank is lost, or one has told that it failed.
         """
         if self._talker is None:  # one rank, or `watch` was not called yet
             return None

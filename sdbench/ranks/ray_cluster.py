@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import sdbench
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, first_line
 
 # Set in the workers of Ray Train: how often it has started the ranks again, when the command was
 # given (seconds since 1970), and the seconds from then to the worker's first line.
@@ -39,14 +39,8 @@ def check_installed() -> None:
 def connect(address: str | None) -> None:
     """Join a Ray cluster, without Ray's log lines; a worker stays in its cluster.
 
-    Args:
-        address: Of a running cluster, as `ray.init` takes it, e.g. ``auto`` or ``host:6379``. None
-            takes RAY_ADDRESS, and without it starts a cluster of this machine alone, which ends
-            with the process.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        RunError: No cluster answers.
+    The address is as `ray.init` takes it, e.g. ``auto`` or ``host:6379``. None takes RAY_ADDRESS,
+    and without it starts a cluster of this machine alone, which ends with the process.
     """
     check_installed()
     # Ray Train reads it when it is imported.
@@ -79,7 +73,7 @@ def connect(address: str | None) -> None:
         ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
-            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}; "
+            f"no Ray cluster answers at {where} (--ray_address): {first_line(error)}; "
             "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
 

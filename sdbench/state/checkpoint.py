@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of, write_json
 from sdbench.base.secrets import redact_values
-from sdbench.ranks.distributed import Ranks, gather
+from sdbench.ranks.distributed import ALONE, Ranks, gather
 
 # Raised with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights, so
 # only a version that draws the same ones may go on from them.
@@ -45,7 +45,6 @@ METADATA_NAME = ".metadata"
 # keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
 TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
 AVERAGED_PREFIX, FROZEN_PREFIX = "ema.", "frozen."
-ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 # The names in a pickle that `.metadata` needs. Each of them only makes a value.
 KNOWN_TO_PICKLE = {
     (known.__module__, known.__qualname__): known

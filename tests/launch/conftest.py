@@ -22,7 +22,6 @@ def impatient(monkeypatch):
 
 @pytest.fixture(scope="session")
 def torch_is_imported_once():
-    """Import what every forked rank needs."""
     from sdbench.engines import load_engine
 
     load_engine("torch")

@@ -20,31 +20,21 @@ Document = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """One pod as it starts.
+    """One pod as it starts, with the variables of the manifest that have a value there."""
 
-    Attributes:
-        name: As kubectl shows it, for a TrainJob without the random letters behind it.
-        command: Program and arguments.
-        environment: Variables of the manifest with their values.
-        secrets: Variables of the manifest that come from a secret, and from which.
-        from_operator: Variables that the operator adds; they replace variables of the same name.
-    """
-
-    name: str
+    name: str  # as kubectl shows it, for a TrainJob without the random letters behind it
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    secrets: Mapping[str, str]
-    from_operator: Mapping[str, str]
+    from_operator: Mapping[str, str]  # they replace variables of the same name
 
 
 def list_pods(documents: Sequence[Document]) -> list[Pod]:
     """The pods that the documents of a manifest start, that of node 0 first."""
-    finders = [_FINDERS.get(document["kind"], lambda *_: []) for document in documents]
-    return [
-        pod
-        for find, document in zip(finders, documents, strict=True)
-        for pod in find(document, documents)
-    ]
+    pods = []
+    for document in documents:
+        if document["kind"] in _FINDERS:
+            pods += _FINDERS[document["kind"]](document, documents)
+    return pods
 
 
 def _pods_of_pytorchjob(document: Document, _: Sequence[Document]) -> list[Pod]:
@@ -106,12 +96,11 @@ def _pods_of_trainjob(document: Document, documents: Sequence[Document]) -> list
         "PET_MASTER_ADDR": f"{job}-{TRAINER_NODE}-0-0.{job}",
         "PET_MASTER_PORT": str(TRAINER_PORT),
     }
-    return [
-        _make_pod(
-            f"{job}-{TRAINER_NODE}-0-{index}", container, common | {"PET_NODE_RANK": str(index)}
-        )
-        for index in range(trainer["numNodes"])
-    ]
+    pods = []
+    for index in range(trainer["numNodes"]):
+        environment = common | {"PET_NODE_RANK": str(index)}
+        pods.append(_make_pod(f"{job}-{TRAINER_NODE}-0-{index}", container, environment))
+    return pods
 
 
 def _pods_of_deployment(document: Document, _: Sequence[Document]) -> list[Pod]:
@@ -137,21 +126,10 @@ def _find_port(container: Document) -> int:
 
 
 def _make_pod(name: str, container: Document, from_operator: Mapping[str, str]) -> Pod:
-    variables = container.get("env", [])
-    references = {
-        variable["name"]: variable["valueFrom"]["secretKeyRef"]
-        for variable in variables
-        if "secretKeyRef" in variable.get("valueFrom", {})
-    }
+    variables = [one for one in container.get("env", []) if "value" in one]
     return Pod(
         name=name,
         command=(*container["command"], *container.get("args", [])),
-        environment={
-            variable["name"]: variable["value"] for variable in variables if "value" in variable
-        },
-        secrets={
-            variable: f"key {reference['key']} of the secret {reference['name']}"
-            for variable, reference in references.items()
-        },
+        environment={one["name"]: one["value"] for one in variables},
         from_operator=from_operator,
     )

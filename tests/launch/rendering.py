@@ -78,8 +78,3 @@ def pod_specs(value: Any) -> list[dict[str, Any]]:
     if isinstance(value.get("containers"), list):
         return [value]
     return [spec for part in value.values() for spec in pod_specs(part)]
-
-
-def as_pod(spec: dict[str, Any]) -> dict[str, Any]:
-    """A pod of its own from the description that a job holds."""
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}

@@ -13,17 +13,15 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from tests.waiting import wait_for
+
 PACKAGES = ("slurm-wlm", "munge", "libslurm-dev", "gcc", "libc6-dev")
 NODES = ("node1", "node2")
-START_WITHIN_S = 60.0
-# Slurm takes a node for dead when its slurmd has not answered for so long.
-SLURMD_TIMEOUT_S = 10
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIG = """\
 ClusterName=tests
@@ -54,7 +52,7 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
-SlurmdTimeout={slurmd_timeout_s}
+SlurmdTimeout=10
 KillWait=30
 PlugStackConfig={folder}/etc/plugstack.conf
 NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=8 \
@@ -76,17 +74,16 @@ class SlurmCluster:
     """Two nodes that are up until `stop`."""
 
     def __init__(self, *, stub_source: Path) -> None:
-        """Install what is missing, and start everything.
-
-        Args:
-            stub_source: A SPANK plugin in C, which is built and loaded.
-        """
+        """Install what is missing, build the SPANK plugin, and start everything."""
         _install()
         # Not under pytest's folder: the name of a socket has at most 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "etc/slurm.conf")}
         self._write_config(stub_source)
-        self._run("munged", "--force", *self._munge_options())
+        files = {option: f"{option}-file" for option in ("key", "pid", "log", "seed")}
+        places = {"socket": "socket", **files}.items()
+        munge = [f"--{option}={self.folder}/munge/{name}" for name, option in places]
+        self._run("munged", "--force", *munge)
         self._run("slurmctld")
         for node in NODES:
             self.start_node(node)
@@ -98,10 +95,9 @@ class SlurmCluster:
 
     def wait_until_idle(self) -> None:
         """Wait until every node has ended its jobs and can take another."""
-        deadline_s = time.monotonic() + START_WITHIN_S
-        while self.run("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * len(NODES):
-            assert time.monotonic() < deadline_s, self.logs()
-            time.sleep(0.1)
+        idle = ["idle"] * len(NODES)
+        shown = ("sinfo", "-h", "-N", "-o", "%t")
+        wait_for(lambda: self.run(*shown).split() == idle, what="the rest of all nodes")
 
     def kill_node(self, node: str) -> None:
         """Kill the node's daemons and everything that runs on it, as a loss of power does."""
@@ -121,47 +117,33 @@ class SlurmCluster:
                 process.kill()
 
     def submit(self, *arguments: str, folder: Path, **variables: str) -> int:
-        """Submit a job from a folder.
-
-        Returns:
-            Its number.
-        """
-        output = subprocess.run(
-            ["sbatch", "--parsable", *arguments],
-            cwd=folder,
-            env={**self.environment, **variables},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout
-        return int(output)
+        """Submit a job from a folder; its number."""
+        return int(self.run("sbatch", "--parsable", *arguments, folder=folder, **variables))
 
     def job(self, number: int) -> dict[str, str]:
         """What Slurm says of a job, e.g. its JobState and ExitCode."""
         text = self.run("scontrol", "show", "job", "--oneliner", str(number))
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def wait(self, number: int, *, states: tuple[str, ...], timeout_s: float) -> dict[str, str]:
-        """Wait until a job is in one of these states."""
-        deadline_s = time.monotonic() + timeout_s
-        while (job := self.job(number))["JobState"] not in states:
-            assert time.monotonic() < deadline_s, f"{job}\n{self.logs()}"
-            time.sleep(0.2)
-        return job
+    def wait(self, number: int, *states: str) -> dict[str, str]:
+        """Wait until a job has ended, or is in one of these states."""
+        wait_for(
+            lambda: self.job(number)["JobState"] in (*states, *ENDED),
+            what=f"the end of job {number} or one of {states}",
+            log=self.folder / "log/slurmctld.log",
+        )
+        return self.job(number)
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, folder: Path | None = None, **variables: str) -> str:
         """Standard output of one of Slurm's programs."""
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=True, timeout=30
-        ).stdout
+        environment = {**self.environment, **variables}
+        options = {"capture_output": True, "text": True, "check": True, "timeout": 30}
+        return subprocess.run(command, cwd=folder, env=environment, **options).stdout
 
     def logs(self) -> str:
         """The ends of all daemons' logs."""
-        parts = []
-        for log in sorted((self.folder / "log").glob("*.log")):
-            parts += [f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:]]
-        return "\n".join(parts)
+        logs = sorted((self.folder / "log").glob("*.log"))
+        return "\n".join(log.read_text(errors="replace")[-2000:] for log in logs)
 
     def stop(self) -> None:
         """End all daemons and jobs."""
@@ -186,16 +168,9 @@ class SlurmCluster:
         for index in range(8):
             os.mknod(folder / f"dev/gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
         self._run("gcc", "-shared", "-fPIC", "-o", str(folder / "stub.so"), str(stub_source))
-        config = CONFIG.format(folder=folder, slurmd_timeout_s=SLURMD_TIMEOUT_S)
-        (folder / "etc/slurm.conf").write_text(config)
+        (folder / "etc/slurm.conf").write_text(CONFIG.format(folder=folder))
         (folder / "etc/plugstack.conf").write_text(f"required {folder}/stub.so\n")
         (folder / "etc/gres.conf").write_text(f"Name=gpu File={folder}/dev/gpu[0-7]\n")
-
-    def _munge_options(self) -> Iterator[str]:
-        files = {"key": "key", "socket": "socket", "pid": "pid", "log": "log", "seed": "seed"}
-        for option, name in files.items():
-            suffix = "" if option == "socket" else "-file"
-            yield f"--{option}{suffix}={self.folder}/munge/{name}"
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, env=self.environment, check=True, timeout=60)
@@ -204,19 +179,17 @@ class SlurmCluster:
 def _install() -> None:
     if shutil.which("slurmctld") and Path("/usr/include/slurm/spank.h").exists():
         return
-    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     # Services that packages would start have no place in a test.
     policy = Path("/usr/sbin/policy-rc.d")
     is_ours = not policy.exists()
     if is_ours:
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
+    install = f"apt-get install -y -qq --no-install-recommends {' '.join(PACKAGES)}"
+    command = f"{install} || (apt-get update -qq && {install})"
     try:
-        options = ("install", "-y", "-qq", "--no-install-recommends", *PACKAGES)
-        done = subprocess.run(["apt-get", *options], env=quiet, capture_output=True, check=False)
-        if done.returncode:
-            subprocess.run(["apt-get", "update", "-qq"], env=quiet, check=True, capture_output=True)
-            subprocess.run(["apt-get", *options], env=quiet, check=True, capture_output=True)
+        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(command, shell=True, env=quiet, check=True, capture_output=True)
     finally:
         if is_ours:
             policy.unlink()

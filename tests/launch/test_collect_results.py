@@ -47,22 +47,16 @@ def fake(tmp_path):
     return tmp_path
 
 
-def collect(fake, *arguments, failure="", image=None):
+def collect(fake, *arguments, failure="", image=""):
     environment = {
         **os.environ,
         "PATH": f"{fake / 'bin'}:{os.environ['PATH']}",
         "FAKE_KUBECTL": str(fake),
         "FAKE_FAILURE": failure,
-        **({} if image is None else {"IMAGE": image}),
+        "IMAGE": image,
     }
-    return subprocess.run(
-        [str(SCRIPT), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    command = [str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
 
 
 def calls(fake):

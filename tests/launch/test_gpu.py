@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 
 import benchmark
 from sdbench.analysis.ladder_rungs import RUNGS, describe_flags
-from sdbench.record.store import load_record
 from sdbench.settings.setting import GPU
+from tests.runs import only_record
+from tests.train.written import read_losses
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +19,7 @@ def test_the_tiny_model_trains_in_every_precision(tmp_path, precision, what):
     argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--use_ema"]
     argv += ["--batch_size", "8", "--device_train_microbatch_size", "4", "--precision", precision]
     assert benchmark.main([*argv, *what, "--results_dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*/record.json")
-    summary = load_record(path)["summary"]
+    summary = only_record(tmp_path)["summary"]
     assert summary["images_per_second"] > 0
     assert summary["peak_memory_gib"] > 0
 
@@ -56,8 +54,7 @@ def test_a_switch_of_a_gpu_gives_the_losses_of_the_plain_recipe(tmp_path, flags)
         folder = tmp_path / name
         assert benchmark.main([*argv, *switches.split(), "--results_dir", str(folder)]) == 0
         (path,) = folder.glob("*/steps.csv")
-        with path.open() as file:
-            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+        losses.append([float(loss) for loss in read_losses(path.parent)])
     plain, switched = losses
     # bf16 keeps 8 bits (4e-3 an operation); a mean over many numbers loses most of them.
     assert switched == pytest.approx(plain, rel=2e-2)

@@ -14,15 +14,14 @@ import yaml
 import benchmark
 from sdbench.launch.sweep_file import read_sweep_file, to_flags
 from sdbench.plan.resolve import resolve
-from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import load_record
+from sdbench.ranks.distributed import ALONE
 from sdbench.settings.config import parse_request
 from tests.machines import make_machine
+from tests.runs import only_record
 from tools.gpu_stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [ROOT / "sweeps" / f"benchmark_gpu_{part}.yaml" for part in (1, 2, 3)]
-ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 H200 = make_machine(
     device_name="NVIDIA H200", num_devices=1, device_memory_gib=140.0, free_memory_gib=139.5
 )
@@ -53,7 +52,7 @@ def test_every_cell_can_run_on_a_gpu_and_keeps_what_the_file_gives_it(path, mach
         # Of the miniature the memory is estimated in a second; on a GPU it refuses nothing.
         argv = [*to_flags(cell.settings), "--model_name", "tiny"]
         request = parse_request(argv, description="", epilog="")
-        config = resolve(request, machine=machine, ranks=ONE).config
+        config = resolve(request, machine=machine, ranks=ALONE).config
         assert {name: getattr(config, name) for name in cell.settings} == dict(cell.settings)
         fast = config.preset == "fast"
         assert (config.compile == "all", config.cudnn_benchmark) == (fast, fast)
@@ -74,7 +73,7 @@ STAND_INS = list(itertools.chain(*(flags_of(stand_in(read(path))[0]) for path in
 @pytest.mark.parametrize("argv", [STAND_INS[12], STAND_INS[15]], ids=" ".join)
 def test_a_cell_runs_in_miniature(argv, tmp_path, without_compiling):
     assert benchmark.main([*argv, "--results_dir", str(tmp_path)]) == 0
-    record = load_record(next(tmp_path.glob("*/record.json")))
+    record = only_record(tmp_path)
     assert record["status"] == "ok" and record["summary"]["attention_kernels"]
 
 

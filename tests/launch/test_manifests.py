@@ -1,42 +1,116 @@
 """The manifests are what a cluster takes, and their pods run what they should.
 
-Schemas come from Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, from the
-models of its packages; job_schemas has the schema of a RayJob.
+The schemas of Kubernetes 1.37 are those of kubernetes-validate. A PyTorchJob is read and written
+again by kubeflow-training, a TrainJob and its runtime by kubeflow-trainer-api: a field that their
+models do not have is lost on the way. The models tell names and types; they know no enumerations.
+
+No package of PyPI, npm or Debian has KubeRay's definitions. The fields that our RayJob uses stand
+here as "KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0; those that
+KubeRay's Go types do not leave out when they are empty are required.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import shlex
+from types import SimpleNamespace
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow.training import ApiClient
+from kubeflow_trainer_api import models
 
 from sdbench.settings.config import parse_request
-from tests import job_schemas
 from tests.launch.pods import list_pods
-from tests.launch.rendering import (
-    FOLDER,
-    MANIFESTS,
-    as_pod,
-    documents,
-    pod_specs,
-)
+from tests.launch.rendering import FOLDER, MANIFESTS, documents, pod_specs
 
 KUBERNETES = "1.37"
 SBATCH = FOLDER / "2.train.sbatch"
 JOBS = ("eks", "eks-elastic", "trainjob")
 
 
+def fields_of(*required, **fields):
+    """The schema of an object that has no other fields."""
+    closed = {"type": "object", "additionalProperties": False}
+    return {**closed, "properties": fields, "required": list(required)}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+OBJECT = {"type": "object"}
+GROUP = {
+    "rayStartParams": TEXTS,
+    "resources": TEXTS,
+    "template": fields_of(metadata=OBJECT, spec=OBJECT),
+}
+WORKER_GROUP = fields_of(
+    *("groupName", "maxReplicas", "minReplicas", "template"),
+    groupName=TEXT,
+    maxReplicas=NUMBER,
+    minReplicas=NUMBER,
+    replicas=NUMBER,
+    **GROUP,
+)
+RAY_JOB = fields_of(
+    apiVersion=TEXT,
+    kind=TEXT,
+    metadata=OBJECT,
+    spec=fields_of(
+        backoffLimit=NUMBER,
+        entrypoint=TEXT,
+        rayClusterSpec=fields_of(
+            "headGroupSpec",
+            authOptions=fields_of(mode=TEXT),
+            headGroupSpec=fields_of("template", **GROUP),
+            rayVersion=TEXT,
+            workerGroupSpecs={"type": "array", "items": WORKER_GROUP},
+        ),
+        runtimeEnvYAML=TEXT,
+        shutdownAfterJobFinishes={"type": "boolean"},
+    ),
+)
+KINDS = {
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "RayJob": "ray.io/v1",
+}
+
+
+def validate_job(document):
+    """Check a document of one of the kinds, but for its descriptions of pods."""
+    kind = document["kind"]
+    assert document["apiVersion"] == KINDS[kind]
+    if kind == "RayJob":
+        jsonschema.Draft202012Validator(RAY_JOB).validate(document)
+        return
+    document = copy.deepcopy(document)
+    for spec in pod_specs(document):
+        spec.clear()
+        spec["containers"] = []
+    if kind == "PyTorchJob":
+        client = ApiClient()
+        response = SimpleNamespace(data=json.dumps(document))
+        job = client.deserialize(response, "KubeflowOrgV1PyTorchJob")
+        assert client.sanitize_for_serialization(job) == document
+    else:
+        model = getattr(models, f"TrainerV1alpha1{kind}")
+        assert model.from_dict(document).to_dict() == document
+
+
 def validate(document):
-    """Check a document, and the pods that it holds as pods of their own."""
-    if document["kind"] in job_schemas.KINDS:
-        job_schemas.validate(document)
+    """Check a document, and what a job says of its pods as pods of their own."""
+    if document["kind"] in KINDS:
+        validate_job(document)
     else:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     for spec in pod_specs(document):
-        kubernetes_validate.validate(as_pod(spec), KUBERNETES, strict=True)
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
 def only_pod_spec(kind):
@@ -80,22 +154,22 @@ def test_a_pod_has_its_devices_its_shared_memory_and_the_volume_of_the_results(k
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     claim = volumes[mounts["/results"]]["persistentVolumeClaim"]
     assert claim == {"claimName": "stable-diffusion-results"}
-    for pod in list_pods(documents(kind)):
+    assert container["image"] == "registry.example.com/team/mosaicml-stable-diffusion:0.32.1"
+    pods = list_pods(documents(kind))
+    assert len(pods) == 3
+    for pod in pods:
         assert "--results_dir=/results" in pod.command
 
 
 @pytest.mark.parametrize("kind", JOBS)
 def test_secrets_are_named_and_never_there(kind):
-    for pod in list_pods(documents(kind)):
-        assert pod.secrets == {"WANDB_API_KEY": "key api_key of the secret wandb"}
-        assert "WANDB_API_KEY" not in pod.environment
     (container,) = only_pod_spec(kind)["containers"]
-    (key,) = (entry for entry in container["env"] if entry["name"] == "WANDB_API_KEY")
-    assert key["valueFrom"]["secretKeyRef"]["optional"] is True
+    (secret,) = (entry for entry in container["env"] if "valueFrom" in entry)
+    reference = {"secretKeyRef": {"name": "wandb", "key": "api_key", "optional": True}}
+    assert secret == {"name": "WANDB_API_KEY", "valueFrom": reference}
 
 
 def test_a_job_that_is_stopped_has_longer_than_its_ranks_take_for_themselves():
-    """test_scripts has what start-ranks.sh tells them."""
     script = (FOLDER / "start-ranks.sh").read_text()
     grace_s = int(re.search(r"^GRACE_S=(\d+)$", script, flags=re.MULTILINE)[1])
     graces_s = [only_pod_spec(kind)["terminationGracePeriodSeconds"] for kind in JOBS]
@@ -129,12 +203,8 @@ def test_ray_itself_reads_what_each_group_offers():
         "trainers": {"CPU": 8, "GPU": 8, "trainer": 8},
         "encoders": {"CPU": 7, "GPU": 1, "encoder": 1, "memory": 24 * 2**30},
     }
-    # The head is not counted.
-    assert [(group["min_workers"], group["max_workers"]) for group in groups.values()] == [
-        (0, 0),
-        (3, 3),
-        (2, 2),
-    ]
+    bounds = [(group["min_workers"], group["max_workers"]) for group in groups.values()]
+    assert bounds == [(0, 0), (3, 3), (2, 2)]  # the head is not counted
 
 
 def test_trainers_and_encoders_are_other_machines_with_one_environment():

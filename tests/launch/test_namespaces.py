@@ -8,7 +8,6 @@ stays untested is the cluster: the operator itself, NCCL, and the image.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -17,8 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -29,6 +27,7 @@ from tests.debian import find_program
 from tests.launch.pods import Pod, list_pods
 from tests.launch.rendering import documents
 from tests.nodes import address_of, limit_links, make_nodes
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -66,21 +65,14 @@ pytestmark = [
 
 @dataclasses.dataclass
 class Cluster:
-    """Two nodes with a link between them, and a folder that both see.
+    """Two nodes with a link between them, and a folder that both see."""
 
-    Attributes:
-        namespaces: Names of the network namespaces, of node 0 first.
-        shared: The folder: the volume of the results, logs and the names of the hosts.
-        running: What was started and has not been waited for.
-    """
-
-    namespaces: list[str]
-    shared: Path
-    running: list[subprocess.Popen]
+    namespaces: list[str]  # of node 0 first
+    shared: Path  # the volume of the results, logs and the names of the hosts
+    running: list[subprocess.Popen] = dataclasses.field(default_factory=list)
 
     @property
     def results(self) -> Path:
-        """The volume that the pods write their records to."""
         return self.shared / "results"
 
     def start(self, pod: Pod, *, node: int, **changes: str) -> subprocess.Popen:
@@ -110,7 +102,6 @@ class Cluster:
         return process
 
     def log_of(self, pod: Pod) -> Path:
-        """Where the output of a pod goes."""
         return self.shared / f"{pod.name}.log"
 
     def _in_container(self, word: str) -> str:
@@ -124,7 +115,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     shared = Path(tempfile.mkdtemp(prefix="sdbench-nodes-"))  # pytest's own is for root alone
     with make_nodes(2) as names:
-        two = Cluster(names, shared, [])
+        two = Cluster(names, shared)
         for folder in (shared, two.results, shared / "data"):
             folder.mkdir(exist_ok=True)
             os.chown(folder, USER_OF_POD, USER_OF_POD)
@@ -149,13 +140,6 @@ def pods_of(kind: str, cluster: Cluster, *arguments: str, **changes: str) -> lis
     lines.append(f"{ADDRESSES[0]} etcd")
     (cluster.shared / "hosts").write_text("\n".join(lines) + "\n")
     return pods
-
-
-def wait_for(is_so: Callable[[], object], *, what: str, within_s: float = ENDS_WITHIN_S) -> None:
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < end_s, f"{what} did not happen within {within_s:g} s"
-        time.sleep(0.05)
 
 
 def ranks_in(process: subprocess.Popen) -> list[psutil.Process]:
@@ -194,7 +178,6 @@ def test_a_fixed_job_is_one_run_that_a_slow_link_slows_by_the_time_of_the_gradie
 
 
 def run_fixed_job(kind: str, cluster: Cluster, **changes: str) -> dict:
-    """A short run of a fixed job on both nodes, and its record."""
     known = {path.name for path in cluster.results.iterdir()}
     pods = pods_of(kind, cluster, "--measure_batches=6")
     processes = [cluster.start(pod, node=node, **changes) for node, pod in enumerate(pods)]
@@ -245,9 +228,7 @@ def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
     processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
     wait_for(lambda: records_of(cluster), what="the beginning of the run")
     (rank,) = ranks_in(processes[1])
-    assert rank.environ()["TORCHELASTIC_RESTART_COUNT"] == "0"
     rank.kill()
-    wait_for(lambda: restarts_in(processes[1]) == ["1"], what="the restart")
     exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
     assert exit_codes == [0, 0], logs_of(cluster)
     before, after = records_of(cluster)
@@ -256,32 +237,13 @@ def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
     assert after["ranks"].items() >= {**TWO_RANKS, "restarts": 1}.items()
 
 
-def restarts_in(process: subprocess.Popen) -> list[str]:
-    """What torchrun has told the ranks of a pod that are there."""
-    restarts = []
-    for rank in ranks_in(process):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            restarts.append(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
-    return restarts
-
-
 def start_etcd(cluster: Cluster) -> None:
-    """Start the etcd of 4.etcd.yaml on node 0."""
     program = find_program("etcd", package="etcd-server", folder=cluster.shared / "debian")
     (pod,) = list_pods(documents("etcd"))
     assert pod.command[0] == "etcd"
     pod = dataclasses.replace(pod, command=(program, *pod.command[1:]))
     process = cluster.start(pod, node=0)
-    wait_for(lambda: is_answering(cluster), what="an answer of the etcd", within_s=30)
+    knock = f"import socket; socket.create_connection(({ADDRESSES[0]!r}, 2379), 1)"
+    asking = ["ip", "netns", "exec", cluster.namespaces[0], sys.executable, "-c", knock]
+    wait_for(lambda: subprocess.run(asking).returncode == 0, what="an answer of the etcd")
     assert process.poll() is None
-
-
-def is_answering(cluster: Cluster) -> bool:
-    """Whether something listens at the etcd's port, asked on its own node."""
-    program = f"import socket; socket.create_connection(({ADDRESSES[0]!r}, 2379), 1)"
-    asked = subprocess.run(
-        ["ip", "netns", "exec", cluster.namespaces[0], sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-    )
-    return asked.returncode == 0

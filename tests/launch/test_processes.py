@@ -1,13 +1,16 @@
-"""Real launchers, real signals: how a run starts on several ranks, and how it ends.
+"""Real launchers, real signals: how a run starts on several ranks, and how soon and why it ends.
 
-What the ranks do between them: tests/test_two_ranks.py.
+Two processes pass for two nodes. Across real networks: tests/launch/test_namespaces.py; under a
+scheduler: tests/launch/test_slurm.py. What the ranks do meanwhile: tests/test_two_ranks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +21,8 @@ import pytest
 
 import benchmark
 from sdbench.measure.timer import StepTimer
+from sdbench.measure.watch import StepWatch
+from sdbench.record.store import RunFolder
 from sdbench.run import runner
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.ports import free_port
@@ -25,13 +30,20 @@ from tests.runs import only_record
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
-# The engine that is ready in a third of the time: Composer is not what is tested.
-LEAN = ("--engine", "torch")
+# The engine that is ready in a third of the time: Composer is not what is tested. Each node would
+# take all cores of this machine for its own, and the ranks wait for their threads.
+TINY = (
+    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
+    *("--num_threads", "1", "--no_measure_peak"),
+)
 # A run of many minutes, to be stopped in the middle.
 LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
 # "Within a minute" is the promise for a rank that dies.
 END_WITHIN_S = 60
+START_WITHIN_S = 120
+DIST_TIMEOUT_S = 8
+# The time-out, and what the others need to notice and to write.
+NOTICED_WITHIN_S = DIST_TIMEOUT_S + 25
 
 COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
 TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()))
@@ -41,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
 def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
-    flags = (*LEAN, *TINY, "--batch_size", "7", "--results_dir", str(tmp_path / "runs"))
+    flags = (*TINY, "--batch_size", "7", "--results_dir", str(tmp_path / "runs"))
     with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
         assert exit_codes(ranks) == [2, 2]
     told = [log_of(tmp_path, rank).read_text() for rank in range(2)]
@@ -51,9 +63,8 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
 
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
     (picture_folder / "1.png").write_bytes(b"no picture")
-    flags = (*LEAN, "--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
-    flags += ("--no_shuffle", "--no_measure_peak", "--batch_size", "2", "--num_threads", "1")
-    flags += ("--results_dir", str(tmp_path / "runs"))
+    flags = (*TINY, "--no_use_synth_data", "--remote", str(picture_folder), "--no_shuffle")
+    flags += ("--batch_size", "2", "--results_dir", str(tmp_path / "runs"))
     with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
         assert exit_codes(ranks) == [1, 1]
     record = only_record(tmp_path / "runs")
@@ -65,24 +76,10 @@ def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_
         assert last == f"record: {tmp_path / 'runs' / record['run_id']}"
 
 
-def start_long_run(launcher, results):
-    """A run that is some steps into training, in a process group of its own."""
-    log = results / "log.txt"
-    process = subprocess.Popen(
-        [*launcher, "benchmark.py", *LEAN, *TINY, *LONG, "--results_dir", str(results)],
-        cwd=ROOT,
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    wait_for_step(log)
-    return process
-
-
 @contextlib.contextmanager
 def forked_long_run(results):
-    """The same without a launcher."""
-    flags = (*LEAN, *TINY, *LONG, "--num_threads", "1", "--results_dir", str(results))
+    """A run without a launcher that is some steps into training."""
+    flags = (*TINY, *LONG, "--results_dir", str(results))
     with forked_ranks(lambda: benchmark.main(flags), results, num_ranks=1) as (process,):
         wait_for_step(log_of(results, 0))
         yield process
@@ -105,6 +102,90 @@ def test_a_device_that_no_longer_answers_does_not_keep_a_run_that_has_failed(tmp
         process.join(END_WITHIN_S)
         assert process.exitcode == 130
     assert only_record(tmp_path)["reason"].startswith("rank 0: SIGTERM")
+
+
+def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
+    flags = ("--dist_timeout", str(dist_timeout_s), "--results_dir", str(folder))
+    return benchmark.main([*TINY, *LONG, *flags])
+
+
+def two_nodes(program, folder: Path):
+    return forked_ranks(program, folder, num_nodes=2)
+
+
+def be_first_of_two(monkeypatch, *, ranks_per_node: int, port: int) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": ranks_per_node}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
+    be_first_of_two(monkeypatch, ranks_per_node=1, port=0)
+    assert run(tmp_path, dist_timeout_s=1) == 1
+    record = only_record(tmp_path)
+    assert record["status"] == "timeout"
+    assert record["reason"] == ("rank 0: within 1 s (--dist_timeout) rank 1 on node 1 did not come")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        be_first_of_two(monkeypatch, ranks_per_node=2, port=port)
+        assert run(tmp_path) == 1
+    told = capsys.readouterr().err
+    assert f"port {port} cannot be opened for the ranks to meet at" in told
+    assert "another one is set by MASTER_PORT or --master_port" in told
+
+
+def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
+    with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert exit_codes(ranks[:1], timeout_s=NOTICED_WITHIN_S) == [1]
+    record = only_record(tmp_path)
+    assert record["status"] == "timeout"
+    assert "rank 1 on node 1 has been silent" in record["reason"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_reason_of_the_rank_that_failed_is_what_the_record_and_all_ranks_say(
+    tmp_path, monkeypatch, failing
+):
+    step_ends = StepWatch.step_ends
+
+    def fail_after_two_steps(self, *, loss):
+        step_ends(self, loss=loss)
+        if self.timer.num_steps == 2:
+            raise MemoryError("no room here")
+
+    def run_on_unlike_nodes():
+        if os.environ["RANK"] == str(failing):
+            monkeypatch.setattr(StepWatch, "step_ends", fail_after_two_steps)
+        if os.environ["RANK"] == "1":
+            # This node does not share the disk of the record.
+            monkeypatch.setattr(RunFolder, "claim_failure", lambda self: False)
+        return run(tmp_path)
+
+    with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
+        assert exit_codes(ranks, timeout_s=START_WITHIN_S) == [1, 1]
+    record = only_record(tmp_path)
+    reason = f"rank {failing}: MemoryError: no room here"
+    assert (record["status"], record["reason"]) == ("oom", reason)
+    for rank in range(2):
+        printed = log_of(tmp_path, rank).read_text()
+        assert printed.count(f"oom: {reason}\nrecord: ") == 1, printed
+        assert ("Traceback" in printed) == (rank == failing)
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path):
+    with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        ranks[1].terminate()
+        assert exit_codes(ranks, timeout_s=NOTICED_WITHIN_S) == [130, 130]
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted"
+    assert list(tmp_path.rglob("steps.csv"))
+    assert "SIGTERM" in record["reason"]
 
 
 @pytest.mark.full
@@ -140,7 +221,15 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
     tmp_path, launcher, send, number, exit_code, reason
 ):
-    process = start_long_run(launcher, tmp_path)
+    log = tmp_path / "log.txt"
+    process = subprocess.Popen(
+        [*launcher, "benchmark.py", *TINY, *LONG, "--results_dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    wait_for_step(log)
     started = psutil.Process(process.pid).children(recursive=True)
     send(process.pid, number)
     assert process.wait(timeout=END_WITHIN_S) == exit_code

@@ -10,9 +10,7 @@ import subprocess
 import pytest
 import yaml
 
-from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.launch import render as render_module
 from sdbench.launch.render import MANIFESTS, find_names
 from sdbench.settings.config import parse_request
 from tests.debian import find_program
@@ -25,34 +23,9 @@ from tests.launch.rendering import (
     render,
     template_of,
 )
+from tests.refusals import refusal_of
 
 NODES_OF_P5 = ("--registry", "r.example.com/", "--tag", "1", "--num_efa_per_node", "32")
-
-
-def refuse(*argv: str) -> ConfigError:
-    """The error of a command line."""
-    with pytest.raises(ConfigError) as caught:
-        render_module.main(argv)
-    return caught.value
-
-
-def test_a_pytorchjob_has_a_master_and_the_other_nodes_as_workers():
-    (job,) = documents("eks")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {kind: replica["replicas"] for kind, replica in replicas.items()} == {
-        "Master": 1,
-        "Worker": 2,
-    }
-    (container,) = replicas["Master"]["template"]["spec"]["containers"]
-    assert container["image"] == "registry.example.com/team/mosaicml-stable-diffusion:0.32.1"
-    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
-    assert container["resources"]["limits"] == {
-        "nvidia.com/gpu": 8,
-        "vpc.amazonaws.com/efa": 32,
-    }
-    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
-    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert (environment["NUM_NODES"], environment["NUM_RANKS"]) == ("3", "24")
 
 
 @pytest.mark.parametrize(
@@ -75,10 +48,9 @@ def test_an_elastic_job_meets_at_its_first_pod_or_at_an_etcd(backend, host, port
     }
 
 
-def test_variables_that_are_not_set_are_named(capsys):
-    assert refuse("eks", "--tag", "1").flag == "--registry, --num_nodes, --num_efa_per_node"
-    assert main(["render", "eks", "--tag", "1"]) == 2
-    assert capsys.readouterr().out == ""
+def test_variables_that_are_not_set_are_named():
+    refusal = refusal_of("render", "eks", "--tag", "1")
+    assert refusal.flag == "--registry, --num_nodes, --num_efa_per_node"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +63,7 @@ def test_variables_that_are_not_set_are_named(capsys):
     ],
 )
 def test_a_wrong_value_is_refused_with_its_flag(kind, flag, value):
-    error = refuse(kind, *NODES_OF_P5, "--num_nodes=4", f"{flag}={value}")
+    error = refusal_of("render", kind, *NODES_OF_P5, "--num_nodes=4", f"{flag}={value}")
     assert (error.flag, error.value) == (flag, value)
 
 
@@ -105,13 +77,8 @@ def test_arguments_of_the_benchmark_reach_the_pods_as_they_are():
 
 
 def test_arguments_of_a_rayjob_come_through_its_shells_as_they_are():
-    arguments = [
-        "--filters",
-        '{punsafe: "<=0.1"}',
-        "--class_prompts",
-        "a 'b' $HOME.json",
-        "lr=1e-4",
-    ]
+    arguments = ["--filters", '{punsafe: "<=0.1"}', "--class_prompts", "a 'b' $HOME.json"]
+    arguments.append("lr=1e-4")
     (job,) = documents("rayjob", "--", *arguments)
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:2] == ["python", "/workspace/stable-diffusion/benchmark.py"]
@@ -144,8 +111,7 @@ def test_a_rayjob_runs_the_recipes_of_training():
     ],
 )
 def test_arguments_that_would_fail_in_the_cluster_fail_here(kind, arguments, value):
-    flags = flags_for(kind)
-    assert refuse(kind, *flags, "--", *arguments).value == value
+    assert refusal_of("render", kind, *flags_for(kind), "--", *arguments).value == value
 
 
 def test_a_file_is_written_with_what_to_do_next(tmp_path, capsys):
@@ -170,19 +136,15 @@ def test_a_dry_run_shows_what_runs_and_writes_nothing(tmp_path, capsys):
     argv = ["render", "eks", *flags, "--dry_run", "--out", str(file), "--", "--use_synth_data"]
     assert main(argv) == 0
     assert not file.exists()
-    replicas = "PyTorchJob.spec.pytorchReplicaSpecs"
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
-        f"{replicas}.Master.replicas: 1",
+        "PyTorchJob.spec.pytorchReplicaSpecs.Master.replicas: 1",
         "command: /workspace/stable-diffusion/multi-node/start-ranks.sh",
         "args: --use_synth_data --results_dir=/results",
         "env: NUM_NODES=3",
     ]
-    assert lines[9:12] == [
-        "env: WANDB_API_KEY=(secret)",
-        "limit: nvidia.com/gpu=8",
-        "limit: vpc.amazonaws.com/efa=32",
-    ]
+    told = {"env: NUM_RANKS=24", "env: WANDB_API_KEY=(secret)", "limit: nvidia.com/gpu=8"}
+    assert told < {*lines}
 
 
 @pytest.mark.system

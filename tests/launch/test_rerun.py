@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 import benchmark
 import data as feed
@@ -19,16 +20,18 @@ from sdbench.cli import main
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import load_record
+from sdbench.record.store import BENCHMARK, kind_of, load_record
 from sdbench.settings.config import parse_request
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
 from tests.refusals import refusal_of
-from tests.runs import follow_rate
+from tests.runs import finished_run, follow_rate
+from tests.train.written import read_losses
 
 RUNS = Path(__file__).resolve().parents[2] / "results" / "runs"
 SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--num_threads", "1")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
+FEED = ("--image_size", "64", "--batch_size", "2", "--num_workers", "0", "--num_batches", "3")
 
 # What an older record lacks.
 LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version's", re.MULTILINE)
@@ -36,7 +39,6 @@ LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version
 
 @pytest.fixture(autouse=True)
 def in_the_checkout(repository, monkeypatch):
-    """The programs are looked for where the command is given."""
     monkeypatch.chdir(repository)
     for name in ("OMP_NUM_THREADS", "MALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -45,8 +47,6 @@ def in_the_checkout(repository, monkeypatch):
 @pytest.fixture(scope="module")
 def run_of_folder(tmp_path_factory):
     """The folder of a run of one rank on four pictures, and that of the pictures."""
-    from PIL import Image
-
     folder = tmp_path_factory.mktemp("rerun")
     pictures = folder / "pictures"
     pictures.mkdir()
@@ -55,9 +55,7 @@ def run_of_folder(tmp_path_factory):
         (pictures / f"{number}.txt").write_text("a square")
     argv = [*SMALL, *SHORT, "--remote", str(pictures), "--num_workers", "0", "--use_ema"]
     argv += ["--batch_size", "2", "--max_warmup_batches", "1", "--no_shuffle"]
-    assert benchmark.main([*argv, "--results_dir", str(folder / "runs")]) == 0
-    (record,) = (folder / "runs").glob("*/record.json")
-    return record.parent, pictures
+    return finished_run(benchmark.main, *argv, results=folder / "runs"), pictures
 
 
 def changed(run, tmp_path, **changes):
@@ -79,12 +77,6 @@ def planned(capsys, *argv):
     return shlex.split(line), printed.err
 
 
-def settings_in(words, config_type):
-    """The settings of a printed command."""
-    start = next(number for number, word in enumerate(words) if word.endswith(".py"))
-    return parse(config_type, words[start + 1 :], description="", epilog="").config
-
-
 @pytest.mark.slow
 def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd):
     run, _ = run_of_folder
@@ -99,22 +91,21 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
     assert after["config"] == config
     same = ("data", "versions", "other_versions", "environment", "ranks", "git")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
-    losses = [
-        [row.split(",")[-1] for row in (one / "steps.csv").read_text().splitlines()]
-        for one in (run, path.parent)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert read_losses(path.parent) == read_losses(run) and len(read_losses(run)) == 3
 
 
 @pytest.mark.usefixtures("plain_replay")
 def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     """On the machine of the record, as no other chooses the same; a sample of all."""
     names = {field.name for field in dataclasses.fields(Machine)}
-    num_planned = 0
-    for path in sorted(RUNS.glob("*/record.json"))[::54]:
-        record = load_record(path)
-        if record.get("kind", "benchmark") != "benchmark" or record["config"]["remote"]:
-            continue
+    records = {path: load_record(path) for path in sorted(RUNS.glob("*/record.json"))[::54]}
+    of_benchmark = {
+        path: record
+        for path, record in records.items()
+        if kind_of(record) == BENCHMARK and not record["config"]["remote"]
+    }
+    assert len(of_benchmark) >= 3
+    for path, record in of_benchmark.items():
         words, told = planned(capsys, path)
         assert "The record does not say:\n" in told
         start = words.index("benchmark.py") + 1
@@ -126,8 +117,6 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
         another = {"results_dir", "check_memory"}
         for name in record["config"].keys() - another:
             assert config[name] == record["config"][name], (path.parent.name, name)
-        num_planned += 1
-    assert num_planned >= 3
 
 
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
@@ -190,6 +179,7 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
 
 NO_PLACE = "a record does not say where --"
 TARS = {"data_format": "webdataset"}
+ON_RAY = {"engine": "ray", "ray_address": "there:6379"}
 EIGHT = {"world_size": 8, "ranks_per_node": 8}
 FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
 
@@ -201,30 +191,10 @@ FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
             ({"config": {"remote": place, **TARS}}, NO_PLACE, place, "--remote")
             for place in ("<remote>", "pipe:cat", "{p,p}ipe:touch evil", "\\pipe:touch evil")
         ),
-        (
-            {"config": {"remote": "no-such-folder"}},
-            "the data set of the record is not here",
-            "no-such-folder",
-            "--remote or --local",
-        ),
-        (
-            {"config": {"engine": "ray", "ray_address": "there:6379"}},
-            NO_PLACE,
-            "there:6379",
-            "--ray_address",
-        ),
-        (
-            {"config": {"model_name": "./no-such-model"}},
-            "the weights of the record are not here",
-            "./no-such-model",
-            "--model_name",
-        ),
-        (
-            {"machine": {"device_type": "cuda"}, "ranks": EIGHT},
-            "the run had 8 x ",
-            "0 GPUs",
-            "RECORD",
-        ),
+        ({"config": {"remote": "nowhere"}}, "the data set ", "nowhere", "--remote or --local"),
+        ({"config": {"model_name": "./none"}}, "the weights ", "./none", "--model_name"),
+        ({"config": ON_RAY}, NO_PLACE, "there:6379", "--ray_address"),
+        ({"machine": {"device_type": "cuda"}, "ranks": EIGHT}, "the run had", "0 GPUs", "RECORD"),
         ({"ranks": FOUR}, "the run had 4 ranks on several nodes", "2 nodes", "RECORD"),
     ],
 )
@@ -263,16 +233,15 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
 
 def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     _, pictures = run_of_folder
-    argv = ["--remote", str(pictures), "--image_size", "64", "--batch_size", "2"]
-    argv += ["--num_workers", "0", "--num_batches", "3", "--seed", "5"]
-    assert feed.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
-    (record,) = (tmp_path / "runs").glob("*/record.json")
-    words, told = planned(capsys, record.parent)
-    config = vars(settings_in(words, FeedSettings))
-    assert config == {**load_record(record)["config"], "results_dir": config["results_dir"]}
-    assert "data.py" in words and not LACKING.search(told)
+    argv = [*FEED, "--remote", str(pictures), "--seed", "5"]
+    run = finished_run(feed.main, *argv, results=tmp_path / "runs")
+    words, told = planned(capsys, run)
+    settings = words[words.index("data.py") + 1 :]
+    config = vars(parse(FeedSettings, settings, description="", epilog="").config)
+    assert config == {**load_record(run)["config"], "results_dir": config["results_dir"]}
+    assert not LACKING.search(told)
     trainers = {"engine": "ray", "num_ray_workers": 2}
-    words, _ = planned(capsys, changed(record.parent, tmp_path, config=trainers))
+    words, _ = planned(capsys, changed(run, tmp_path, config=trainers))
     assert "--num_ray_workers=2" in words
 
 
@@ -280,15 +249,13 @@ def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_fo
     _, pictures = run_of_folder
     made = tmp_path / "made"
     assert main(["convert", str(pictures), "--folder", str(made)]) == 0
-    argv = ["--remote", str(made), "--image_size", "64", "--batch_size", "2", "--num_workers", "0"]
-    assert feed.main([*argv, "--num_batches", "3", "--results_dir", str(tmp_path / "runs")]) == 0
-    (path,) = (tmp_path / "runs").glob("*/record.json")
-    (made_by,) = load_record(path)["data"]["made_by"]
+    run = finished_run(feed.main, *FEED, "--remote", str(made), results=tmp_path / "runs")
+    (made_by,) = load_record(run)["data"]["made_by"]
     # Of a path the name alone: the record may be published.
     expected = {"command": "convert", "source": "pictures", "from": "folder"}
     assert made_by.items() > expected.items()
     shutil.rmtree(made)
-    error = refusal_of("rerun", path.parent, "--dry_run")
+    error = refusal_of("rerun", run, "--dry_run")
     told = error.allowed.partition("; it was made by convert: ")[2]
     assert {"from folder", "num_samples 4", "source pictures"} < {*told.split(", ")}
 
@@ -320,12 +287,8 @@ def test_a_training_that_went_on_begins_anew_and_leaves_its_copies_alone(tmp_pat
     assert {"--run_name=on-ray", "--num_ray_workers=2"} < {*words}
 
 
-def test_elsewhere_than_the_checkout_it_says_so(run_of_folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error = refusal_of("rerun", run_of_folder[0])
-    assert (error.value, error.flag) == (str(tmp_path), "cd")
-
-
-def test_flags_that_a_rerun_does_not_take(run_of_folder):
+def test_flags_and_folders_that_a_rerun_does_not_take(run_of_folder, tmp_path, monkeypatch):
     assert refusal_of("rerun", run_of_folder[0], "--", "--results_dir", "x").flag == "--folder"
     assert refusal_of("rerun", run_of_folder[0], "--", "--batchsize", "3").flag == "--batch_size"
+    monkeypatch.chdir(tmp_path)
+    assert refusal_of("rerun", run_of_folder[0]).flag == "cd"

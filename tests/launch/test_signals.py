@@ -28,6 +28,7 @@ from sdbench.tasks import pretrain
 from tests.data import datasets
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.runs import only_record
+from tests.waiting import wait_for
 
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
@@ -59,11 +60,7 @@ def test_a_start_is_stopped_without_a_trace(tmp_path, repository, module, number
 
 
 def signal_at_import(module, number, *argv, repository):
-    """Start benchmark.py, and send it a signal when it has imported a module.
-
-    Returns:
-        Its exit code, and what it has printed as errors from then on.
-    """
+    """The end of benchmark.py, sent a signal when it has imported a module, and its last errors."""
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "benchmark.py", *TINY, *argv],
         cwd=repository,
@@ -170,14 +167,6 @@ def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path,
     assert only_record(tmp_path)["status"] == "interrupted"
 
 
-def wait_for_workers(process):
-    deadline_s = time.monotonic() + END_WITHIN_S
-    while len(children := process.children(recursive=True)) < 2:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    return children
-
-
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path, repository):
     datasets.WRITERS["mds"](tmp_path / "mds")
@@ -193,7 +182,9 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path, repository):
     )
     with process:
         next(line for line in process.stdout if line.startswith("Reading mds"))
-        started = wait_for_workers(psutil.Process(process.pid))
+        running = psutil.Process(process.pid)
+        wait_for(lambda: len(running.children(recursive=True)) >= 2, what="the start of workers")
+        started = running.children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the loader's workers, too
         rest = process.stdout.read()
     assert process.returncode == 130, rest

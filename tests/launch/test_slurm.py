@@ -5,7 +5,6 @@ Pyxis is a stub that takes its options and starts no container; all else is Slur
 
 from __future__ import annotations
 
-import csv
 import functools
 import os
 import shutil
@@ -21,6 +20,9 @@ from sdbench.launch import submit
 from sdbench.record.store import load_record
 from tests.forked import exit_codes, forked_ranks
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
+from tests.runs import only_record
+from tests.train.written import read_losses
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 
@@ -46,7 +48,6 @@ QUICK = {**VARIABLES, "LAUNCHER": "torchrun"}
 TIMEOUT_S = 120
 # Of a training run: seconds, so that it is stopped on its way.
 NUM_STEPS = 80
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +75,9 @@ def log_of(folder: Path) -> str:
     return "".join(log.read_text() for log in folder.glob("stable-diffusion_*.log"))
 
 
-def only_record(folder: Path) -> dict:
-    (path,) = (folder.parent / "runs").glob("*/record.json")
-    return load_record(path)
-
-
 def wait_for_step(cluster, number: int, folder: Path, *, start: int = 1) -> None:
-    cluster.wait(number, states=("RUNNING", *ENDED), timeout_s=TIMEOUT_S)
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while log_of(folder).count("step 1/") < start:
-        assert time.monotonic() < deadline_s, log_of(folder)
-        time.sleep(0.2)
+    cluster.wait(number, "RUNNING")
+    wait_for(lambda: log_of(folder).count("step 1/") >= start, what="the first step")
 
 
 def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, folder, tmp_path):
@@ -100,9 +93,9 @@ def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, fold
         PYXIS_STUB_LOG=str(tmp_path / "pyxis.txt"),
         **VARIABLES,
     )
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(folder)
-    record = only_record(folder)
+    record = only_record(folder.parent / "runs")
     assert record["status"] == "ok"
     assert record["ranks"] == {
         "launcher": "composer",
@@ -124,7 +117,7 @@ def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, fold
 def test_a_job_whose_ranks_fail_has_failed_with_their_exit_code(cluster, folder):
     argv = (*TINY, *SHORT, "--batch_size", "7")
     number = cluster.submit(*ONE_RANK_EACH, *argv, folder=folder, **VARIABLES)
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
     assert log_of(folder).count("does not divide over 2 ranks: got 7") == 1
 
@@ -133,9 +126,9 @@ def test_a_job_that_lost_a_node_measures_again_and_a_cancelled_one_says_so(clust
     number = cluster.submit(*ONE_RANK_EACH, *TINY, *LONG, folder=folder, **QUICK)
     wait_for_step(cluster, number, folder)
     cluster.kill_node("node2")
-    job = cluster.wait(number, states=("PENDING", *ENDED), timeout_s=TIMEOUT_S)
+    job = cluster.wait(number, "PENDING")
     assert job["JobState"] == "PENDING", log_of(folder)
-    first = only_record(folder)
+    first = only_record(folder.parent / "runs")
     assert first["status"] == "failed"
     assert "on node 1" in first["reason"]
     cluster.start_node("node2")
@@ -146,7 +139,7 @@ def test_a_job_that_lost_a_node_measures_again_and_a_cancelled_one_says_so(clust
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     wait_for_step(cluster, number, folder, start=2)
     cluster.run("scancel", str(number))
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    job = cluster.wait(number)
     assert job["JobState"] == "CANCELLED"
     _, again = map(load_record, sorted((folder.parent / "runs").glob("*/record.json")))
     assert (again["ranks"]["restarts"], again["ranks"]["num_nodes"]) == (1, 2)
@@ -161,14 +154,14 @@ def test_a_job_that_is_requeued_while_it_trains_goes_on_by_itself(cluster, folde
     number = cluster.submit(*ONE_RANK_EACH, "train.py", *recipe, folder=folder, **QUICK)
     wait_for_step(cluster, number, folder)
     cluster.run("scontrol", "requeue", str(number))
-    cluster.wait(number, states=("PENDING", *ENDED), timeout_s=TIMEOUT_S)
+    cluster.wait(number, "PENDING")
     cluster.wait_until_idle()
     run = folder.parent / "runs" / "first"
     stopped = load_record(run)
     assert stopped["status"] == "interrupted" and "SIGTERM" in stopped["reason"]
     # Slurm would hold it back for a minute or two.
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(folder)
     record = load_record(run)
     assert (record["status"], record["ranks"]["restarts"]) == ("ok", 1)
@@ -179,9 +172,9 @@ def test_a_job_that_is_requeued_while_it_trains_goes_on_by_itself(cluster, folde
     whole = functools.partial(train.main, [*recipe, "--results_dir", str(tmp_path / "whole")])
     with forked_ranks(whole, tmp_path) as ranks:
         assert exit_codes(ranks, timeout_s=TIMEOUT_S) == [0, 0]
-    losses, expected = (read_losses(place) for place in (run, tmp_path / "whole" / "first"))
-    assert [step for step, _ in losses] == [str(step) for step in range(1, NUM_STEPS + 1)]
-    assert losses == expected
+    losses = read_losses(run)
+    assert len(losses) == NUM_STEPS
+    assert losses == read_losses(tmp_path / "whole" / "first")
 
 
 def test_processes_of_srun_need_a_launcher(cluster, tmp_path):
@@ -190,17 +183,11 @@ def test_processes_of_srun_need_a_launcher(cluster, tmp_path):
     (tmp_path / "job.sbatch").write_text("\n".join([*lines, ""]))
     options = ("--nodes=1", "--ntasks=2", "--output=codes.txt", "--error=log.txt", "job.sbatch")
     number = cluster.submit(*options, folder=tmp_path, **VARIABLES)
-    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    job = cluster.wait(number)
     log = (tmp_path / "log.txt").read_text()
     assert job["JobState"] == "COMPLETED", log
     assert (tmp_path / "codes.txt").read_text().split() == ["0", "0", "2"], log
     assert "got '2 tasks without RANK'; allowed: one task on each node" in log
-
-
-def read_losses(run: Path) -> list[tuple[str, str]]:
-    """Step and loss of each row of steps.csv."""
-    with (run / "steps.csv").open(newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
 
 
 def test_one_command_submits_and_collects_several_numbers_of_nodes(

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import yaml
 
 from sdbench.base.cause import KILLED, LOST
 from sdbench.cli import main
 from sdbench.launch import child
 from tests.refusals import refusal_of
+from tests.waiting import wait_for
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 pytestmark = pytest.mark.usefixtures("starts")
@@ -29,21 +29,20 @@ pytestmark = pytest.mark.usefixtures("starts")
 
 def write_sweep(tmp_path, **content):
     file = tmp_path / "my.yaml"
-    file.write_text(
-        yaml.safe_dump({"launcher": "python", "script": FAKE, **content}, sort_keys=False)
-    )
+    file.write_text(json.dumps({"launcher": "python", "script": FAKE, **content}))  # JSON is YAML
     return str(file)
 
 
 def sweep(tmp_path, *argv, **content):
-    """Run a sweep in this process; the exit code and the rows of its table by micro-batch."""
+    """Run a sweep in this process; the exit code and the rows of its table."""
     folder = tmp_path / "sweep"
     code = main(["sweep", write_sweep(tmp_path, **content), "--folder", str(folder), *argv])
-    table = folder / "sweep.csv"
-    if not table.exists():
-        return code, []
-    with table.open() as file:
-        return code, list(csv.DictReader(file))
+    return code, rows_of(folder) if (folder / "sweep.csv").exists() else []
+
+
+def rows_of(folder):
+    with (folder / "sweep.csv").open() as table:
+        return list(csv.DictReader(table))
 
 
 @pytest.fixture
@@ -186,7 +185,6 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
 
 
 def test_rows_of_another_machine_are_told(tmp_path, capsys):
-    """E.g. with another GPU beside as many cores and as much memory."""
     sweep(tmp_path, list=[{"seed": 1}])
     (file,) = (tmp_path / "sweep").glob("*/*/record.json")
     record = json.loads(file.read_text())
@@ -199,7 +197,6 @@ def test_rows_of_another_machine_are_told(tmp_path, capsys):
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
-    """Nor does one begin while the guard of a killed one still ends its ranks."""
     (tmp_path / "sweep").mkdir()
     with (tmp_path / "sweep" / child.LOCK_NAME).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -208,38 +205,26 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
     assert sweep(tmp_path, list=[{"seed": 1}])[0] == 0
 
 
-LAUNCHER = """
-import subprocess, sys
-sys.path.insert(0, {root!r})
-from sdbench.base.cause import report_cause
-reported = {reported!r}
-if reported == "traceback":
-    subprocess.run([sys.executable, "-c", "import no_such_module"])
-elif reported:
-    report_cause(*reported)
-print("the last line")
-sys.exit({exit_code})
-"""
-
-
 @pytest.mark.parametrize(
-    ("reported", "exit_code", "cause", "said"),
+    ("first", "exit_code", "cause", "said"),
     [
         # The launcher's own exit code is that of rank 0, which it has ended itself.
-        (("ValueError", "no luck"), 241, "ValueError", "no luck"),
-        ((LOST, "rank 1 is silent"), 241, LOST, "rank 1 is silent"),
-        ((), 247, KILLED, "the last line"),  # composer has 256 - 9 for SIGKILL
-        ((), 143, None, "it was ended by signal 15 (SIGTERM): the last line"),
-        ("traceback", 1, None, "ModuleNotFoundError: No module named 'no_such_module'"),
-        ((), 255, None, "it ended with exit code 255: the last line"),  # exit(-1), no SIGHUP
+        ("report_cause('ValueError', 'no luck')", 241, "ValueError", "no luck"),
+        ("report_cause(LOST, 'rank 1 is silent')", 241, LOST, "rank 1 is silent"),
+        ("", 247, KILLED, "the last line"),  # composer has 256 - 9 for SIGKILL
+        ("", 143, None, "it was ended by signal 15 (SIGTERM): the last line"),
+        ("os.system(f'{sys.executable} -c 1/0')", 1, None, "ZeroDivisionError: division by zero"),
+        ("", 255, None, "it ended with exit code 255: the last line"),  # exit(-1), no SIGHUP
     ],
 )
 def test_what_the_first_process_to_end_says_is_the_cause(
-    tmp_path, repository, reported, exit_code, cause, said
+    tmp_path, repository, monkeypatch, first, exit_code, cause, said
 ):
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER.format(root=str(repository), reported=reported, exit_code=exit_code))
-    outcome = child.run_child([sys.executable, str(script)], folder=tmp_path / "run")
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    lines = ("import os, sys", "from sdbench.base.cause import LOST, report_cause", first)
+    lines += ("print('the last line')", f"sys.exit({exit_code})")
+    command = [sys.executable, "-c", "\n".join(lines)]
+    outcome = child.run_child(command, folder=tmp_path / "run")
     assert (outcome.status, outcome.exit_code, outcome.cause) == ("failed", exit_code, cause)
     assert outcome.reason.endswith(said)
 
@@ -253,10 +238,8 @@ def test_a_record_of_another_version_is_a_failed_row(tmp_path):
 def test_a_record_that_was_broken_after_its_run_is_refused(tmp_path, starts, capsys):
     sweep(tmp_path, list=[{"seed": 1}])
     (file,) = (tmp_path / "sweep").glob("*/*/record.json")
-    file.write_text(
-        re.sub(r'"images_per_second": [0-9.]+', '"images_per_second": NaN', file.read_text())
-    )
-    capsys.readouterr()
+    rate = r'"images_per_second": [0-9.]+'
+    file.write_text(re.sub(rate, '"images_per_second": NaN', file.read_text()))
     assert sweep(tmp_path, list=[{"seed": 1}])[0] == 2
     assert "$.summary.images_per_second: nan is no finite number" in capsys.readouterr().err
     shutil.rmtree(file.parent)  # without its folder the run is made again
@@ -296,19 +279,18 @@ def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository):
-    """Four cells; SIGKILL in the third."""
     file = write_sweep(tmp_path, base={"seed": 5}, grid={"batch_size": [1, 2, 3, 4]})
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "sdbench", "sweep", file, "--folder", str(folder)]
 
     process = subprocess.Popen(command, cwd=repository, stdout=subprocess.DEVNULL)
-    wait_for(lambda: len(list(folder.glob("*/cell.json"))) == 2)
-    wait_for(lambda: len(list(folder.glob("*/*/record.json"))) == 3)
+    wait_for(lambda: len([*folder.glob("*/cell.json")]) == 2, what="the second end")
+    wait_for(lambda: len([*folder.glob("*/*/record.json")]) == 3, what="the third start")
     started = psutil.Process(process.pid).children(recursive=True)
     assert started
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_for(lambda: all(is_gone(one.pid) for one in started), timeout_s=30)
+    wait_for(lambda: all(is_gone(one.pid) for one in started), what="the end of what it started")
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/cell.json")}
     assert len(before) in (2, 3)  # the third may have ended just before the signal
@@ -316,8 +298,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository)
     assert completed.returncode == 0, completed.stderr
     assert f"{len(before)} of 4 runs are done" in completed.stdout
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
-    with (folder / "sweep.csv").open() as table:
-        rows = list(csv.DictReader(table))
+    rows = rows_of(folder)
     assert [(row["global_batch"], row["status"]) for row in rows] == [
         (str(size), "ok") for size in (1, 2, 3, 4)
     ]
@@ -330,10 +311,3 @@ def is_gone(pid):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_for(condition, timeout_s=90.0):
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.02)

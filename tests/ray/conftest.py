@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sdbench.tasks.encode.ray_stream import NUMBER, Pool
 from tests.data.s3_server import running_s3, s3  # noqa: F401
-from tests.ray.stream_here import stream_here  # noqa: F401
 
 # Or one that joins would need the token of who began it.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -33,7 +34,6 @@ ADDRESS_LEFT = "127.0.0.1:9"
 
 @pytest.fixture(scope="session")
 def address_here() -> Iterator[str]:
-    """The address of a cluster of this machine."""
     # The paths of Ray's sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         left = Path(name) / "ray" / "ray_current_cluster"
@@ -53,5 +53,38 @@ def address_here() -> Iterator[str]:
 
 @pytest.fixture
 def on_cluster(address_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of the test join the cluster of this machine."""
     monkeypatch.setenv("RAY_ADDRESS", address_here)
+
+
+class RowsHere:
+    """In place of a `ray.data.Dataset` and of its one end: rows made in this process."""
+
+    def __init__(self, pools: Sequence[Pool], *, num_rows: int, **_: int) -> None:
+        self._num_rows = num_rows
+        self._stages = [[pool.make_stage() for _ in range(pool.num_actors)] for pool in pools]
+
+    def streaming_split(self, num_ends: int, *, equal: bool) -> list[RowsHere]:
+        assert (num_ends, equal) == (1, True)
+        return [self]
+
+    def iterator(self) -> RowsHere:
+        return self
+
+    def iter_batches(self, **_: object) -> Iterator[dict[str, np.ndarray]]:
+        for number in range(self._num_rows):
+            block = {NUMBER: np.array([number])}
+            for actors in self._stages:
+                block = actors[number % len(actors)](block)
+            yield block
+
+
+@pytest.fixture
+def stream_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No actors: encoders need the settings' `encoder_resources`, which would be the cluster's."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.get", lambda value: value)
+    for module in ("online", "ray_shards"):
+        monkeypatch.setattr(f"sdbench.tasks.encode.{module}.make_stream", RowsHere)
+        monkeypatch.setattr(
+            f"sdbench.tasks.encode.{module}.set_up_encoder_process", lambda _: "cpu"
+        )

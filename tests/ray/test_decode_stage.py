@@ -24,14 +24,9 @@ GLOBAL_BATCH = 4
 
 def source_of(place: Path, num_ranks: int, **changes) -> SourceConfig:
     datasets.write_tars(place)
-    return SourceConfig(
-        data_format="webdataset",
-        image_size=datasets.IMAGE_SIZE,
-        device_batch_size=GLOBAL_BATCH // num_ranks,
-        world_size=num_ranks,
-        seed=3,
-        **{"remote": str(place), **changes},
-    )
+    share = {"device_batch_size": GLOBAL_BATCH // num_ranks, "world_size": num_ranks}
+    source = datasets.make_source("webdataset", place, **share)
+    return dataclasses.replace(source, **changes)
 
 
 def read(decoders: list[DecodeStage], num_rows: int, num_ranks: int) -> list[list[Key]]:

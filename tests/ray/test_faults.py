@@ -1,20 +1,24 @@
 """--engine ray on two nodes: what dies in the middle comes back, or the run ends with a reason.
 
+The nodes are network namespaces, each with a raylet and workers; programs run on the first one.
+
 The losses after a fault are those of a run without one, bit for bit.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,10 +28,17 @@ import train
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.s3_server import BUCKET
-from tests.nodes import address_of
-from tests.ray.cluster import GCS, ROOT, WORKER, RayCluster, make_cluster, wait_for
+from tests.nodes import address_of, make_nodes
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_events, read_losses, read_steps
+from tests.waiting import wait_for
 
+ROOT = Path(__file__).resolve().parents[2]
+# Names of processes.
+GCS, RAYLET, WORKER = "gcs_server", "raylet", "ray::"
+PORT = 6379
+ADDRESS = f"{address_of(0)}:{PORT}"  # of the head
+OPTIONS = ("--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-stats")
 # Each node holds one rank.
 HEAD, SECOND = {"rank": 1, "trainer": 1}, {"rank": 1, "encoder": 1}
 RANKS = ("--ray_worker_resources", '{"CPU": 1, "rank": 1}')
@@ -36,7 +47,6 @@ PLAIN = ("--engine", "ray", "--num_workers", "0", "--num_threads", "1", "--log_e
 NUM_STEPS = 36
 SAVED = ("--save_every_batches", "3", "--resume", "auto")
 ENDLESS = 1_000_000
-# Of processes.
 RANK, ENCODER = f"{WORKER}RayTrainWorker", "EncodeStage"
 STORE_PORT = 5000
 STORE = {
@@ -60,28 +70,97 @@ pytestmark = [
 
 
 @dataclasses.dataclass
-class Training:
-    """A run of train.py.
+class RayCluster:
+    """A head and further nodes, of which each can be killed and started again."""
 
-    Attributes:
-        driver: The process that was started.
-        folder: Of the run.
-        log: What the driver has printed.
-    """
+    namespaces: Sequence[str]  # of the head first
+    resources: Sequence[Mapping[str, float]]  # of each node, by which workers are placed
+    folder: Path  # for sockets and logs of Ray, and for what programs print
+    started: list[subprocess.Popen] = dataclasses.field(default_factory=list)
+
+    def end_programs(self) -> None:
+        for program in self.started:
+            program.kill()
+            program.wait()
+        self.started.clear()
+
+    def repair(self) -> None:
+        """Start the nodes that are dead, and wait until they have joined."""
+        if not self.processes(0, GCS):
+            for index in range(len(self.namespaces)):
+                self.kill_node(index)  # a new head knows nothing of them
+        for index in range(len(self.namespaces)):
+            if not self.processes(index, RAYLET):
+                self._start_node(index)
+
+    def _start_node(self, index: int) -> None:
+        place = [f"--address={ADDRESS}"]
+        if index == 0:
+            place = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *OPTIONS]
+        command += [f"--node-ip-address={address_of(index)}", f"--temp-dir={self.folder / 'ray'}"]
+        command.append(f"--resources={json.dumps(self.resources[index])}")
+        log = self.folder / f"node{index}.log"
+        started = self.start(command, log, node=index)
+        assert started.wait(ENDS_WITHIN_S) == 0, log.read_text()
+
+    def start(self, command: Sequence[str], log: Path, *, node: int = 0) -> subprocess.Popen:
+        with log.open("wb") as output:
+            program = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{self.namespaces[node]}", *command],
+                cwd=self.folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "RAY_ADDRESS": ADDRESS,
+                    "RAY_AUTH_MODE": "disabled",  # or a token in ~/.ray would turn it on
+                    "GLOO_SOCKET_IFNAME": "eth0",  # all nodes have the host name of this machine
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append(program)
+        return program
+
+    def processes(self, node: int, name: str = "") -> list[psutil.Process]:
+        """Living processes of a node whose name begins so; a worker's is `ray::` and its class."""
+        words = ("ip", "netns", "pids", self.namespaces[node])
+        answer = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        found = []
+        for pid in answer.split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if process.name().startswith(name) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def kill_node(self, node: int, *, spare: Sequence[int] = ()) -> None:
+        """Kill all processes of a node at once but for those to spare, and their children."""
+        spared = set(spare)
+        for pid in spare:
+            spared |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+        def kill_all() -> bool:
+            living = [each for each in self.processes(node) if each.pid not in spared]
+            for process in living:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return not living
+
+        wait_for(kill_all, what=f"the end of node {node}")
+
+
+@dataclasses.dataclass
+class Training:
+    """A run of train.py: its driver, its folder, and what the driver has printed."""
 
     driver: subprocess.Popen
     folder: Path
     log: Path
 
     def wait(self) -> int:
-        """Wait for the end; the exit code."""
-        wait_for(
-            lambda: self.driver.poll() is not None,
-            what="the end of the run",
-            within_s=ENDS_WITHIN_S,
-            log=self.log,
-        )
-        return self.driver.returncode
+        return self.driver.wait(ENDS_WITHIN_S)
 
     def wait_for_save(self, *, num_restarts: int = 0) -> None:
         """Wait for a checkpoint of a run that goes on, behind its last restart."""
@@ -95,19 +174,11 @@ class Training:
 
         wait_for(is_saved, what="a checkpoint", within_s=ENDS_WITHIN_S, log=self.log)
 
-    def events(self, name: str) -> list[dict]:
-        """Those of the run's history with a name."""
-        return [event for event in read_history(self.folder) if event["event"] == name]
+    def events(self, kind: str) -> list[dict]:
+        return read_events(self.folder, kind)
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Those of each step."""
-        return losses_of(self.folder)
-
-
-def losses_of(folder: Path) -> list[tuple[str, str]]:
-    """Step and loss of each step of a run, as they were written."""
-    with (folder / "steps.csv").open(newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
+    def losses(self) -> list[str]:
+        return read_losses(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +186,17 @@ def two_nodes() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in STORE.items():
             patch.setenv(name, value)
-        with make_cluster([HEAD, SECOND]) as cluster:
-            yield cluster
+        # The paths of Ray's sockets, which are below it, have to be shorter than 108 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+        with make_nodes(2) as names:
+            cluster = RayCluster(names, [HEAD, SECOND], folder)
+            try:
+                cluster.repair()
+                yield cluster
+            finally:
+                for index in range(len(names)):
+                    cluster.kill_node(index)
+                shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -140,33 +220,28 @@ def store(cluster: RayCluster) -> None:
 
 
 def start(
-    cluster: RayCluster,
-    name: str,
-    *argv: str,
-    num_steps: int = NUM_STEPS,
-    results: str = "runs",
+    cluster: RayCluster, name: str, *argv: str, num_steps: int = NUM_STEPS, results: str = "runs"
 ) -> Training:
-    """Start to train under a name, on the head."""
-    place = ("--results_dir", str(cluster.folder / results), "--run_name", name)
-    length = ("--max_duration", f"{num_steps}ba")
-    command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *place, *length, *argv]
+    command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *SAVED, *argv]
+    command += ["--results_dir", str(cluster.folder / results), "--run_name", name]
+    command += ["--max_duration", f"{num_steps}ba"]
     log = cluster.folder / f"{results}-{name}.log"
     folder = cluster.folder / results / name
     return Training(cluster.start(command, log), folder, log)
 
 
 def start_two_ranks(cluster: RayCluster, name: str, *argv: str, **changes) -> Training:
-    return start(cluster, name, "--num_ray_workers", "2", *RANKS, *SAVED, *argv, **changes)
+    return start(cluster, name, "--num_ray_workers", "2", *RANKS, *argv, **changes)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[tuple[str, str]]:
+def expected(tmp_path_factory) -> list[str]:
     """The losses of a run of two ranks without a fault, and without Ray."""
     folder = tmp_path_factory.mktemp("expected")
     place = ("--results_dir", str(folder), "--run_name", "run", "--max_duration", f"{NUM_STEPS}ba")
     run = functools.partial(train.main, [*TINY, *PLAIN, *place, "--engine", "torch"])
     train_in_turn("torch", folder, run)
-    losses = losses_of(folder / "run")
+    losses = read_losses(folder / "run")
     assert len(losses) == NUM_STEPS
     return losses
 
@@ -212,7 +287,7 @@ def test_a_node_that_stays_away_leaves_fewer_ranks_and_the_last_one_ends_the_run
     # Until then with two ranks, each of which draws noise of its own.
     num_shared = min(restart["step"], NUM_STEPS)
     assert training.losses()[:num_shared] == expected[:num_shared] != []
-    steps = [int(step) for step, _ in training.losses()]
+    steps = [int(row["step"]) for row in read_steps(training.folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > restart["step"]
     record = load_record(training.folder)
@@ -256,9 +331,8 @@ def test_encoders_on_another_node_than_ranks_one_of_which_is_killed(cluster):
 
 
 def start_on_head(cluster: RayCluster, name: str, *argv: str, num_steps: int) -> Training:
-    """Start one rank on the head."""
     ranks = ("--num_ray_workers", "1", "--ray_worker_resources", '{"CPU": 1, "trainer": 1}')
-    return start(cluster, name, *ranks, *SAVED, *argv, num_steps=num_steps)
+    return start(cluster, name, *ranks, *argv, num_steps=num_steps)
 
 
 def kill_head(cluster: RayCluster, driver: int) -> None:

@@ -20,13 +20,16 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
+from sdbench.plan.resolve import resolve
 from sdbench.ranks import ray_cluster
-from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import BenchmarkConfig
+from sdbench.ranks.distributed import ALONE
+from sdbench.settings.config import BenchmarkConfig, parse_request
 from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
+from tests.machines import make_cpu_machine, make_machine
+from tests.refusals import refused
 
 TINY = resolve_architecture("tiny", revision=None, random_weights=False)
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
@@ -36,7 +39,6 @@ ENCODER = "EncodeStage"
 
 @pytest.fixture(scope="module")
 def cluster(address_here):
-    """Join the Ray cluster of this machine."""
     ray_cluster.connect(address_here)
     import ray
 
@@ -51,7 +53,6 @@ def cluster(address_here):
 
 @pytest.fixture(scope="module")
 def encoder():
-    """The encoders of the tests, in this process."""
     from sdbench.tasks.encode.encoder import Encoder
 
     return Encoder(TINY, encoder_dtype="fp32", seed=3, device="cpu")
@@ -65,16 +66,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path / "data"
 
 
-def source_of(place: Path | str | None, **changes) -> SourceConfig:
-    options = {
-        "data_format": "parquet",
-        "remote": None if place is None else str(place),
-        "image_size": datasets.IMAGE_SIZE,
-        "device_batch_size": BATCH_SIZE,
-        "text_embedding_dim": 32,
-        "seed": 3,
-    }
-    return SourceConfig(**{**options, **changes})
+def source_of(place: Path | str | None, data_format: str = "parquet", **changes) -> SourceConfig:
+    return SourceConfig(
+        data_format=data_format,
+        remote=None if place is None else str(place),
+        image_size=datasets.IMAGE_SIZE,
+        device_batch_size=BATCH_SIZE,
+        text_embedding_dim=32,
+        seed=3,
+        **changes,
+    )
 
 
 def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **settings):
@@ -92,7 +93,7 @@ def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **s
         BenchmarkConfig(**{**options, **settings}),
         architecture=TINY,
         weights_seed=3,
-        ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
+        ranks=ALONE,
         num_batches=num_batches,
     )
 
@@ -108,18 +109,12 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
         moments = [encoder.encode_images(part) for part in images]
         mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
         texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
-        encoded.append(
-            {
-                "latent_mean": mean,
-                "latent_logvar": logvar,
-                "text_embedding": torch.from_numpy(texts),
-            }
-        )
+        texts = torch.from_numpy(texts)
+        encoded.append({"latent_mean": mean, "latent_logvar": logvar, "text_embedding": texts})
     return encoded
 
 
 def same(left: list[dict], right: list[dict]) -> bool:
-    assert len(left) == len(right)
     return all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for a, b in zip(left, right, strict=True)
@@ -181,10 +176,7 @@ def test_every_format(tmp_path, encoder, data_format, changes, stream_here):
 
 
 def test_bad_samples_are_counted_and_replaced_as_in_the_training_process(
-    tmp_path,
-    monkeypatch,
-    encoder,
-    stream_here,
+    tmp_path, monkeypatch, encoder, stream_here
 ):
     def make(index: int) -> bytes:
         return b"no picture" if index in (7, 20) else datasets.make_ramp_png(index)
@@ -216,7 +208,6 @@ def test_a_damaged_file_is_an_error_unless_allowed(place, encoder, stream_here):
 
 
 def find_encoders() -> list[int]:
-    """Process ids of the encoders below this process."""
     found = []
     for worker in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
@@ -227,10 +218,7 @@ def find_encoders() -> list[int]:
 
 @pytest.mark.ray
 def test_decoders_stream_each_file_once_and_a_killed_encoder_changes_nothing(
-    cluster,
-    s3,
-    place,
-    encoder,
+    cluster, s3, place, encoder
 ):
     num_stored = sum(path.stat().st_size for path in place.iterdir())
     s3.upload(place, place.parent.name)
@@ -307,3 +295,34 @@ def test_a_cluster_that_is_too_small_is_told(cluster, settings, told):
     source = source_of(None, data_format="synthetic", num_images=BATCH_SIZE)
     with pytest.raises(RunError, match=told):
         read(open_loader(source, **settings), num_epochs=1)
+
+
+ON_RAY = ("--online_preprocessing", "--engine", "ray")
+
+
+def plan(*argv: str, machine=None):
+    words = ["--model_name", "tiny", "--use_synth_data", *argv]
+    request = parse_request(words, description="", epilog="")
+    return resolve(request, machine=machine or make_cpu_machine(), ranks=ALONE)
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--latents or --online_preprocessing", (*ON_RAY, "--latents", "precomputed")),
+        ("--num_workers or --online_preprocessing", (*ON_RAY, "--num_workers", "2")),
+        ("--compile", (*ON_RAY, "--compile", "encoders")),
+    ],
+)
+def test_what_the_encoders_cannot_do_is_refused(flag, argv):
+    with refused(flag):
+        plan(*argv)
+
+
+def test_a_step_has_no_encoders():
+    argv = ("--device_train_microbatch_size", "1", "--batch_size", "2")
+    beside, within = (
+        plan(*argv, *more, machine=make_machine()) for more in (ON_RAY, ("--engine", "ray"))
+    )
+    assert beside.memory.total_gib < within.memory.total_gib
+    assert (beside.config.num_workers, within.config.num_workers) == (0, 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.schemas import validate
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("on_cluster")]
 
@@ -25,24 +25,6 @@ NUM_STEPS = 7  # step 6 ends an epoch of 49 samples
 MODEL = ("--model_name", "tiny", "--image_size", "64", "--encoder_dtype", "fp32")
 TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_threads", "1")
 ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_size", "4")
-
-
-@pytest.fixture
-def pictures(tmp_path, monkeypatch) -> Path:
-    """Parquet files of pictures that differ."""
-    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
-    datasets.write_parquet(tmp_path / "pictures")
-    return tmp_path / "pictures"
-
-
-@pytest.fixture
-def latents(tmp_path, pictures) -> Path:
-    """Their latents, made in batches of those that the encoders of `ONLINE` see."""
-    folder = tmp_path / "latents"
-    argv = [*MODEL, "--remote", str(pictures), "--folder", str(folder), "--out_format", "parquet"]
-    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
-    assert precompute.main(argv) == 0
-    return folder
 
 
 def make_argv(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> list[str]:
@@ -57,21 +39,23 @@ def train_on_ray(argv: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def losses(results: Path, name: str) -> list[str]:
-    """The loss of each step, as it was written."""
-    with (results / name / "steps.csv").open(newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file)]
-
-
-def test_two_ranks_that_are_stopped_and_go_on(tmp_path, pictures, latents):
+def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
+    pictures, latents = tmp_path / "pictures", tmp_path / "latents"
+    datasets.write_parquet(pictures)
+    # Made in batches of those that the encoders of `ONLINE` see.
+    argv = [*MODEL, "--remote", str(pictures), "--folder", str(latents), "--out_format", "parquet"]
+    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
+    assert precompute.main(argv) == 0
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
     reference = make_argv(tmp_path, "reference", *on_latents)
     train_in_turn("torch", tmp_path, functools.partial(train.main, reference))
     online = (*ONLINE, "--num_ray_workers", "2", "--remote", str(pictures), "--resume", "auto")
     train_on_ray(make_argv(tmp_path, "online", *online, num_steps=4))
     train_on_ray(make_argv(tmp_path, "online", *online))
-    assert losses(tmp_path, "online") == losses(tmp_path, "reference")
-    assert len(set(losses(tmp_path, "online"))) == NUM_STEPS
+    losses = read_losses(tmp_path / "online")
+    assert losses == read_losses(tmp_path / "reference")
+    assert len(set(losses)) == NUM_STEPS
     record = load_record(tmp_path / "online" / "record.json")
     validate(record)
     assert record["workload"]["num_failed_blocks"] == 0

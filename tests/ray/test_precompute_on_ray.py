@@ -11,6 +11,7 @@ import pytest
 from sdbench.ranks import ray_cluster
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
+from tests.data.datasets import read_files
 from tests.schemas import validate
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +26,11 @@ def make_argv(pictures: Path, out: Path) -> list[str]:
 
 
 def run(pictures: Path, out: Path, *argv: str) -> int:
-    """Precompute in this process."""
     return precompute.main([*make_argv(pictures, out), *argv])
 
 
 def records(out: Path) -> list[dict]:
-    """The records of a data set, from the first on."""
     return [load_record(file) for file in sorted(Path(f"{out}-runs").glob("*/record.json"))]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.ray
@@ -49,7 +44,7 @@ def test_the_files_are_those_of_precompute_without_ray(tmp_path, picture_folder,
         [*command, *RAY, *argv], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert files(out) == files(tmp_path / "here")
+    assert read_files(out) == read_files(tmp_path / "here")
     (record,) = records(out)
     validate(record)
     assert (record["status"], record["config"]["num_decoders"]) == ("ok", 2)

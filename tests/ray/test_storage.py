@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from sdbench.state.checkpoint import ALONE
+from sdbench.ranks.distributed import ALONE
 from sdbench.state.ray_storage import RayStorage
 from tests.state.states import make_checkpoints, names, save
 

@@ -87,22 +87,15 @@ def unpack(rows: Mapping[str, np.ndarray]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The actors of a stage.
-
-    Attributes:
-        make_stage: Makes their `Stage`: its class, with its arguments.
-        num_actors: Number of actors.
-        takes_turns: Whether each n-th row is for the same one of n actors, and comes there in
-            order; of the first stage alone. Otherwise any actor that is free takes a row.
-        resources: That each actor takes of its node, by Ray's names.
-        accelerator_type: Kind of GPU of their nodes; None: any.
-    """
+    """The actors of a stage."""
 
     make_stage: functools.partial[Stage]
     num_actors: int = 1
+    # Whether each n-th row is for the same one of n actors, and comes there in order; of the first
+    # stage alone. Otherwise any actor that is free takes a row.
     takes_turns: bool = False
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    accelerator_type: str | None = None
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of each actor
+    accelerator_type: str | None = None  # kind of GPU of their nodes; None: any
 
 
 def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahead: int) -> Dataset:
@@ -110,9 +103,6 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
 
     The rows stay in order, one in a block. Ray Data bounds the memory of waiting blocks to
     about `num_ahead` rows of `row_bytes`: a stage pauses while those after it are full.
-
-    Raises:
-        RunError: The cluster is too small for the actors.
     """
     from ray.data import DataContext
 
@@ -244,11 +234,7 @@ class StreamEnd:
             coming.set_exception(RunError(f"Ray Data failed: {_describe_error(error)}"))
 
     def take(self) -> Row | None:
-        """The next row; None after the last one.
-
-        Raises:
-            RunError: Ray Data has failed, or no row came in time.
-        """
+        """The next row; None after the last one."""
         try:
             row = self._coming.result(self._timeout_s)
         except futures.TimeoutError:
