@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,7 @@ from PIL import Image
 
 import generate
 from sdbench.cli import main as sdbench
+from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
@@ -117,6 +124,35 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     (FOLDER / ".model-made-of").unlink()
     assert sdbench(command) == 2
     assert (FOLDER / "model" / "model_index.json").is_file()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
+    command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
+    # The pictures before are drawn already; the rest is done by processes of their own.
+    assert sdbench(["dreambooth", *command, "--dry_run", "--", "--max_duration", "9ba"]) == 0
+    assert started == [] and not FOLDER.exists()
+    endless = ["--", "--max_duration", "1000000ba", "--save_every_batches", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = ["-m", "sdbench", "dreambooth", *command, *endless]
+    process = subprocess.Popen([sys.executable, *arguments], env=environment)
+    try:
+        deadline_s = time.monotonic() + 120
+        while not list(FOLDER.glob("train/checkpoints/step_*2")):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    with (FOLDER / LOCK_NAME).open("a") as lock:  # all that was started has ended
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert load_record(FOLDER / "train")["status"] == "interrupted"
+    last = max(int(path.name[5:]) for path in FOLDER.glob("train/checkpoints/step_*"))
+    drawn = times("before/pictures/*.png")
+    assert sdbench(["dreambooth", *command, "--", "--max_duration", f"{last + 1}ba"]) == 0
+    assert load_record(FOLDER / "train")["summary"]["first_step"] == last
+    assert times("before/pictures/*.png") == drawn
 
 
 def planned(capsys, *argv: str) -> list[str]:
