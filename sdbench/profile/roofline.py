@@ -28,10 +28,8 @@ BYTES_PER_UPDATE = 28
 class Operator(NamedTuple):
     """What a counted and a timed call have in common.
 
-    Attributes:
-        phase: Phase of the step, a name of sdbench/measure/phases.py.
-        name: As the profiler calls it, e.g. ``aten::addmm``.
-        shapes: Of its tensors with at least one dimension; tensors in lists are left out.
+    The name is the profiler's, e.g. ``aten::addmm``. The shapes are those of its tensors with at
+    least one dimension; tensors in lists are left out.
     """
 
     phase: str

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import train
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.s3_server import BUCKET
@@ -164,8 +162,7 @@ def expected(tmp_path_factory) -> list[tuple[str, str]]:
     """The losses of a run of two ranks without a fault, and without Ray."""
     folder = tmp_path_factory.mktemp("expected")
     place = ("--results_dir", str(folder), "--run_name", "run", "--max_duration", f"{NUM_STEPS}ba")
-    run = functools.partial(train.main, [*TINY, *PLAIN, *place, "--engine", "torch"])
-    train_in_turn("torch", folder, run)
+    train_in_turn("torch", folder, [*TINY, *PLAIN, *place, "--engine", "torch"])
     losses = losses_of(folder / "run")
     assert len(losses) == NUM_STEPS
     return losses
