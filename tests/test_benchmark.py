@@ -113,6 +113,22 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
     assert len(set(results[0])) == 3
 
 
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        # Composer's default on a CPU is fp32.
+        ("seed", {"precision": "fp32", "optimizer": "adamw", "ema_impl": "composer"}),
+        # Its number formats depend on the CPU.
+        ("fast", {"optimizer": "adamw_fused", "ema_impl": "foreach"}),
+    ],
+)
+def test_presets_run_with_ema_and_record_their_recipe(tmp_path, preset, recipe):
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--preset", preset, "--use_ema")
+    assert exit_code == 0
+    assert {name: record["config"][name] for name in recipe} == recipe
+    assert record["summary"]["images_per_second_interval"] is None
+
+
 def test_printed_config_is_a_config_file(tmp_path, capsys):
     argv = [*TINY, "--batch_size", "6", "--preset", "seed"]
     assert benchmark.main([*argv, "--print_config"]) == 0
@@ -125,6 +141,14 @@ def test_printed_config_is_a_config_file(tmp_path, capsys):
     values = [line.split("  #")[0] for line in printed.splitlines()]
     again = [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()]
     assert values == again
+
+
+def test_precomputed_latents_skip_the_encoders(tmp_path):
+    record, exit_code = run(tmp_path, *QUICK, "--latents", "precomputed")
+    online, _ = run(tmp_path, *QUICK)
+    assert exit_code == 0
+    assert record["workload"]["flops_per_image"] < online["workload"]["flops_per_image"]
+    assert any("compare with other precomputed runs only" in note for note in record["notes"])
 
 
 def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, picture_folder, capsys):

@@ -163,14 +163,17 @@ def _errors(
 
 @contextlib.contextmanager
 def averaged_weights(
-    job: TrainJob, averages: Mapping[str, Tensor], *, ranks: Ranks
+    job: TrainJob, averages: Mapping[str, Tensor] | None, *, ranks: Ranks
 ) -> Iterator[None]:
-    """Put the moving averages in the place of the model's weights within the block.
+    """Put the moving averages, if they are kept, in the place of the model's weights in the block.
 
     Every rank has to call. Weights and averages of one type are swapped, a tensor at a time, which
     takes no memory. No save may read them meanwhile. Averages that this rank does not keep come
     from the ranks that have them (ZeRO-1).
     """
+    if averages is None:
+        yield
+        return
     forget_gathered(job)
     weights = job.trained_weights()
     owners = _find_owners(weights, averages, ranks)

@@ -301,6 +301,7 @@ CASES = [
     ("weight", NUM_STEPS, "back", 2),
     ("average", 4, "back", 1),
     ("average", 3, "skip", 2),
+    ("loss", NUM_STEPS, "back", 2),
 ]
 
 

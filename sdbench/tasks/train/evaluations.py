@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +143,14 @@ class Evaluations:
 
         facts = measure()
         if state.averages is not None:
-            with self._best_weights(state):
+            with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
                 facts["ema_loss"] = measure()["loss"]
         return facts
 
     def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
         prompts = [prompt for _, prompt in self._prompts]
-        with self._best_weights(state):
+        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
             pictures = draw_samples(self._job.model, prompts, check=check, **self._drawing())
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
         if self._plan.ranks.rank == 0:
@@ -172,7 +170,7 @@ class Evaluations:
         # Loaded each time: in between, training has the memory.
         device = next(self._job.model.parameters()).device
         networks = open_networks(self._config, image_size=self._config.image_size, device=device)
-        with self._best_weights(state):
+        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
             return score_model(
                 self._job.model,
                 self._samples,
@@ -198,11 +196,6 @@ class Evaluations:
             ),
             "ranks": self._plan.ranks,
         }
-
-    def _best_weights(self, state: TrainState) -> AbstractContextManager[None]:
-        if state.averages is None:
-            return contextlib.nullcontext()
-        return averaged_weights(self._job, state.averages, ranks=self._plan.ranks)
 
 
 def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
