@@ -30,13 +30,12 @@ EMA_HALF_LIFE_BATCHES = 1000
 def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> TrainJob:
     """Build model and loader, and describe the rest."""
     config = plan.config
-    weights_seed = seed_of_weights(config)
     initial_token_id = None
     if config.learned_token is not None:
         (initial_token_id,) = make_tokenizer(plan.architecture).read_word(config.initial_token)
     model = build_stable_diffusion(
         plan.architecture,
-        seed=weights_seed,
+        seed=seed_of_weights(config),
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
@@ -61,7 +60,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         plan,
         model,
         loss=_loss,
-        loader=_build_loader(plan, weights_seed=weights_seed),
+        loader=_build_loader(plan),
         prepare=prepare,
         sharded_blocks=SHARDED_BLOCKS,
     )
@@ -95,7 +94,7 @@ def seed_of_weights(config: Any) -> int:
     return config.seed if config.weights_seed is None else config.weights_seed
 
 
-def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
+def _build_loader(plan: Plan) -> CheckedLoader:
     config = plan.config
     if config.has_subject:
         return pairs.build(
@@ -111,7 +110,7 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
         plan.source,
         config,
         architecture=plan.architecture,
-        weights_seed=weights_seed,
+        weights_seed=seed_of_weights(config),
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,
     )

@@ -291,17 +291,19 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
     assert losses("parts") == losses("whole")
 
 
+# A bad save is known at the next but one at the latest: as many steps as go on behind it.
+LONG = 8
 # What is poisoned, in which step, what is done then, and how many checkpoints are kept.
-QUICK = [("gradient", 4, "back", 1), ("average", NUM_STEPS, "stop", 1)]
+QUICK = [("gradient", 4, "back", 1), ("average", LONG, "stop", 1)]
 CASES = [
     ("gradient", 3, "stop", 2),
-    ("gradient", NUM_STEPS, "skip", 1),
+    ("gradient", LONG, "skip", 1),
     ("weight", 4, "skip", 2),
     ("weight", 3, "back", 1),
-    ("weight", NUM_STEPS, "back", 2),
+    ("weight", LONG, "back", 2),
     ("average", 4, "back", 1),
     ("average", 3, "skip", 2),
-    ("loss", NUM_STEPS, "back", 2),
+    ("loss", LONG, "back", 2),
 ]
 
 
@@ -322,19 +324,19 @@ def test_what_is_not_finite_costs_no_good_checkpoint(engine, case):
     what, step, action, keep = case
     argv = (action, *POISONED, "--engine", engine, "--keep", keep)
     with poisoned(what, [step]):
-        exit_code = run(*argv)
+        exit_code = run(*argv, num_steps=LONG)
     can_skip = action == "skip" and what == "gradient"
-    can_go_back = action == "back" and step < NUM_STEPS
+    can_go_back = action == "back" and step < LONG
     assert exit_code == (0 if can_skip or can_go_back else 1)
     assert load_record(RUN)["status"] == ("invalid" if exit_code else "ok")
     if exit_code:
         # The newest one is the last before the fault.
         assert finite_saves()[-1] == (step - 1) // 2 * 2
-        assert run(*argv) == 0
+        assert run(*argv, num_steps=LONG) == 0
         assert load_record(RUN)["status"] == "ok"
         assert all(math.isfinite(float(loss)) for loss in losses().values())
-    assert finite_saves()[-1] == NUM_STEPS
-    assert list(losses()) == list(range(1, NUM_STEPS + 1))
+    assert finite_saves()[-1] == LONG
+    assert list(losses()) == list(range(1, LONG + 1))
 
 
 @pytest.mark.slow
@@ -343,11 +345,11 @@ def test_two_ranks_go_back_together(tmp_path):
     argv = (*POISONED, "--sharding", "zero1", "--device_train_microbatch_size", 1)
     write_folder(Path("data"))
     with poisoned("average", [4]):
-        train_in_turn("torch", tmp_path, command("back", *argv))
+        train_in_turn("torch", tmp_path, command("back", *argv, num_steps=LONG))
     (event,) = bad_events()
     assert (event["step"], event["action"]) == (4, "back") and event["tensor"]
     assert load_record(RUN)["status"] == "ok"
-    assert finite_saves()[-1] == NUM_STEPS
+    assert finite_saves()[-1] == LONG
 
 
 def test_gradients_that_are_clipped_are_judged_in_their_step():
