@@ -78,12 +78,7 @@ def write_clip(folder: Path) -> Path:
         vision_config=sizes | {"image_size": CLIP_SIZE_PX, "patch_size": 8},
         projection_dim=4,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        model = CLIPModel(config)
-        for weight in model.parameters():
-            weight.data.normal_(std=0.5)  # so that pictures and captions differ
-    model.save_pretrained(folder, safe_serialization=True)
+    _write_model(CLIPModel, config, folder, seed=4)
     side = {"height": CLIP_SIZE_PX, "width": CLIP_SIZE_PX}
     CLIPImageProcessor(size={"shortest_edge": CLIP_SIZE_PX}, crop_size=side).save_pretrained(folder)
     load_carried_tokenizer().save_pretrained(folder)
@@ -95,15 +90,19 @@ def write_dino(folder: Path) -> Path:
     config = Dinov2Config(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=14, patch_size=7
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = Dinov2Model(config)
-        for weight in model.parameters():
-            weight.data.normal_(std=0.5)
-    model.save_pretrained(folder, safe_serialization=True)
+    _write_model(Dinov2Model, config, folder, seed=5)
     side = {"height": 14, "width": 14}
     BitImageProcessor(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
     return folder
+
+
+def _write_model(kind, config, folder: Path, *, seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for weight in model.parameters():
+            weight.data.normal_(std=0.5)  # so that pictures and captions differ
+    model.save_pretrained(folder, safe_serialization=True)
 
 
 def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:

@@ -139,18 +139,6 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(tmp_path, chan
     assert not Path("out").exists()
 
 
-def prompts_of(**flags: str) -> list[tuple[str, str]]:
-    return read_prompts(GenerateFlags(model_name="tiny", folder="out", **flags))
-
-
-def test_prompts_come_from_lines_of_a_text(tmp_path):
-    Path("prompts.txt").write_text("a cat\n\n  a dog | a horse \n")
-    assert prompts_of(prompt_file="prompts.txt") == [
-        ("00000", "a cat"),
-        ("00001", "a dog | a horse"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("flags", "content", "value"),
     [
@@ -173,7 +161,7 @@ def test_bad_prompts_are_refused(tmp_path, flags, content, value):
     if content is not None:
         Path(flags["prompt_file"]).write_text(content)
     with refused(PROMPT_FLAG, value=value):
-        prompts_of(**flags)
+        read_prompts(GenerateFlags(model_name="tiny", folder="out", **flags))
 
 
 def test_help_loads_no_library_of_weight(repository):

@@ -17,7 +17,6 @@ from scipy.linalg import sqrtm
 from transformers import CLIPModel, CLIPProcessor
 
 import generate
-import train
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
@@ -28,7 +27,6 @@ from sdbench.evaluate.networks import ClipNetwork, FidNetwork
 from sdbench.evaluate.scores import score_model
 from sdbench.models.drawing import DrawingSettings
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
@@ -44,6 +42,7 @@ from tests.score_networks import (
     write_pictures,
 )
 from tests.train.tiny_model import build_tiny
+from tests.train.written import exported, read_events, trained
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONG = "a caption of far more tokens than CLIP reads " * 20
@@ -150,15 +149,13 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
     """The look of a run, and export, generate.py and the command, agree."""
     captions = captions_of(5)
     held_out = write_pictures(tmp_path / "held-out", make_pictures(7, 5), captions)
-    recipe = ("--max_duration", "3ba", "--log_every_batches", "1", "--lr", "0.1", "--use_ema")
-    recipe += ("--precision", "fp32", "--encoder_dtype", "fp32", "--ema_half_life_batches", "1")
-    recipe += ("--ema_interval_batches", "1")
-    networks = ("--fid_network", str(fid), "--clip_network", str(clip))
-    look = ("--score_every_batches", "2", "--validation_remote", str(held_out), *networks)
-    look += ("--num_score_images", "4", "--sample_steps", "2", "--sample_guidance", "3")
-    assert train.main([*TINY, *recipe, "--run_name", "scored", *look]) == 0
-    folder = Path("runs", "scored")
-    events = [event for event in read_history(folder) if event["event"] == "scores"]
+    recipe = (*TINY, "--log_every_batches", 1, "--lr", 0.1, "--use_ema", "--precision", "fp32")
+    recipe += ("--encoder_dtype", "fp32", "--ema_half_life_batches", 1, "--ema_interval_batches", 1)
+    networks = ("--fid_network", fid, "--clip_network", clip)
+    look = ("--score_every_batches", 2, "--validation_remote", held_out, *networks)
+    look += ("--num_score_images", 4, "--sample_steps", 2, "--sample_guidance", 3)
+    folder = trained("scored", 3, *recipe, *look)
+    events = read_events(folder, "scores")
     assert [event["step"] for event in events] == [2, 3]
     found = events[-1]
     assert (found["num_pictures"], found["num_reference"], found["num_bad_samples"]) == (4, 4, 0)
@@ -167,8 +164,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
 
     Path("prompts.txt").write_text("\n".join(captions[:4]))
     reference = write_pictures(tmp_path / "four", make_pictures(7, 5)[:4], captions[:4])
-    assert sdbench(["export", "runs/scored"]) == 0
-    drawing = ["--model_name", "runs/scored/model", "--prompt_file", "prompts.txt"]
+    drawing = ["--model_name", str(exported(folder)), "--prompt_file", "prompts.txt"]
     drawing += ["--seed", "17", "--num_steps", "2", "--guidance_scale", "3", "--folder", "drawn"]
     assert generate.main(drawing) == 0
     expected = score(Path("drawn"), "--reference", reference, *networks)
@@ -217,25 +213,20 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("write", "what"),
     [
-        (None, "no such file"),
-        (b"", "no TorchScript"),
-        (b"no archive", "no TorchScript"),
-        ({"weight": torch.zeros(2)}, "no TorchScript"),  # a pickle, which is not opened
-        (OneByOne(), r"[2, 3, 1, 1]"),
-        (OfAnotherSize(), "64 px"),
+        (lambda file: None, "no such file"),
+        (lambda file: file.write_bytes(b"no archive"), "no TorchScript"),
+        # A pickle, which is not opened.
+        (lambda file: torch.save({"weight": torch.zeros(2)}, file), "no TorchScript"),
+        (lambda file: write_fid_network(file, OneByOne()), r"[2, 3, 1, 1]"),
+        (lambda file: write_fid_network(file, OfAnotherSize()), "64 px"),
     ],
-    ids=["missing", "empty", "text", "pickle", "shape", "size"],
+    ids=["missing", "text", "pickle", "shape", "size"],
 )
-def test_a_network_that_is_none_is_refused(tmp_path, content, what) -> None:
+def test_a_network_that_is_none_is_refused(tmp_path, write, what) -> None:
     file = tmp_path / "network.pt"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    elif isinstance(content, dict):
-        torch.save(content, file)
-    elif content is not None:
-        write_fid_network(file, content)
+    write(file)
     folder = write_pictures(tmp_path / "drawn", make_pictures(1), captions_of(9))
     error = refusal_of("score", folder, "--reference", folder, "--fid_network", file)
     assert (error.flag, error.value) == ("--fid_network", str(file))
@@ -244,19 +235,19 @@ def test_a_network_that_is_none_is_refused(tmp_path, content, what) -> None:
 
 @pytest.mark.parametrize("damage", ["folder", "merges.txt", "cut", "weight", "short"])
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
-    copy = tmp_path / "copy"
-    if damage != "folder":
-        shutil.copytree(clip, copy)
-        weights = copy / "model.safetensors"
-        tensors = load_file(weights)
-    if damage == "merges.txt":
+    copy = Path(shutil.copytree(clip, tmp_path / "copy"))
+    weights = copy / "model.safetensors"
+    tensors = load_file(weights)
+    if damage == "folder":
+        shutil.rmtree(copy)
+    elif damage == "merges.txt":
         (copy / damage).unlink()
-    if damage == "cut":
+    elif damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
-    if damage == "weight":
+    elif damage == "weight":
         del tensors["visual_projection.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
-    if damage == "short":
+    else:
         name = "text_model.embeddings.position_embedding.weight"
         tensors[name] = tensors[name][:16].clone()
         save_file(tensors, weights, metadata={"format": "pt"})
@@ -292,27 +283,16 @@ def test_what_a_run_cannot_score_is_refused_before_it_begins(tmp_path, capsys, f
     bare.mkdir()
     Image.new("RGB", (8, 8)).save(bare / "a.png")
     single = write_pictures(tmp_path / "single", make_pictures(1, 1), ["one"])
-    network = ("--fid_network", fid)
+    network, place = ("--fid_network", fid), ("--validation_remote", held_out)
     for argv, flag in (
         (network, "--validation_remote or --score_every_batches"),
-        (("--validation_remote", held_out), "--fid_network or --clip_network"),
-        (("--validation_remote", held_out, "--fid_network", "none.pt"), "--fid_network"),
+        (place, "--fid_network or --clip_network"),
+        ((*place, "--fid_network", "none.pt"), "--fid_network"),
         (("--validation_remote", bare, *network), "--validation_remote"),
         (("--validation_remote", single, *network), "--validation_remote"),
-        (
-            ("--validation_remote", held_out, *network, "--num_score_images", 1),
-            "--num_score_images",
-        ),
-        (
-            ("--validation_remote", held_out, *network, "--latents", "precomputed"),
-            "--latents or --score_every_batches",
-        ),
-        (
-            ("--validation_remote", held_out, *network, "--train", "vae"),
-            "--score_every_batches or --train",
-        ),
+        ((*place, *network, "--num_score_images", 1), "--num_score_images"),
+        ((*place, *network, *("--latents", "precomputed")), "--latents or --score_every_batches"),
+        ((*place, *network, "--train", "vae"), "--score_every_batches or --train"),
     ):
-        look = ("--max_duration", "1ba", "--score_every_batches", "1", *map(str, argv))
-        assert train.main([*TINY, *look]) == 2
+        assert not trained("one", 1, *TINY, "--score_every_batches", 1, *argv, code=2).exists()
         assert printed_refusal(capsys.readouterr().err).flag == flag
-    assert not list(Path("runs").glob("*/*"))

@@ -34,7 +34,6 @@ NUM_SAMPLES = 5
 # bf16 weights, whose copies in fp32 are shared out.
 COPIES = "copies"
 SHARDINGS = ("zero1", "full", COPIES)
-OPTIONS = dict(encoder_dtype="fp32", memory_format="contiguous", attention="sdpa")
 
 
 def place(rank: int = 0, world_size: int = 1) -> Ranks:
@@ -42,7 +41,7 @@ def place(rank: int = 0, world_size: int = 1) -> Ranks:
 
 
 def build(*, encoders: bool = False, precision: str = "fp32") -> StableDiffusion:
-    return build_stable_diffusion(TINY, seed=3, encoders=encoders, precision=precision, **OPTIONS)
+    return build_stable_diffusion(TINY, seed=3, encoders=encoders, precision=precision)
 
 
 def samples() -> dict[str, torch.Tensor]:
@@ -178,8 +177,16 @@ def averages_of(job) -> dict[str, torch.Tensor]:
     return {name: 0.9 * weight.detach() for name, weight in job.trained_weights().items()}
 
 
+def measure(job, averages, *groups, ranks: Ranks) -> list[dict]:
+    """The losses before, with and after averages."""
+    losses = [validation_loss(job.model, batches(*groups), ranks=ranks)]
+    with averaged_weights(job, averages, ranks=ranks):
+        losses.append(validation_loss(job.model, batches(*groups), ranks=ranks))
+    return [*losses, validation_loss(job.model, batches(*groups), ranks=ranks)]
+
+
 def measure_as_rank(rank: int, folder: Path) -> None:
-    """Measure before, with and after averages under each sharding."""
+    """Measure under each sharding."""
     from sdbench.engines.sharding import shard_weights
 
     ranks, found = Ranks.from_environment(), {}
@@ -195,11 +202,7 @@ def measure_as_rank(rank: int, folder: Path) -> None:
         averages = averages_of(job)
         if sharding == "zero1":
             averages = {name: averages[name] for name in list(averages)[rank::2]}
-        losses = [validation_loss(model, batches(*share), ranks=ranks)]
-        with averaged_weights(job, averages, ranks=ranks):
-            losses.append(validation_loss(model, batches(*share), ranks=ranks))
-        losses.append(validation_loss(model, batches(*share), ranks=ranks))
-        found[sharding] = losses
+        found[sharding] = measure(job, averages, *share, ranks=ranks)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -209,14 +212,11 @@ def test_two_ranks_measure_what_one_measures_with_averages_too(tmp_path) -> None
     of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for sharding in SHARDINGS:
         alone = as_job(build(precision="bf16" if sharding == COPIES else "fp32"))
-        plain = validation_loss(alone.model, batches(tuple(range(5))), ranks=place())
-        with averaged_weights(alone, averages_of(alone), ranks=place()):
-            averaged = validation_loss(alone.model, batches(tuple(range(5))), ranks=place())
-        assert plain["loss"] != pytest.approx(averaged["loss"], rel=BF16)
+        expected = measure(alone, averages_of(alone), tuple(range(5)), ranks=place())
+        assert expected[0]["loss"] != pytest.approx(expected[1]["loss"], rel=BF16)
         # The ranks' batches are smaller than that of one, and in bf16 they round in other ways.
         tolerance = BF16 if sharding == COPIES else 1e-5
         for losses in (of_rank[sharding] for of_rank in of_ranks):
-            for found, expected in zip(losses, (plain, averaged, plain), strict=True):
+            for found, one in zip(losses, expected, strict=True):
                 assert found["num_samples"] == NUM_SAMPLES
-                expected_means = pytest.approx(expected["by_timestep"], rel=tolerance)
-                assert found["by_timestep"] == expected_means, sharding
+                assert found["by_timestep"] == pytest.approx(one["by_timestep"], rel=tolerance)

@@ -143,11 +143,7 @@ def compare(
     As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs.
     Among class pictures, pairs of the same seed are left out, which are similar for that reason.
     Generated pictures are those before and after, class pictures by the same seeds in the same
-    order; without class pictures, these are not compared.
-
-    Returns:
-        `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each
-        with `before`, `after` and their numbers of pairs. Figures without a pair are None.
+    order. The figures are those of `MEANINGS`; without class pictures the first alone.
     """
     means = {"subject": [_mean_cosine(one, subject) for one in generated]}
     if generated_class:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_pictures,
         read_pictures,
     )
-    from sdbench.ranks.distributed import Ranks
+    from sdbench.state.checkpoint import ALONE
 
     rows = list_pictures(Path(flags.folder))
     if len(rows) < 2:
@@ -85,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for batch in read_pictures(samples, image_size=image_size, batch_size=flags.batch_size):
                 add(batch)
                 progress.advance(len(batch.numbers))
-    alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    facts = scores.compute(alone) | {"image_size": image_size, "reference": flags.reference}
+    facts = scores.compute(ALONE) | {"image_size": image_size, "reference": flags.reference}
     path = Path(flags.folder, RESULT_NAME)
     write_json(path, facts)
     print(f"{describe(facts)}: {path}")

@@ -43,26 +43,17 @@ def _whole_fp32() -> Iterator[None]:
 
 
 class Network:
-    """A network for pictures in local files; subclasses load it.
-
-    Attributes:
-        flag: The flag that names the file or folder.
-        allowed: What it may be.
-    """
+    """A network for pictures in local files; subclasses load it, and run it in `_forward`."""
 
     flag: ClassVar[str]
-    allowed: ClassVar[str]
+    allowed: ClassVar[str]  # to be named by the flag
 
     def __init__(self, place: Path, *, weights: Path, device: torch.device | str) -> None:
         """Take a file or folder, and the file in it that has the weights."""
         self._place, self._weights, self._device = place, weights, device
 
     def try_out(self, image_size: int) -> Any:
-        """Run the network on two blank pictures of a size, and return its output.
-
-        Raises:
-            ConfigError: The network does not take them.
-        """
+        """Run the network on two blank pictures of a size, and return its output."""
         blank = torch.zeros((2, 3, image_size, image_size), dtype=torch.uint8)
         try:
             return self._forward(blank)
@@ -79,9 +70,6 @@ class Network:
             while piece := opened.read(2**20):
                 digest.update(piece)
         return {"name": self._place.resolve().name, "sha256": digest.hexdigest()}
-
-    def _forward(self, pictures: Tensor) -> Any:
-        raise NotImplementedError
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(what, value=str(self._place), allowed=self.allowed, flag=self.flag)
@@ -131,7 +119,11 @@ class FidNetwork(Network):
 
 
 class ImageNetwork(Network):
-    """A model in a folder of transformers that compares pictures; its weights are safetensors."""
+    """A model in a folder of transformers that compares pictures; its weights are safetensors.
+
+    Subclasses load it in `_load`. Their `embeddings` are (B, D), of length 1 and in fp64, of uint8
+    pictures (B, 3, H, W).
+    """
 
     reads_text: ClassVar[bool] = False
 
@@ -148,14 +140,6 @@ class ImageNetwork(Network):
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise self._refusal(f"the folder holds no network that loads ({reason})") from None
-
-    def embeddings(self, pictures: Tensor) -> np.ndarray:
-        """Embeddings (B, D) of uint8 pictures (B, 3, H, W), of length 1, in fp64."""
-        raise NotImplementedError
-
-    def _load(self, folder: Path) -> None:
-        """Load model and processor."""
-        raise NotImplementedError
 
     def _load_model(self, kind: Any, folder: Path) -> None:
         """Load a model by its class in transformers, which makes up weights that are missing."""
@@ -202,7 +186,7 @@ class ClipNetwork(ImageNetwork):
 
     @_whole_fp32()
     def embeddings(self, pictures: Tensor) -> np.ndarray:
-        """As `ImageNetwork.embeddings`."""
+        """As `ImageNetwork` says."""
         pixels = self._processor(
             list(pictures.permute(0, 2, 3, 1).cpu().numpy()),
             input_data_format="channels_last",
@@ -231,7 +215,7 @@ class DinoNetwork(ImageNetwork):
 
     @_whole_fp32()
     def embeddings(self, pictures: Tensor) -> np.ndarray:
-        """As `ImageNetwork.embeddings`."""
+        """As `ImageNetwork` says."""
         pixels = self._processor(list(pictures), return_tensors="pt")["pixel_values"]
         states = self._model(pixels.to(self._device)).last_hidden_state
         return _unit_length(states[:, 0])  # the class token, as in the paper of DINO
@@ -252,19 +236,10 @@ def open_networks(
     kinds: Sequence[str] = ("fid", "clip"),
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Load the networks that settings name, and try them on blank pictures.
+    """Load by kind the networks that settings name, at least one, and try them on blank pictures.
 
-    Args:
-        config: Settings with ``<kind>_network`` for each kind.
-        image_size: Side of the pictures in pixels.
-        kinds: Keys of `KINDS`.
-        device: For the weights; None: the GPU, where there is one.
-
-    Returns:
-        Kind to network; at least one.
-
-    Raises:
-        ConfigError: No network is given, or one cannot be used.
+    The settings have ``<kind>_network`` for each kind. Without a device it is the GPU, where there
+    is one.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     networks = {

@@ -39,11 +39,7 @@ class ListedPictures(Samples):
 
 
 def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Samples:
-    """Open a data set of pictures; with a `caption` they need none of their own.
-
-    Raises:
-        ConfigError: There is no such data set.
-    """
+    """Open a data set of pictures; with a `caption` they need none of their own."""
     with blamed_on(flag):
         return data.open_samples(describe_source(place, data_format="auto", caption=caption))
 
@@ -68,10 +64,7 @@ def read_pictures(
 ) -> Iterator[PictureBatch]:
     """Read the pictures of some numbers, or all, cropped to centred squares as in training.
 
-    A `caption` takes the place of the stored ones.
-
-    Raises:
-        RunError: A sample cannot be used, unless `skips_bad` leaves it out.
+    A `caption` takes the place of the stored ones. `skips_bad` leaves out what cannot be used.
     """
     numbers = range(len(samples)) if numbers is None else numbers
     for first in range(0, len(numbers), batch_size):
@@ -99,11 +92,7 @@ class Scores:
     """Collects the features and similarities of this rank's pictures, and scores all ranks'."""
 
     def __init__(self, networks: Mapping[str, Any]) -> None:
-        """Begin without pictures.
-
-        Args:
-            networks: Of the kinds ``fid`` and ``clip``, one or both.
-        """
+        """Begin without pictures; the networks are of the kinds ``fid`` and ``clip``, or one."""
         self._fid, self._clip = networks.get("fid"), networks.get("clip")
         self._reference: dict[int, np.ndarray] = {}
         self._features: dict[int, np.ndarray] = {}
@@ -125,14 +114,7 @@ class Scores:
             self._similarities |= zip(batch.numbers, found, strict=True)
 
     def compute(self, ranks: Ranks) -> dict[str, Any]:
-        """The scores of the pictures of all ranks, on every rank; each has to call.
-
-        Returns:
-            ``num_pictures``, the results of `_fid_facts` and `_clip_facts`, and the networks.
-
-        Raises:
-            RunError: There are fewer than two pictures, or a score is not finite.
-        """
+        """The scores of the pictures of all ranks, on every rank; each has to call."""
         parts = (self._reference, self._features, self._similarities)
         reference, features, similarities = (
             distributed.gather_numbered(part, ranks) for part in parts
@@ -173,13 +155,8 @@ def score_model(
 
     The model is the same on every rank, or sharded; every rank has to call. At most `num_images`
     held-out pictures are taken, from the first on. `check` is called before each batch that all
-    ranks have, and each step of a drawing; it may raise.
-
-    Returns:
-        The facts of `Scores.compute`, the same for any number of ranks, and of the drawing.
-
-    Raises:
-        RunError: A held-out picture is bad and may not be left out, or as `Scores.compute`.
+    ranks have, and each step of a drawing; it may raise. The scores are the same for any number of
+    ranks.
     """
     from sdbench.models.drawing import draw_share
 
@@ -220,17 +197,13 @@ def score_model(
     return scores.compute(ranks) | how
 
 
-def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
-    """The Frechet distance of two sets of features, as of normal distributions.
+def _frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
+    """The Frechet distance of two sets of features (N, D), as of normal distributions.
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)) with unbiased covariances (arXiv 1706.08500). With
     C1 = A^T A and C2 = B^T B the trace of the root is the sum of the singular values of A B^T.
     That needs no root of rounding errors where pictures are fewer than features: on two equal sets
     of 256 x 2048 features torchmetrics 1.7.4, which takes the eigenvalues of C1 C2, gives -0.3.
-
-    Args:
-        reference: (N, D), N at least 2.
-        features: (M, D), M at least 2.
     """
     means, factors = [], []
     for matrix in (torch.from_numpy(reference), torch.from_numpy(features)):
@@ -264,7 +237,7 @@ def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[
             "FID is biased, and comparable only at the same number of pictures"
         )
     return {
-        "fid": frechet_distance(np.stack(reference), np.stack(features)),
+        "fid": _frechet_distance(np.stack(reference), np.stack(features)),
         "num_reference": len(reference),
         "num_features": num_features,
         "fid_note": note,

@@ -77,18 +77,16 @@ def format_profile(profile: Profile, *, top: int) -> str:
         ).nlargest(top, "time_ms")
         tables[f"The {len(kernels)} kernels and copies of the longest time"] = kernels
     sections = [f"{title}:\n{_to_text(rows)}" for title, rows in tables.items()]
-    ceilings = f"Ceilings measured here and now: {describe_ceilings(profile)}"
-    return "\n\n".join([ceilings, *sections, LEGEND])
-
-
-def describe_ceilings(profile: Profile) -> str:
-    """Both ceilings in words, with the kernels that reach them."""
     tflops = ", ".join(
         f"{format_number(ceiling.rate)} TFLOP/s in {dtype} ({ceiling.kernel})"
         for dtype, ceiling in sorted(profile.ceilings.arithmetic.items())
     )
     memory = profile.ceilings.memory
-    return f"arithmetic {tflops}; memory {format_number(memory.rate)} GB/s ({memory.kernel})"
+    ceilings = (
+        f"Ceilings measured here and now: arithmetic {tflops}; "
+        f"memory {format_number(memory.rate)} GB/s ({memory.kernel})"
+    )
+    return "\n\n".join([ceilings, *sections, LEGEND])
 
 
 def describe_floors(profile: Profile) -> str:

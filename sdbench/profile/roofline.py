@@ -28,10 +28,8 @@ BYTES_PER_UPDATE = 28
 class Operator(NamedTuple):
     """What a counted and a timed call have in common.
 
-    Attributes:
-        phase: Phase of the step, a name of sdbench/measure/phases.py.
-        name: As the profiler calls it, e.g. ``aten::addmm``.
-        shapes: Of its tensors with at least one dimension; tensors in lists are left out.
+    The name is the profiler's, e.g. ``aten::addmm``. The shapes are those of its tensors with at
+    least one dimension; tensors in lists are left out.
     """
 
     phase: str
@@ -74,16 +72,12 @@ def join(
     *,
     ceilings: Ceilings,
 ) -> pd.DataFrame:
-    """Set the work of each operator in a step beside its time.
+    """Set the work of each operator in a step beside its time, the longest time first.
 
     Work is counted by operator and type of its numbers. All calls with the same key do the same
-    work, so the larger of their sums is the sum of the larger ones.
-
-    Returns:
-        A row for each operator that was counted or timed, the longest time first, with the columns
-        `KEYS`, `SUMS` (NaN: not known), ``types``, and ``calls_differ``: the profiler saw another
-        number of calls than were counted, of an operator that does work (autograd may make a view
-        more or less). ``floor_s`` is the larger of ``arithmetic_s`` and ``memory_s`` of each type.
+    work, so the larger of their sums is the sum of the larger ones. In the sums of a row NaN is not
+    known. In ``calls_differ`` the profiler saw another number of calls than were counted, of an
+    operator that does work: autograd may make a view more or less.
     """
     work = pd.DataFrame(
         [
@@ -126,10 +120,8 @@ class Profile:
     Attributes:
         rows: As `join` makes them.
         kernels: Of a GPU, by name; empty on a CPU.
-        ceilings: Of the machine.
         step_s: Length of a step as it is, in seconds.
         profiled_step_s: Length of a step under the profiler, which shares refer to.
-        num_images: Images of a step.
         model_flop: Operations of the model for these images, nothing computed a second time.
         num_trained: Weights that the optimizer updates.
     """

@@ -18,7 +18,6 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -83,6 +82,7 @@ class ProfiledSteps:
     Attributes:
         num_steps: Steps of the whole run.
         counter: Has counted the work of a step.
+        step: To be entered around the training: an engine that fails ends within a step.
         events: Of the profiled steps; None before the first.
     """
 
@@ -103,7 +103,7 @@ class ProfiledSteps:
         self._first = num_plain_steps
         self._device_type = device_type
         self._trace_file = trace_file
-        self._step = contextlib.ExitStack()
+        self.step = contextlib.ExitStack()
 
     def loop_begins(self) -> None:
         """The first step is always a plain one."""
@@ -112,26 +112,14 @@ class ProfiledSteps:
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
         """End the counting or profiling of this step, and begin it for the next one."""
-        self._step.close()
+        self.step.close()
         following = index + 1
         if following == self._first:
             # Compiled code runs as the operators that it was made from: only they can be seen.
-            self._step.enter_context(torch.compiler.set_stance("force_eager"))
-            self._step.enter_context(self.counter)
+            self.step.enter_context(torch.compiler.set_stance("force_eager"))
+            self.step.enter_context(self.counter)
         elif self._first < following < self.num_steps and (following - self._first) % 2 == 0:
-            self._step.enter_context(self._profile(is_last=following + 1 == self.num_steps))
-
-    def __enter__(self) -> ProfiledSteps:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # An engine that ended with an error ended within a step.
-        self._step.__exit__(kind, error, trace)
+            self.step.enter_context(self._profile(is_last=following + 1 == self.num_steps))
 
     @contextlib.contextmanager
     def _profile(self, *, is_last: bool) -> Iterator[None]:

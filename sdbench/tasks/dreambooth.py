@@ -27,9 +27,6 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
 
     The new job looks up the latents of a batch. The encoders that are not trained leave the memory,
     unless `keeps_encoders` keeps them for evaluations.
-
-    Raises:
-        RunError: A picture cannot be used.
     """
     config = plan.config
     if not config.has_subject:
@@ -57,20 +54,15 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
         model.vae = None
         if not trains_text:
             model.text_encoder = None
-    return dataclasses.replace(job, prepare=functools.partial(look_up, tables))
+    return dataclasses.replace(job, prepare=functools.partial(_look_up, tables))
 
 
-def look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Look up latents and captions for a batch of `pairs.build`.
+def _look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Look up the input of `StableDiffusion.forward` for a batch of `pairs.build`.
 
-    Args:
-        tables: ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77) of
-            all pictures; or instead of the latter ``caption`` (N,), the number of each picture's
-            caption, and ``text_embedding`` (M, 77, D) of the captions.
-        batch: Picture numbers and weights.
-
-    Returns:
-        The input of `StableDiffusion.forward`.
+    The tables are ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77)
+    of all pictures; or instead of the latter ``caption`` (N,), the number of each picture's
+    caption, and ``text_embedding`` (M, 77, D) of the captions.
     """
     rows = {name: table for name, table in tables.items() if name != "text_embedding"}
     found = {name: table[batch["index"]] for name, table in rows.items()}
@@ -117,7 +109,7 @@ def _encode_pictures(
 def _encode_captions(
     model: StableDiffusion, input_ids: Tensor, *, batch_size: int
 ) -> dict[str, Tensor]:
-    """Encode each distinct caption once: ``caption`` and ``text_embedding`` of `look_up`."""
+    """Encode each distinct caption once: ``caption`` and ``text_embedding`` of `_look_up`."""
     distinct, caption = torch.unique(input_ids, dim=0, return_inverse=True)
     states = [model.text_states({"input_ids": some}) for some in distinct.split(batch_size)]
     return {"caption": caption, "text_embedding": torch.cat(states)}

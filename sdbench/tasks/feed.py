@@ -45,6 +45,7 @@ class Feed(Task):
     _machine: Machine
     _ranks: Ranks
     _num_samples: int | None
+    _architecture: Architecture  # of the encoders of Ray
 
     @property
     def is_distributed(self) -> bool:
@@ -62,7 +63,11 @@ class Feed(Task):
         self._settings = _resolve(self.request, machine, ranks)
         options: dict[str, Any] = {}
         if self._settings.engine == RAY:
-            architecture = _architecture(self._settings)
+            architecture = self._architecture = resolve_architecture(
+                self._settings.model_name,
+                revision=self._settings.model_revision,
+                random_weights=self._settings.random_weights,
+            )
             architecture.check_image_size(self._settings.image_size)
             options = {
                 "num_workers": 0,
@@ -137,7 +142,7 @@ class Feed(Task):
             loader: Any = OnlineFeed(
                 settings,
                 self._source,
-                architecture=_architecture(settings),
+                architecture=self._architecture,
                 num_stored=_count_stored(settings, ranks),
                 ranks=ranks,
                 heartbeat=run.heartbeat,
@@ -242,11 +247,3 @@ def _count_stored(settings: FeedSettings, ranks: Ranks) -> int:
     num_actors = settings.num_decoders + settings.num_encoders
     num_rows = (settings.prefetch_factor + NUM_IN_FLIGHT) * num_actors
     return math.ceil(num_rows / ranks.world_size) + NUM_AT_TRAINER
-
-
-def _architecture(settings: FeedSettings) -> Architecture:
-    return resolve_architecture(
-        settings.model_name,
-        revision=settings.model_revision,
-        random_weights=settings.random_weights,
-    )

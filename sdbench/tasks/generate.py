@@ -9,7 +9,6 @@ import io
 import json
 import time
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,23 +118,6 @@ def read_prompts(flags: GenerateFlags) -> list[tuple[str, str]]:
     return read_prompt_file(flags.prompt_file, flag=PROMPT_FLAG)
 
 
-def list_pictures(
-    prompts: Sequence[tuple[str, str]], *, num_images_per_prompt: int, seed: int
-) -> list[Picture]:
-    """The pictures of a run in order; picture i has the seed `seed` + i."""
-    is_one = num_images_per_prompt == 1
-    return [
-        Picture(
-            uid,
-            caption,
-            seed + position * num_images_per_prompt + copy,
-            f"{uid}.png" if is_one else f"{uid}_{copy}.png",
-        )
-        for position, (uid, caption) in enumerate(prompts)
-        for copy in range(num_images_per_prompt)
-    ]
-
-
 class Generate(Task):
     """Draws pictures; its request is one of `GenerateFlags`."""
 
@@ -175,9 +157,13 @@ class Generate(Task):
             from sdbench.models.lora_files import check_lora_files
 
             check_lora_files(flags.lora, self._architecture)
-        self._pictures = list_pictures(
-            prompts, num_images_per_prompt=flags.num_images_per_prompt, seed=flags.seed
-        )
+        num_each = flags.num_images_per_prompt
+        endings = [f"_{copy}.png" for copy in range(num_each)] if num_each > 1 else [".png"]
+        drawn = [(*prompt, ending) for prompt in prompts for ending in endings]
+        self._pictures = [
+            Picture(uid, caption, flags.seed + number, f"{uid}{ending}")
+            for number, (uid, caption, ending) in enumerate(drawn)
+        ]
 
     def make_folder(self) -> Path:
         """The one of --folder, new or with pictures of the same job."""
@@ -359,11 +345,8 @@ def _build(
     model = build_stable_diffusion(
         architecture,
         seed=flags.seed,
-        precision="fp32",
         # A small change would be lost in the rounding of half-precision weights.
         encoder_dtype="fp32" if flags.lora else flags.dtype,
-        memory_format="contiguous",
-        attention="sdpa",
         trained=(),
         device=f"cuda:{ranks.local_rank}" if machine.device_type == "cuda" else "cpu",
     )

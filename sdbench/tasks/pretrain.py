@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.data.pipeline import pairs
@@ -28,21 +28,14 @@ EMA_HALF_LIFE_BATCHES = 1000
 
 
 def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> TrainJob:
-    """Build model and loader, and describe the rest.
-
-    Args:
-        plan: The resolved run.
-        phase: Context that the model enters around the work of each sub-model.
-        objective: What the U-Net learns.
-    """
+    """Build model and loader, and describe the rest."""
     config = plan.config
-    weights_seed = config.seed if config.weights_seed is None else config.weights_seed
     initial_token_id = None
     if config.learned_token is not None:
         (initial_token_id,) = make_tokenizer(plan.architecture).read_word(config.initial_token)
     model = build_stable_diffusion(
         plan.architecture,
-        seed=weights_seed,
+        seed=seed_of_weights(config),
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
@@ -57,38 +50,51 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         objective=objective,
     )
     tune_model(model, config)
-    step = Step.of(config, plan.architecture, on_cuda=False)
     # What encodes the whole batch of a rank; otherwise each micro-batch is encoded in its turn, and
     # `dreambooth.encode_once` encodes a subject.
     prepare = None
-    if step.encodes_images and config.encoder_batch_size != "microbatch":
+    encodes_images = Step.of(config, plan.architecture, on_cuda=False).encodes_images
+    if encodes_images and config.encoder_batch_size != "microbatch":
         prepare = functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
+    return describe_job(
+        plan,
+        model,
+        loss=_loss,
+        loader=_build_loader(plan),
+        prepare=prepare,
+        sharded_blocks=SHARDED_BLOCKS,
+    )
+
+
+def describe_job(plan: Plan, model: nn.Module, **options: Any) -> TrainJob:
+    """The job of training a built model; `options` are the further fields of `TrainJob`."""
+    config = plan.config
+    ema = EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
+    parameters = list(model.parameters())
     return TrainJob(
         model=model,
         trained={
             name: TrainedModule(getattr(model, name), config.lr, config.weight_decay)
             for name in config.trained_parts
         },
-        loss=_loss,
-        loader=_build_loader(plan, weights_seed=weights_seed),
         make_optimizer=functools.partial(make_optimizer, config=config),
-        schedule=constant,
-        ema=EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
-        if config.use_ema
-        else None,
+        schedule=lambda step: 1.0,
+        ema=ema if config.use_ema else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
-        flops_per_image=count_flops(step),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_trainable_parameters=sum(
-            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
-        ),
-        prepare=prepare,
-        sharded_blocks=SHARDED_BLOCKS,
+        flops_per_image=count_flops(Step.of(config, plan.architecture, on_cuda=False)),
+        num_parameters=sum(one.numel() for one in parameters),
+        num_trainable_parameters=sum(one.numel() for one in parameters if one.requires_grad),
+        **options,
     )
 
 
-def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
+def seed_of_weights(config: Any) -> int:
+    """The seed of random weights: --weights_seed, or --seed."""
+    return config.seed if config.weights_seed is None else config.weights_seed
+
+
+def _build_loader(plan: Plan) -> CheckedLoader:
     config = plan.config
     if config.has_subject:
         return pairs.build(
@@ -104,7 +110,7 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
         plan.source,
         config,
         architecture=plan.architecture,
-        weights_seed=weights_seed,
+        weights_seed=seed_of_weights(config),
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,
     )
@@ -112,8 +118,3 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
 
 def _loss(output: tuple[Tensor, Tensor]) -> Tensor:
     return StableDiffusion.loss(*output)
-
-
-def constant(step: int) -> float:
-    """The schedule of a constant learning rate."""
-    return 1.0

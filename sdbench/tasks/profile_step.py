@@ -161,7 +161,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     watch = StepWatch(timer, phases=phases, observers=[progress, steps], num_steps=steps.num_steps)
     job = dreambooth.encode_once(pretrain.build(plan, phase=phases.phase), plan)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
-    with contextlib.closing(progress), steps:
+    with contextlib.closing(progress), steps.step:
         measurements = load_engine(config.engine)(job, config, watch)
     model_flop = config.batch_size * job.flops_per_image
     num_trained = job.num_trainable_parameters

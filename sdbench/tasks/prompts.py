@@ -22,13 +22,9 @@ UID = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
-    """Read prompts from a text with one per line, or from a CSV with the columns uid and caption.
+    """Read pairs of unique uid and prompt from a CSV with the columns uid and caption, or a text.
 
-    Returns:
-        Pairs of unique uid and prompt. In a text, the uid is the number of the prompt.
-
-    Raises:
-        ConfigError: There is no prompt, or the file cannot be used.
+    A text has a prompt on each line, whose number is the uid.
     """
     try:
         text = read_text(Path(path))
@@ -41,11 +37,7 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
 
 
 def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple[str, str]]:
-    """Pairs of number and prompt, without empty lines.
-
-    Raises:
-        ConfigError: There is no prompt in `value` of `flag`.
-    """
+    """Pairs of number and prompt, without empty lines; the lines are from `value` of `flag`."""
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
         raise _bad_prompts("there is no prompt", value=value, flag=flag)

@@ -17,11 +17,7 @@ KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_up_process(config: Any) -> None:
-    """Set threads, allocator and number formats of the process, before any work on the device.
-
-    Raises:
-        ConfigError: There is no private folder for compiled kernels.
-    """
+    """Set threads, allocator and number formats of the process, before any work on the device."""
     if config.compile != "none" or config.group_norm == "fused":
         _keep_compiled_code_private()
     torch.set_num_threads(config.num_threads)

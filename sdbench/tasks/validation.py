@@ -54,13 +54,8 @@ def held_out_batches(
 ) -> Iterator[NumberedBatch]:
     """Read this rank's share of the first held-out samples, or of all, in stored order.
 
-    All ranks get the same number of batches. `check` is called before each; it may raise.
-
-    Yields:
-        Numbers, and tensors on the CPU as training takes them.
-
-    Raises:
-        RunError: A sample is bad and may not be left out, or a whole batch is.
+    All ranks get the same number of batches. `check` is called before each; it may raise. A
+    `RunError` says that a sample is bad and may not be left out, or that a whole batch is.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
     num_each = -(-num_samples // ranks.world_size)
@@ -81,15 +76,11 @@ def held_out_batches(
 def validation_loss(
     model: StableDiffusion, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
-    """Measure the error of a model's predictions.
+    """Measure the error of a model's predictions: the mean and, in ``by_timestep``, a mean of each.
 
     Each sample is predicted at the middles of `NUM_TIMESTEPS` equal parts of the schedule, with
     noise that is seeded by its number. The latents of an image are the means of the VAE. The global
     random state is left alone. Every rank has to call, with its own share of the samples.
-
-    Returns:
-        On every rank ``loss``, the mean, ``by_timestep``, a mean for each, ``timesteps``, and
-        ``num_samples``.
     """
     timesteps = [
         int((part + 0.5) / NUM_TIMESTEPS * len(model.signal_scale)) for part in range(NUM_TIMESTEPS)
@@ -107,11 +98,7 @@ def validation_loss(
 def reconstruction_loss(
     model: Autoencoder, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
-    """Measure how well a VAE reconstructs images from the means of their latents.
-
-    Returns:
-        On every rank ``loss``, the mean squared error of pixels in [-1, 1], and ``num_samples``.
-    """
+    """Measure the mean squared error of pixels in [-1, 1] that a VAE makes of latents' means."""
     rows = _measure(
         model, batches, lambda _, batch: model.reconstruction_errors(batch)[:, None], ranks=ranks
     )
@@ -176,14 +163,17 @@ def _errors(
 
 @contextlib.contextmanager
 def averaged_weights(
-    job: TrainJob, averages: Mapping[str, Tensor], *, ranks: Ranks
+    job: TrainJob, averages: Mapping[str, Tensor] | None, *, ranks: Ranks
 ) -> Iterator[None]:
-    """Put the moving averages in the place of the model's weights within the block.
+    """Put the moving averages, if they are kept, in the place of the model's weights in the block.
 
     Every rank has to call. Weights and averages of one type are swapped, a tensor at a time, which
     takes no memory. No save may read them meanwhile. Averages that this rank does not keep come
     from the ranks that have them (ZeRO-1).
     """
+    if averages is None:
+        yield
+        return
     forget_gathered(job)
     weights = job.trained_weights()
     owners = _find_owners(weights, averages, ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import train
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.s3_server import BUCKET
@@ -239,8 +237,7 @@ def expected(tmp_path_factory) -> list[str]:
     """The losses of a run of two ranks without a fault, and without Ray."""
     folder = tmp_path_factory.mktemp("expected")
     place = ("--results_dir", str(folder), "--run_name", "run", "--max_duration", f"{NUM_STEPS}ba")
-    run = functools.partial(train.main, [*TINY, *PLAIN, *place, "--engine", "torch"])
-    train_in_turn("torch", folder, run)
+    train_in_turn("torch", folder, [*TINY, *PLAIN, *place, "--engine", "torch"])
     losses = read_losses(folder / "run")
     assert len(losses) == NUM_STEPS
     return losses

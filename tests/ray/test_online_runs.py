@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import train
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.ray_feed import read_stages
@@ -49,7 +47,7 @@ def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
     assert precompute.main(argv) == 0
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
     reference = make_argv(tmp_path, "reference", *on_latents)
-    train_in_turn("torch", tmp_path, functools.partial(train.main, reference))
+    train_in_turn("torch", tmp_path, reference)
     online = (*ONLINE, "--num_ray_workers", "2", "--remote", str(pictures), "--resume", "auto")
     train_on_ray(make_argv(tmp_path, "online", *online, num_steps=4))
     train_on_ray(make_argv(tmp_path, "online", *online))

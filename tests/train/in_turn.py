@@ -5,35 +5,34 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
+import train
 from sdbench.engines import load_engine
 from tests.forked import exit_codes, forked_ranks, log_of
 
 
-def train_in_turn(engine: str, folder: Path, *runs: Callable[[], int], **ranks_and_nodes) -> None:
-    """Have ranks do trainings in turn, each of which ends well.
+def train_in_turn(
+    engine: str, folder: Path, *lines: Sequence[object], **ranks_and_nodes: int
+) -> None:
+    """Have ranks run command lines of train.py in turn, each of which ends well.
 
-    Args:
-        engine: Of all of them.
-        folder: For what the ranks print.
-        runs: Return their exit codes.
-        ranks_and_nodes: See `forked_ranks`.
+    The engine is that of all of them; the folder gets what the ranks print.
     """
     # Here, and not once in each rank.
     load_engine(engine)
     for name in ("sdbench.tasks.train.evaluations", "torch._dynamo"):
         importlib.import_module(name)
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in runs]
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in lines]
     ports = [server.getsockname()[1] for server in servers]
     for server in servers:
         server.close()
 
     def program() -> int:
-        for port, run in zip(ports, runs, strict=True):
+        for port, line in zip(ports, lines, strict=True):
             os.environ["MASTER_PORT"] = str(port)
-            if code := run():
+            if code := train.main([str(word) for word in line]):
                 return code
         return 0
 

@@ -1,25 +1,32 @@
-"""train.py --on_bad_loss: the caption of one sample makes the loss NaN.
+"""train.py --on_bad_loss: a loss, a gradient, a weight or an average becomes NaN.
 
-The text encoder has NaN for the embedding of one word, as a damaged or an untrained row has.
+Whatever the run does then, it keeps a checkpoint of finite values, and a resume goes on from it.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import json
+import math
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 import train
 from sdbench.engines import ENGINES
 from sdbench.record.store import load_record
 from sdbench.report.watch import write_page
 from sdbench.state.checkpoint import Checkpoint
+from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
+from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
+from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
 from tests.train.written import read_events, read_steps, read_tensors, saved_steps
@@ -28,17 +35,21 @@ BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
 # second of two ranks.
 BAD_SAMPLE, BAD_STEP = 10, 3
+BAD_BATCH = [f"data/{index:03d}.png" for index in (8, 9, 10, 11)]
 NUM_STEPS = 6
 RUN = Path("runs/run")
 RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuffle", "--use_ema")
-RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
+RECIPE += ("--ema_half_life_batches", "3", "--lr_warmup_batches", "4")
+# The norm of the gradients is known where they are clipped.
+CLIPPED = ("--clip_norm", 0.5)
+POISONED = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches", 1)
 
 pytestmark = pytest.mark.usefixtures("launched")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The tiny model in a folder, with the damaged embedding."""
+    """The tiny model with NaN for the embedding of a word, as a damaged or an untrained row has."""
     folder = tmp_path_factory.mktemp("model") / "damaged"
     tokenizer = write_tiny_model(folder)
     path = folder / "text_encoder" / "model.safetensors"
@@ -56,11 +67,59 @@ def write_samples(*bad: int) -> None:
         Path(f"data/{index:03d}.txt").write_text(BAD_WORD)
 
 
-def run(model: Path, action: str, *argv: object, num_steps: int = NUM_STEPS, name="run") -> int:
-    """Train in this process, in the working folder, on data/."""
+def command(
+    action: str, *argv: object, model="tiny", num_steps: int = NUM_STEPS, name="run"
+) -> list[str]:
+    """The arguments of train.py for a run on data/."""
     line = [*RECIPE, "--remote", "data", "--model_name", model, "--on_bad_loss", action]
     line += ["--run_name", name, "--resume", "auto", "--max_duration", f"{num_steps}ba", *argv]
-    return train.main([str(word) for word in line])
+    return [str(word) for word in line]
+
+
+def run(*args: object, **options) -> int:
+    """Train in this process, in the working folder."""
+    if not Path("data").exists():
+        write_folder(Path("data"))
+    return train.main(command(*args, **options))
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        tensor[(0,) * tensor.dim()] = math.nan
+    return tensor
+
+
+@contextlib.contextmanager
+def poisoned(what: str, steps: Collection[int]) -> Iterator[None]:
+    """Make a number NaN in these steps of the process, as a fault of the machine may."""
+    build, step_ended = train_job.build, TrainHooks.step_ended
+    step = 1
+
+    def is_bad(*kinds: str) -> bool:
+        return what in kinds and step in steps
+
+    def build_poisoned(*args, **options):
+        job = build(*args, **options)
+        weight = next(iter(job.trained_weights().values()))
+        weight.register_hook(lambda grad: poison(grad.clone()) if is_bad("gradient") else grad)
+        factor = {True: math.nan, False: 1.0}
+        return dataclasses.replace(
+            job, loss=lambda output: job.loss(output) * factor[is_bad("loss")]
+        )
+
+    def end_poisoned(hooks, state):
+        nonlocal step
+        if is_bad("weight", "average"):
+            of_state = hooks.job.trained_weights() if what == "weight" else state.averages
+            poison(next(iter(of_state.values())))
+        step += 1
+        step_ended(hooks, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_job, "build", build_poisoned)
+        patch.setattr(TrainHooks, "step_ended", end_poisoned)
+        yield
 
 
 def losses(name: str = "run") -> dict[int, str]:
@@ -82,12 +141,20 @@ def saved(step: int, name: str = "run") -> Checkpoint:
     return Checkpoint.open(Path("runs", name, "checkpoints", f"step_{step:08d}"))
 
 
+def finite_saves() -> list[int]:
+    """The steps with a checkpoint, each of which is finite."""
+    steps = saved_steps(RUN)
+    for step in steps:
+        assert all(bool(one.isfinite().all()) for one in read_tensors(saved(step)).values()), step
+    return steps
+
+
 def num_averaged(step: int, name: str) -> int:
     """Steps that the average of a checkpoint knows of."""
     return saved(step, name).facts["state"]["ema_num_steps"]
 
 
-def trained(step: int, name: str = "run") -> dict[str, object]:
+def trained(step: int, name: str) -> dict[str, object]:
     """What a checkpoint has of the weights: they, the optimizer's state, the average."""
     tensors = read_tensors(saved(step, name))
     assert any(key.startswith("optimizer.step") for key in tensors)
@@ -100,15 +167,13 @@ def trained(step: int, name: str = "run") -> dict[str, object]:
 
 def test_it_stops_and_names_the_samples(model):
     write_samples(BAD_SAMPLE)
-    argv = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches", 1)
-    assert run(model, "stop", *argv) == 1
+    assert run("stop", *POISONED, *CLIPPED, model=model) == 1
     assert saved_steps(RUN) == [2]
     assert list(losses()) == [1, 2, 3] and losses()[BAD_STEP] == "nan"
     (line,) = bad_batches()
     del line["time_utc"]
-    samples = [f"data/{index:03d}.png" for index in (8, 9, 10, 11)]
     facts = {"step": BAD_STEP, "loss": "nan", "gradient_norm": "nan", "action": "stop"}
-    assert line == {**facts, "samples_of_ranks": [samples]}
+    assert line == {**facts, "samples_of_ranks": [BAD_BATCH]}
     assert bad_events() == [facts]
     record = load_record(RUN)
     assert record["status"] == "invalid"
@@ -120,23 +185,10 @@ def test_it_stops_and_names_the_samples(model):
     assert "loss not finite" in (RUN / "watch.html").read_text()
 
 
-@pytest.mark.slow
-def test_it_is_named_however_late_it_is_known(model):
-    """Read behind an epoch of 12 steps that a resume has begun in."""
-    write_samples(BAD_SAMPLE)
-    assert run(model, "stop", num_steps=1) == 0
-    assert run(model, "stop", "--log_every_batches", 100, num_steps=14) == 1
-    assert saved_steps(RUN) == [1]
-    assert list(losses()) == list(range(1, 15))
-    (line,) = bad_batches()
-    assert line["step"] == BAD_STEP
-    assert line["samples_of_ranks"] == [[f"data/{index:03d}.png" for index in (8, 9, 10, 11)]]
-
-
 def test_it_stops_when_the_loss_is_shown(model):
     """That of the first step is, whatever the period of the log."""
     write_samples(0)
-    assert run(model, "stop", "--log_every_batches", 100) == 1
+    assert run("stop", "--log_every_batches", 100, model=model) == 1
     assert losses() == {1: "nan"}
     assert saved_steps(RUN) == []
 
@@ -145,8 +197,9 @@ def test_it_stops_when_the_loss_is_shown(model):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     write_samples(0, BAD_SAMPLE)  # the first step, too: there is no optimizer state yet
-    argv = ("--engine", engine, "--log_every_batches", 1)
-    assert run(model, "skip", *argv, "--save_every_batches", 1, "--keep", 9, name="whole") == 0
+    argv = ("--engine", engine, "--log_every_batches", 1, *CLIPPED)
+    every = ("--save_every_batches", 1, "--keep", 9)
+    assert run("skip", *argv, *every, name="whole", model=model) == 0
     whole = losses("whole")
     assert [step for step, loss in whole.items() if loss == "nan"] == [1, BAD_STEP]
     assert len(set(whole.values())) == NUM_STEPS - 1
@@ -155,7 +208,7 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     assert averaged == [0, 1, 1, 2, 3, 4]
     assert [event["step"] for event in bad_events("whole")] == [1, BAD_STEP]
     for num_steps in (BAD_STEP, NUM_STEPS):
-        assert run(model, "skip", *argv, num_steps=num_steps, name="parts") == 0
+        assert run("skip", *argv, num_steps=num_steps, name="parts", model=model) == 0
     assert losses("parts") == whole
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
 
@@ -163,32 +216,33 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
 @pytest.mark.slow
 def test_fp32_copies_of_bf16_weights_are_skipped_too(model):
     write_samples(BAD_SAMPLE)
-    argv = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", "bf16")
-    argv += ("--engine", "torch", "--save_every_batches", 1, "--keep", 9)
-    assert run(model, "skip", *argv, num_steps=4) == 0
-    assert any(key.startswith("fp32.") for key in trained(2))
-    assert trained(3) == trained(2) != trained(4)
+    argv = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", "bf16", *POISONED)
+    every = ("--save_every_batches", 1, "--keep", 9)
+    assert run("skip", *argv, *every, num_steps=4, model=model) == 0
+    assert any(key.startswith("fp32.") for key in trained(2, "run"))
+    assert trained(3, "run") == trained(2, "run") != trained(4, "run")
 
 
 def test_it_goes_back_and_on_with_other_data(model):
     write_samples(BAD_SAMPLE, BAD_SAMPLE + 4)
     # Known behind step 4, at which a checkpoint is due.
     argv = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches", 4, "--keep", 9)
-    assert run(model, "back", *argv, name="whole") == 0
+    assert run("back", *argv, *CLIPPED, name="whole", model=model) == 0
     (event,) = bad_events("whole")
     facts = {"step": BAD_STEP, "loss": "nan", "gradient_norm": "nan", "action": "back"}
     assert event == {**facts, "lost_steps": [3, 4]}
+    assert [line["samples_of_ranks"] for line in bad_batches("whole")] == [[BAD_BATCH]]
     whole = losses("whole")
     assert [step for step, loss in whole.items() if loss == "nan"] == [3, 4]
     assert saved_steps(Path("runs/whole")) == [2, 6]
     # As if the two steps had been left out at once.
-    assert run(model, "skip", *argv, name="skipped") == 0
+    assert run("skip", *argv, *CLIPPED, name="skipped", model=model) == 0
     assert trained(6, "whole") == trained(6, "skipped") != trained(2, "whole")
 
 
 def test_there_is_nothing_to_go_back_to(model):
     write_samples(BAD_SAMPLE)
-    assert run(model, "back", "--save_every_batches", 4) == 1
+    assert run("back", "--save_every_batches", 4, model=model) == 1
     assert saved_steps(RUN) == []
     assert [event["action"] for event in bad_events()] == ["stop"]
     assert "--save_every_batches" in load_record(RUN)["reason"]
@@ -199,7 +253,8 @@ def test_a_run_that_does_not_recover_ends(model):
     """The good step 1 does not count among those in a row, nor do bad ones before a good one."""
     write_samples(0, *range(8, 49))
     period = MAX_IN_A_ROW + 3
-    assert run(model, "skip", "--save_every_batches", period, num_steps=period + 1) == 1
+    argv = ("--save_every_batches", period)
+    assert run("skip", *argv, num_steps=period + 1, model=model) == 1
     actions = [line["action"] for line in bad_batches()]
     assert actions == ["skip"] * (MAX_IN_A_ROW + 1) + ["stop"]
     assert saved_steps(RUN) == []
@@ -218,18 +273,15 @@ def test_a_run_that_does_not_recover_ends(model):
 def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, action):
     write_samples(BAD_SAMPLE)
     argv = ("--engine", engine, "--sharding", sharding, "--save_every_batches", 1, "--keep", 9)
-    argv += ("--device_train_microbatch_size", 1, "--log_every_batches", 1)
-    runs = [
-        functools.partial(run, model, action, *argv, num_steps=num_steps, name=name)
+    argv += ("--device_train_microbatch_size", 1, "--log_every_batches", 1, *CLIPPED)
+    lines = [
+        command(action, *argv, num_steps=num_steps, name=name, model=model)
         # The whole run between the parts, so that no part begins as the one before has ended.
         for name, num_steps in (("parts", 4), ("whole", 5), ("parts", 5))
     ]
-    train_in_turn(engine, tmp_path, *runs)
+    train_in_turn(engine, tmp_path, *lines)
     (line,) = bad_batches("whole")
-    assert line["samples_of_ranks"] == [
-        ["data/008.png", "data/009.png"],
-        ["data/010.png", "data/011.png"],
-    ]
+    assert line["samples_of_ranks"] == [BAD_BATCH[:2], BAD_BATCH[2:]]
     assert [step for step, loss in losses("whole").items() if loss == "nan"] == [BAD_STEP]
     assert trained(2, "whole") != trained(4, "whole")
     if action == "skip":
@@ -237,3 +289,113 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
     else:
         assert saved_steps(Path("runs/whole")) == [1, 2, 4, 5]
     assert losses("parts") == losses("whole")
+
+
+# A bad save is known at the next but one at the latest: as many steps as go on behind it.
+LONG = 8
+# What is poisoned, in which step, what is done then, and how many checkpoints are kept.
+QUICK = [("gradient", 4, "back", 1), ("average", LONG, "stop", 1)]
+CASES = [
+    ("gradient", 3, "stop", 2),
+    ("gradient", LONG, "skip", 1),
+    ("weight", 4, "skip", 2),
+    ("weight", 3, "back", 1),
+    ("weight", LONG, "back", 2),
+    ("average", 4, "back", 1),
+    ("average", 3, "skip", 2),
+    ("loss", LONG, "back", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        *(("torch", case) for case in QUICK),
+        *(pytest.param("torch", case, marks=pytest.mark.slow) for case in CASES),
+        *(
+            pytest.param(engine, case, marks=pytest.mark.slow)
+            for engine in ("composer", "ray")
+            for case in QUICK
+        ),
+    ],
+)
+def test_what_is_not_finite_costs_no_good_checkpoint(engine, case):
+    """Poison a run, and go on with it when the fault is gone."""
+    what, step, action, keep = case
+    argv = (action, *POISONED, "--engine", engine, "--keep", keep)
+    with poisoned(what, [step]):
+        exit_code = run(*argv, num_steps=LONG)
+    can_skip = action == "skip" and what == "gradient"
+    can_go_back = action == "back" and step < LONG
+    assert exit_code == (0 if can_skip or can_go_back else 1)
+    assert load_record(RUN)["status"] == ("invalid" if exit_code else "ok")
+    if exit_code:
+        # The newest one is the last before the fault.
+        assert finite_saves()[-1] == (step - 1) // 2 * 2
+        assert run(*argv, num_steps=LONG) == 0
+        assert load_record(RUN)["status"] == "ok"
+        assert all(math.isfinite(float(loss)) for loss in losses().values())
+    assert finite_saves()[-1] == LONG
+    assert list(losses()) == list(range(1, LONG + 1))
+
+
+@pytest.mark.slow
+def test_two_ranks_go_back_together(tmp_path):
+    """Each rank saves a part: the value that is not finite is in the part of one."""
+    argv = (*POISONED, "--sharding", "zero1", "--device_train_microbatch_size", 1)
+    write_folder(Path("data"))
+    with poisoned("average", [4]):
+        train_in_turn("torch", tmp_path, command("back", *argv, num_steps=LONG))
+    (event,) = bad_events()
+    assert (event["step"], event["action"]) == (4, "back") and event["tensor"]
+    assert load_record(RUN)["status"] == "ok"
+    assert finite_saves()[-1] == LONG
+
+
+def test_gradients_that_are_clipped_are_judged_in_their_step():
+    """Whose samples are named then, and not those of the next step."""
+    with poisoned("gradient", [BAD_STEP]):
+        assert run("skip", *POISONED, *CLIPPED) == 0
+    (event,) = bad_events()
+    assert (event["step"], event["gradient_norm"], event["action"]) == (BAD_STEP, "nan", "skip")
+    assert math.isfinite(float(event["loss"]))
+    assert [line["samples_of_ranks"] for line in bad_batches()] == [[BAD_BATCH]]
+    assert finite_saves()
+
+
+def test_a_state_that_is_not_finite_is_told_from_the_loss_that_it_leads_to():
+    """No sample is blamed for it."""
+    with poisoned("gradient", [4]):
+        assert run("stop", *POISONED) == 1
+    (event,) = bad_events()
+    assert event["step"] == 4 and event["tensor"]
+    assert not (RUN / "bad_batches.jsonl").exists()
+    assert "step 4" in load_record(RUN)["reason"]
+
+
+def test_a_run_that_comes_back_to_the_same_checkpoint_gives_up():
+    with poisoned("loss", range(4, 20)):
+        assert run("back", *POISONED, num_steps=20) == 1
+    assert [event["action"] for event in bad_events()] == ["back", "stop"]
+    assert finite_saves() == [2]
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, has_room, monkeypatch):
+    if not has_room:  # for a copy: the tensors are written where they are
+        monkeypatch.setattr("sdbench.state.writer.MAX_SHARE_OF_COPIES", 0.0)
+    checkpoints = make_checkpoints(tmp_path, keep=1)
+    save(checkpoints, 10)
+    for bad, name in (
+        (math.nan, "weights.conv"),
+        (math.inf, "weights.head"),
+        (-math.inf, "optimizer.step"),
+    ):
+        state = make_state(20)
+        state[name][(0,) * state[name].dim()] = bad
+        checkpoints.begin_save(20, state, {})
+        with pytest.raises(Exception, match=name) as caught:
+            checkpoints.finish()
+        assert caught.value.status == "invalid"
+    assert all(report.not_finite for report in checkpoints.poll()[1:])
+    assert names(tmp_path) == ["step_00000010"]

@@ -23,13 +23,14 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import benchmark
 import generate
 import train
-from sdbench.cli import main as sdbench
 from sdbench.record.row import make_row
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.refusals import printed_refusal
+from tests.runs import only_record
 from tests.train.in_turn import train_in_turn
-from tests.train.written import read_losses, weights_of
+from tests.train.tiny_model import write_tiny_model
+from tests.train.written import exported, read_losses, trained, weights_of
 
 SEED = 17
 PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
@@ -54,19 +55,14 @@ def write_pictures(**counts: int) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A miniature model in a folder, as diffusers has it."""
-    runs = tmp_path_factory.mktemp("runs")
-    argv = ("--model_name", "tiny", "--use_synth_data", *FP32, "--batch_size", 2)
-    argv += ("--max_duration", "1ba", "--results_dir", runs, "--run_name", "base")
-    assert train.main([str(argument) for argument in argv]) == 0
-    assert sdbench(["export", str(runs / "base")]) == 0
-    return runs / "base" / "model"
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(folder)
+    return folder
 
 
-def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
-    """Train in this process, in the working folder, and return the folder of the run."""
-    line = [*DREAMBOOTH, "--run_name", name, "--max_duration", f"{num_steps}ba"]
-    assert train.main([*line, *map(str, argv)]) == code
-    return Path("runs", name)
+def run(name: str, num_steps: int, *argv: object) -> Path:
+    """Train on the subject, and return the folder of the run."""
+    return trained(name, num_steps, *DREAMBOOTH, *argv)
 
 
 def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> float:
@@ -128,31 +124,6 @@ def spy_on_job(monkeypatch, look):
         return measurements
 
     monkeypatch.setattr(engine, "fit", spied)
-
-
-def spy_on_weights(monkeypatch) -> list[dict]:
-    """The weights before and after the training, once it has ended."""
-    states = []
-
-    def look(job):
-        states.append({name: weight.clone() for name, weight in job.model.state_dict().items()})
-
-    spy_on_job(monkeypatch, look)
-    return states
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trains_text", [True, False])
-def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
-    write_pictures(subject=3, **{"class": 2})
-    states = spy_on_weights(monkeypatch)
-    argv = ("--train_text_encoder",) if trains_text else ()
-    run("one", 2, "--model_name", model, "--batch_size", 4, "--lora_rank", 2, *argv)
-    before, after = states
-    changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
-    assert all(".lora_" in name for name in changed)
-    parts = {"unet", "text_encoder"} if trains_text else {"unet"}
-    assert {name.partition(".")[0] for name in changed} == parts
 
 
 @pytest.mark.slow
@@ -217,7 +188,8 @@ def test_pictures_are_encoded_once_and_ranks_share_them(model, monkeypatch):
     run("alone", 2, *argv)
     assert sum(encoded) == 7
     for num_steps in (2, 3):
-        train_in_turn("torch", Path(), lambda n=num_steps: run("two", n, *argv) and 0)
+        line = ("--run_name", "two", "--max_duration", f"{num_steps}ba", *DREAMBOOTH, *argv)
+        train_in_turn("torch", Path(), line)
     alone = torch.load("tables--.pt")
     for rank in range(2):
         together = torch.load(f"tables2{rank}.pt")
@@ -230,8 +202,7 @@ def test_a_measurement_says_what_it_is_of(tmp_path):
     argv += ["--train_text_encoder", "--no_measure_peak", "--profile_batches", "1"]
     argv += ["--warmup_batches", "0", "--measure_batches", "2", "--results_dir", "runs"]
     assert benchmark.main(argv) == 0
-    (path,) = Path("runs").glob("*dreambooth/record.json")
-    record = load_record(path)
+    record = only_record(Path("runs"))
     assert record["config"]["task"] == "dreambooth"
     # Two measured steps, one profiled, and one in which the attention kernels are looked at.
     assert (record["config"]["batch_size"], record["workload"]["num_images"]) == (4, 4 * 4)
@@ -271,16 +242,18 @@ def test_a_picture_that_cannot_be_read_ends_the_run(capsys):
 def learn_token(model: Path, *argv: object) -> Path:
     """Learn a token for two steps, and return the folder of the run."""
     write_pictures(subject=3)
-    line = ["--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>"]
-    line += [*TOKEN, *FP32, "--model_name", model, "--batch_size", 2, "--run_name", "token"]
-    line += ["--max_duration", "2ba", *argv]
-    assert train.main([str(argument) for argument in line]) == 0
-    return Path("runs", "token")
+    line = ("--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>")
+    line += (*TOKEN, *FP32, "--model_name", model, "--batch_size", 2, *argv)
+    return trained("token", 2, *line)
 
 
 @pytest.mark.slow
 def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
-    states = spy_on_weights(monkeypatch)
+    states = []
+    spy_on_job(
+        monkeypatch,
+        lambda job: states.append({n: one.clone() for n, one in job.model.state_dict().items()}),
+    )
     folder = learn_token(model, "--lr", 0.01, "--weight_decay", 0)
     before, after = states
     changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
@@ -291,16 +264,16 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert torch.equal(before[name], rows[tokenizer("dog").input_ids[1]])
     assert load_record(folder)["workload"]["num_trainable_parameters"] == len(before[name])
 
-    assert sdbench(["export", str(folder)]) == 0
-    assert "<dog>" in (folder / "model" / "README.md").read_text()
+    export = exported(folder)
+    assert "<dog>" in (export / "README.md").read_text()
     pipelines = [
         StableDiffusionPipeline.from_pretrained(place, safety_checker=None)
-        for place in (folder / "model", model)
+        for place in (export, model)
     ]
-    ours, loaded = pipelines
-    loaded.load_textual_inversion(str(folder / "model"))
+    loaded = pipelines[1]
+    loaded.load_textual_inversion(str(export))
     states = []
-    for pipeline in (ours, loaded):
+    for pipeline in pipelines:
         ids = pipeline.tokenizer("a photo of a <dog>", return_tensors="pt").input_ids
         assert ids[0, -2] == 49408
         states.append(pipeline.text_encoder(ids)[0])
@@ -308,7 +281,7 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert torch.equal(embedding[49408], after[name])
     torch.testing.assert_close(*states)
 
-    line = ["--model_name", str(folder / "model"), "--prompts", "a <dog>", "--folder", "drawn"]
+    line = ["--model_name", str(export), "--prompts", "a <dog>", "--folder", "drawn"]
     assert generate.main([*line, "--num_steps", "1"]) == 0
 
 
@@ -316,5 +289,5 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
 def test_a_token_goes_on_and_gets_the_same_losses(model):
     learn_token(model, "--max_duration", "3ba", "--run_name", "whole")
     whole = read_losses(Path("runs/whole"))
-    learn_token(model, "--resume", "auto")
+    learn_token(model)
     assert read_losses(learn_token(model, "--resume", "auto", "--max_duration", "3ba")) == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 import train
 from sdbench.engines import load_engine
-from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.data import datasets
@@ -19,7 +17,7 @@ from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.state.states import flip_byte
 from tests.train.in_turn import train_in_turn
-from tests.train.written import read_steps
+from tests.train.written import read_events, read_steps
 
 TINY = ("--model_name", "tiny", "--batch_size", "16")
 RECIPE = ("--use_ema", "--ema_half_life_batches", "3", "--clip_norm", "0.5")
@@ -30,12 +28,9 @@ MASTERS = ("--precision", "bf16", "--master_weights", "fp32")
 NUM_STEPS = 7
 
 
-def command(results: Path, name: str, num_steps: int, *argv: str) -> list[str]:
+def command(name: str, num_steps: int, *argv: str) -> list[str]:
     """The arguments of train.py for a run up to a step."""
-    return [
-        *(*TINY, *RECIPE, "--results_dir", str(results), "--run_name", name),
-        *("--max_duration", f"{num_steps}ba", *argv),
-    ]
+    return [*TINY, *RECIPE, "--run_name", name, "--max_duration", f"{num_steps}ba", *argv]
 
 
 def run(*args) -> int:
@@ -43,9 +38,9 @@ def run(*args) -> int:
     return train.main(command(*args))
 
 
-def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
+def losses(name: str) -> list[tuple[str, str, str]]:
     """Step, loss and learning rate of each step."""
-    rows = read_steps(results / name)
+    rows = read_steps(Path("runs", name))
     return [(row["step"], row["loss"], row["learning_rate"]) for row in rows]
 
 
@@ -105,23 +100,22 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
         place = tmp_path / "data"
         datasets.WRITERS[data_format](place)
         argv += ["--remote", str(place), "--crop", "random", "--horizontal_flip_probability", "0.5"]
-    assert run(tmp_path, "whole", NUM_STEPS, *argv) == 0
+    assert run("whole", NUM_STEPS, *argv) == 0
     for num_steps in (2, 3, NUM_STEPS):  # within an epoch, at its end, and in the third
-        assert run(tmp_path, "parts", num_steps, "--resume", "auto", *argv) == 0
-    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
-    assert len(losses(tmp_path, "whole")) == NUM_STEPS
-    record = load_record(tmp_path / "parts")
-    assert record["summary"]["first_step"] == 3
+        assert run("parts", num_steps, "--resume", "auto", *argv) == 0
+    assert losses("parts") == losses("whole")
+    assert len(losses("whole")) == NUM_STEPS
+    assert load_record(Path("runs/parts"))["summary"]["first_step"] == 3
 
 
 @pytest.mark.slow
-def test_engines_take_turns_in_one_run(tmp_path):
+def test_engines_take_turns_in_one_run():
     argv = ("--use_synth_data", "--ema_impl", "foreach")
-    assert run(tmp_path, "whole", 4, *argv, "--engine", "torch") == 0
+    assert run("whole", 4, *argv, "--engine", "torch") == 0
     for num_steps, engine in ((1, "composer"), (2, "ray"), (3, "torch"), (4, "composer")):
         turn = ("--engine", engine, "--resume", "auto")
-        assert run(tmp_path, "turns", num_steps, *argv, *turn) == 0
-    turns, whole = (losses(tmp_path, name) for name in ("turns", "whole"))
+        assert run("turns", num_steps, *argv, *turn) == 0
+    turns, whole = losses("turns"), losses("whole")
     assert [float(loss) for _, loss, _ in turns] == pytest.approx(
         [float(loss) for _, loss, _ in whole], rel=SAME_FP32
     )
@@ -145,8 +139,8 @@ def test_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what, ranks_and_
     """Ranks stop and go on with the losses of those that did not, and one rank goes on alone."""
     what = (*what, "--batch_size", "4")
     argv = ("--use_synth_data", *what, "--engine", engine, "--sharding", sharding)
-    runs = [
-        functools.partial(run, tmp_path, name, num_steps, *argv, "--resume", resume)
+    lines = [
+        command(name, num_steps, *argv, "--resume", resume)
         # The whole run between the parts, so that no part begins as the one before has ended.
         for name, num_steps, resume in (
             ("parts", 2, "never"),
@@ -154,16 +148,16 @@ def test_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what, ranks_and_
             ("parts", 3, "auto"),
         )
     ]
-    train_in_turn(engine, tmp_path, *runs, **ranks_and_nodes)
-    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+    train_in_turn(engine, tmp_path, *lines, **ranks_and_nodes)
+    assert losses("parts") == losses("whole")
     alone = ("--use_synth_data", *what, "--engine", "torch", "--resume", "auto")
-    assert run(tmp_path, "parts", 4, *alone) == 0
-    assert len(losses(tmp_path, "parts")) == 4
+    assert run("parts", 4, *alone) == 0
+    assert len(losses("parts")) == 4
 
 
 def in_two_ranks(folder, *args) -> tuple[list[int], str]:
     """Train in two ranks; their exit codes, and what the first one printed."""
-    with forked_ranks(functools.partial(run, folder, *args), folder) as ranks:
+    with forked_ranks(lambda: run(*args), folder) as ranks:
         codes = exit_codes(ranks, timeout_s=240)
     return codes, log_of(folder, 0).read_text()
 
@@ -175,39 +169,35 @@ def test_two_ranks_pass_over_a_checkpoint_with_a_damaged_file_of_one(tmp_path):
     recipe = ("--use_synth_data", "--engine", "torch", "--save_every_batches", "2")
     argv = ("one", 5, *recipe, "--resume", "auto")
     assert in_two_ranks(tmp_path, "one", 4, *recipe)[0] == [0, 0]
-    before = losses(tmp_path, "one")
-    folder = tmp_path / "one" / "checkpoints"
+    before = losses("one")
+    folder = Path("runs/one/checkpoints")
     damaged = folder / "step_00000004" / "__1_0.distcp"
     flip_byte(damaged)
     codes, printed = in_two_ranks(tmp_path, *argv)
     assert codes == [0, 0], printed
     assert str(damaged) in printed
-    *_, restart = [one for one in read_history(tmp_path / "one") if one["event"] == "begin"]
+    restart = read_events(Path("runs/one"), "begin")[-1]
     assert (restart["step"], restart["num_lost_steps"]) == (2, 2)
     assert str(damaged) in restart["passed_over"][0]
     # Nothing of the damaged one was taken.
-    steps = losses(tmp_path, "one")
+    steps = losses("one")
     assert len(steps) == 5 and steps[:4] == before
 
     for step in (4, 5):
         flip_byte(folder / f"step_{step:08d}" / "__0_0.distcp")
     codes, printed = in_two_ranks(tmp_path, *argv)
     assert codes == [2, 2] and str(folder) in printed
-    assert losses(tmp_path, "one") == steps
+    assert losses("one") == steps
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
+def test_a_checkpoint_of_another_run_is_refused(capsys):
     argv = ("--use_synth_data", "--engine", "torch")
-    assert run(tmp_path, "one", 1, *argv) == 0
-    again = command(tmp_path, "one", 2, *argv)
+    assert run("one", 1, *argv) == 0
+    again = command("one", 2, *argv)
     assert train.main(again) == 2
     refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--run_name or --resume", str(tmp_path / "one"))
-    for flag, value in (
-        ("--seed", 18),
-        ("--lora_rank", 4),
-        ("--prediction_type", "v_prediction"),
-    ):
+    assert (refusal.flag, refusal.value) == ("--run_name or --resume", "runs/one")
+    for flag, value in (("--seed", 18), ("--lora_rank", 4), ("--prediction_type", "v_prediction")):
         assert train.main([*again, "--resume", "auto", flag, str(value)]) == 2
         refusal = printed_refusal(capsys.readouterr().err)
         assert (refusal.flag, refusal.value) == (flag, value)

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train
 from tests.data.datasets import write_folder
 from tests.score_networks import write_fid_network
-from tests.train.written import read_events, read_steps
+from tests.train.written import read_events, read_steps, trained
 
-RUN = Path("runs", "one")
-TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
-SHORT = (*TINY, "--log_every_batches", "2", "--lr", "0.001")
+SHORT = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
+SHORT += ("--log_every_batches", "2", "--lr", "0.001")
 SAMPLES = ("--sample_every_batches", "2", "--sample_steps", "1", "--sample_prompts", "prompts.txt")
 
 SCORES = ("--score_every_batches", "2", "--num_score_images", "2", "--fid_network", "fid.pt")
@@ -25,9 +23,8 @@ SCORES += ("--validation_remote", "held-out")
 
 def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
     """Train, or go on with the run, to a step; the rows of steps.csv."""
-    names = ("--run_name", "one", "--resume", "auto", "--max_duration", f"{num_steps}ba")
-    assert train.main([*SHORT, *names, *argv]) == 0
-    return [{name: float(text) for name, text in row.items()} for row in read_steps(RUN)]
+    run = trained("one", num_steps, *SHORT, "--resume", "auto", *argv)
+    return [{name: float(text) for name, text in row.items()} for row in read_steps(run)]
 
 
 def test_each_period_is_a_line(capsys):
@@ -38,12 +35,7 @@ def test_each_period_is_a_line(capsys):
     )
     lines = re.findall(pattern, capsys.readouterr().out)
     # The save at step 3 ends a period, too.
-    assert [(step, save) for step, *_, save in lines] == [
-        ("2", "3"),
-        ("3", "5"),
-        ("4", "5"),
-        ("5", ""),
-    ]
+    assert [step + save for step, *_, save in lines] == ["23", "35", "45", "5"]
     periods = ([0, 1], [2], [3], [4])
     for (_, loss, learning_rate, rate, wait, _), indices in zip(lines, periods, strict=True):
         period = [rows[index] for index in indices]
@@ -68,7 +60,7 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
     losses = {step: value.simple_value for step, value in values if value.tag == "loss/train/total"}
     assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows}
     assert [step for step, value in values if value.tag == "samples"] == [2]
-    (scores,) = read_events(RUN, "scores")
+    (scores,) = read_events(Path("runs/one"), "scores")
     shown = [(step, value.simple_value) for step, value in values if value.tag == "scores/fid"]
     assert shown == [(2, pytest.approx(scores["fid"]))]
     # What is behind the start of a session in an older file is not shown.

@@ -18,7 +18,7 @@ from sdbench.record.store import load_record
 from sdbench.tasks.train.log import TrainLog
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
-from tests.train.written import read_events, read_steps
+from tests.train.written import read_events, read_steps, trained
 
 RUN = Path("runs/run")
 TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--batch_size", "2")
@@ -93,9 +93,8 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp
 def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     """The first update makes the weights so large that every prediction overflows."""
     write_folder(tmp_path / "held-out")
-    argv = ["--max_duration", "1ba", "--lr", "1e30", "--validate_every_batches", "1"]
-    argv += ["--validation_remote", "held-out", "--num_validation_images", "2", "--use_ema"]
-    assert train.main([*TINY, *argv]) == 0
+    look = ("--validate_every_batches", 1, "--validation_remote", "held-out")
+    trained("run", 1, *TINY, *look, "--num_validation_images", 2, "--use_ema", "--lr", 1e30)
     assert "warning: numbers of the event validation at step 1" in capsys.readouterr().err
     (validation,) = read_events(RUN, "validation")
     assert validation["loss"] is validation["ema_loss"] is None
@@ -107,11 +106,11 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
 
 
 def test_a_run_goes_on_behind_damaged_last_lines():
-    assert train.main([*TINY, "--resume", "auto", "--max_duration", "1ba"]) == 0
+    trained("run", 1, *TINY, "--resume", "auto")
     for name in ("history.jsonl", "steps.csv"):
         with (RUN / name).open("ab") as file:
             file.write(b"17\n" + b"[" * 100_000 + b'\n\xff\xfe\x00\n{"event": "sa')
-    assert train.main([*TINY, "--resume", "auto", "--max_duration", "2ba"]) == 0
+    trained("run", 2, *TINY, "--resume", "auto")
     assert [row["step"] for row in read_steps(RUN)] == ["1", "2"]
     kinds = [event["event"] for event in read_history(RUN)]
     assert kinds == ["begin", "save", "end"] * 2

@@ -11,69 +11,44 @@ import torch
 from PIL import Image
 
 import generate
-import train
 from sdbench.cli import main as sdbench
 from sdbench.models.lora import is_lora
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
 from tests.train.tiny_model import build_tiny
-from tests.train.written import weights_of
+from tests.train.written import exported, has_same, trained, weights_of
 
-TINY = ("--model_name", "tiny", "--use_synth_data")
-RECIPE = ("--batch_size", "4", "--engine", "torch", "--precision", "fp32", "--lr", "0.01")
+RECIPE = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "4")
+RECIPE += ("--engine", "torch", "--precision", "fp32", "--lr", "0.01")
 LORA = ("--lora_rank", "4", "--lora_alpha", "6", "--train_text_encoder")
 # Of train.py, and so of the random weights; generate.py draws the same ones by it.
 SEED = 17
 ONE_POSITION = "unet.mid_block.attentions.0.transformer_blocks.0.attn1"
 
 
-def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
-    """Train in this process, and return the folder of the run."""
-    place = ("--results_dir", results, "--run_name", name, "--max_duration", f"{num_steps}ba")
-    assert train.main([*map(str, (*TINY, *RECIPE, *place, *argv))]) == 0
-    return results / name
-
-
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run's model for diffusers."""
-    assert sdbench(["export", str(folder)]) == 0
-    return {
-        f"{part}.{name}": weight
-        for part in ("unet", "vae", "text_encoder")
-        for name, weight in weights_of(folder / "model", part).items()
-    }
-
-
-def picture(folder: Path, *argv: object) -> bytes:
-    """What generate.py draws."""
+def picture(folder: Path, *argv: object, code: int = 0) -> bytes:
+    """What generate.py draws or, where it refuses to, has drawn before."""
     options = ("--prompts", "a cat", "--num_steps", 2, "--seed", SEED, "--folder", folder)
-    assert generate.main([*map(str, (*options, *argv))]) == 0
+    assert generate.main([*map(str, (*options, *argv))]) == code
     return (folder / "pictures" / "00000.png").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a run of LoRA."""
-    return run(tmp_path_factory.mktemp("lora"), "dog", 3, *LORA)
+    """Of a run of LoRA, exported."""
+    folder = trained("dog", 3, *RECIPE, *LORA, results=tmp_path_factory.mktemp("lora"))
+    exported(folder)
+    return folder
 
 
-@pytest.fixture(scope="module")
-def merged(folder):
-    """The weights of its export."""
-    return exported(folder)
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """The weights beside which it was trained."""
-    model = build_tiny(SEED)
-    return {name: weight.detach() for name, weight in model.named_parameters()}
-
-
-def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(
-    folder, merged, drawn
-):
+def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(folder):
+    drawn = dict(build_tiny(SEED).named_parameters())
+    merged = {
+        f"{part}.{name}": weight
+        for part in ("unet", "vae", "text_encoder")
+        for name, weight in weights_of(folder / "model", part).items()
+    }
     checkpoint = Checkpoint.open(folder / "checkpoints" / "step_00000003")
     names = [name for name in checkpoint.tensors() if not name.startswith("random.")]
     assert names and all(map(is_lora, names))
@@ -93,12 +68,8 @@ def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(
     assert unchanged == [f"{ONE_POSITION}.{layer}" for layer in ("to_k", "to_q")]
 
 
-def pixels_of(png):
-    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
-
-
 @pytest.mark.slow
-def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path, capsys):
+def test_pictures_with_its_file_are_those_of_the_export(folder, tmp_path, capsys):
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
     plain = picture(tmp_path / "plain", "--model_name", "tiny")
     assert plain != expected
@@ -109,57 +80,50 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
     with_file = ("--model_name", "tiny", "--lora", file)
     with_adapters = picture(out, *with_file)
     # W x + B A x is rounded otherwise than (W + B A) x: a step of 255 between two of them.
-    difference = np.abs(pixels_of(with_adapters) - pixels_of(expected))
+    one, other = (
+        np.asarray(Image.open(io.BytesIO(png)), dtype=int) for png in (with_adapters, expected)
+    )
+    difference = np.abs(one - other)
     assert difference.max() <= 1 and (difference > 0).mean() < 0.001
     assert picture(tmp_path / "none", *with_file[:-1], f"{file}:0") == plain
     assert f'weight_name="{file.name}"' in (place / "README.md").read_text()
     # The same file again is the same job, another share of it is not.
     assert picture(out, *with_file) == with_adapters
     capsys.readouterr()
-    half = (*with_file[:-1], f"{file}:0.5")
-    options = ("--prompts", "a cat", "--num_steps", 2, "--seed", SEED, "--folder", out)
-    assert generate.main([*map(str, (*options, *half))]) == 2
+    assert picture(out, *with_file[:-1], f"{file}:0.5", code=2) == with_adapters
     refusal = printed_refusal(capsys.readouterr().err)
     assert refusal.flag == "--folder" and "lora" in refusal.what
-    assert (out / "pictures" / "00000.png").read_bytes() == with_adapters
 
 
 @pytest.mark.slow
-def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
-    first = run(tmp_path, "first", 2)
+def test_it_goes_beside_the_weights_of_another_run_which_it_keeps():
+    first = trained("first", 2, *RECIPE)
     refusal = refusal_of("export", first, "--lora_format", "diffusers")
     assert (refusal.flag, refusal.value) == ("--lora_format", "diffusers")
-    trained = exported(first)
+    model = exported(first)
     # B stays 0 but for 1e-30, which no weight feels.
-    argv = ("--lora_rank", 2, "--init_from", first, "--lr", "1e-30", "--resume", "auto")
-    run(tmp_path, "second", 1, *argv)
-    second = exported(run(tmp_path, "second", 2, *argv))
-    assert trained.keys() == second.keys()
-    assert all(torch.equal(trained[name], weight) for name, weight in second.items())
+    argv = (*RECIPE, "--lora_rank", 2, "--init_from", first, "--lr", "1e-30", "--resume", "auto")
+    trained("second", 1, *argv)
+    second = exported(trained("second", 2, *argv))
+    assert all(has_same(part, second, model) for part in ("unet", "vae", "text_encoder"))
 
 
 @pytest.mark.parametrize(
     ("flag", "argv"),
     [
         ("--lora_layers", ("--lora_rank", "4", "--lora_layers", "to_q,nope")),
-        (
-            "--lora_text_encoder_layers",
-            (*LORA, "--lora_text_encoder_layers", "self_attn"),
-        ),
+        ("--lora_text_encoder_layers", (*LORA, "--lora_text_encoder_layers", "self_attn")),
         (
             "--lora_text_encoder_layers or --train_text_encoder",
             ("--lora_rank", "4", "--lora_text_encoder_layers", "fc1"),
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, tmp_path, capsys):
-    place = ("--results_dir", str(tmp_path / "runs"), "--run_name", "one")
-    assert train.main([*TINY, *RECIPE, *place, "--max_duration", "1ba", *argv]) == 2
+def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, capsys):
+    assert not trained("one", 1, *RECIPE, *argv, code=2).exists()
     assert printed_refusal(capsys.readouterr().err).flag == flag
-    assert not (tmp_path / "runs" / "one").exists()
 
 
-def test_lora_without_its_weights_begins_no_other_run(folder, tmp_path, capsys):
-    argv = ("--init_from", str(folder), "--results_dir", str(tmp_path), "--max_duration", "1ba")
-    assert train.main([*TINY, *RECIPE, *argv]) == 2
+def test_lora_without_its_weights_begins_no_other_run(folder, capsys):
+    trained("one", 1, *RECIPE, "--init_from", folder, code=2)
     assert printed_refusal(capsys.readouterr().err).flag == "--init_from"

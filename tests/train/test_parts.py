@@ -1,73 +1,48 @@
-"""train.py for the VAE and for the text encoder, and runs that begin with another's weights."""
+"""train.py for the VAE and the text encoder, runs that begin with another's, frozen encoders."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 
-import train
 from sdbench.cli import main as sdbench
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
-from tests.refusals import printed_refusal
-from tests.runs import finished_run
-from tests.train.written import read_events, read_losses, weights_of
+from tests.refusals import printed_refusal, refusal_of
+from tests.train.written import exported, has_same, read_events, read_losses, trained
 
-MINI = ("--model_name", "mini", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
-MINI += ("--precision", "fp32", "--encoder_dtype", "fp32", "--log_every_batches", "1")
+SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--log_every_batches", "1")
+MINI = ("--model_name", "mini", *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
+TINY = ("--model_name", "tiny", *SHORT)
 VAE, TEXT = ("--train", "vae"), ("--train_text_encoder",)
-LORA = (*TEXT, "--lora_rank", "4")
+UNET = ("--model_parts", "{unet: {pretrained: tiny}}")
+LATENTS = ("--latents", "precomputed")
 
 
-def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
-    """Train in this process, in the working folder, and return the folder of the run."""
-    line = [*MINI, "--run_name", name, "--max_duration", f"{num_steps}ba", *map(str, argv)]
-    assert train.main(line) == code
-    return Path("runs", name)
+@pytest.fixture(scope="module")
+def online(tmp_path_factory) -> Path:
+    """A run with frozen encoders from a seed of its own, exported."""
+    folder = trained("one", 1, *TINY, "--weights_seed=5", results=tmp_path_factory.mktemp("runs"))
+    exported(folder)
+    return folder
 
 
-def weights(folder: Path, part: str) -> dict:
-    """The exported weights of a part of a run's model."""
-    model = folder / "model"
-    shutil.rmtree(model, ignore_errors=True)
-    assert sdbench(["export", str(folder)]) == 0
-    return weights_of(model, part)
-
-
-@pytest.fixture
-def plain(tmp_path) -> Path:
-    """A run of one step that trains the U-Net alone."""
-    argv = (*MINI, "--run_name", "plain", "--max_duration", "1ba", "--use_ema")
-    return finished_run(train.main, *argv, results=tmp_path / "plain")
-
-
-def is_same(one: dict, other: dict) -> bool:
-    assert one.keys() == other.keys()
-    return all((one[name] == other[name]).all() for name in one)
-
-
-@pytest.mark.parametrize(
-    ("part", "engine"),
-    [
-        (VAE, "torch"),
-        pytest.param(TEXT, "composer", marks=pytest.mark.slow),
-        pytest.param(LORA, "torch", marks=pytest.mark.slow),
-    ],
-)
-def test_resumed_bit_for_bit(tmp_path, part, engine):
-    argv = (*part, "--engine", engine, "--use_ema", "--clip_norm", "1")
-    whole = run("whole", 4, *argv)
-    run("parts", 2, *argv, "--resume", "auto")
-    parts = run("parts", 4, *argv, "--resume", "auto")
+def test_the_vae_is_resumed_bit_for_bit():
+    argv = (*MINI, *VAE, "--use_ema", "--clip_norm", "1")
+    whole = trained("whole", 4, *argv)
+    trained("parts", 2, *argv, "--resume", "auto")
+    parts = trained("parts", 4, *argv, "--resume", "auto")
     assert read_losses(parts) == read_losses(whole) and len(set(read_losses(whole))) == 4
 
 
-@pytest.mark.parametrize("part", [VAE, LORA])
+@pytest.mark.parametrize("part", [VAE, (*TEXT, "--lora_rank", "4")])
 def test_the_memory_estimate_is_of_what_is_kept(part):
-    folder = run("one", 1, *part, "--use_ema")
+    folder = trained("one", 1, *MINI, *part, "--use_ema")
     saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
     estimate_gib = load_record(folder)["memory_estimate_gib"]
     for name, prefixes in (
@@ -80,26 +55,27 @@ def test_the_memory_estimate_is_of_what_is_kept(part):
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_the_weights_of_another_and_keeps_them(plain, capsys):
-    first = run("vae", 1, *VAE, "--lr", "0.01", "--use_ema")
-    trained = weights(first, "vae")
-    assert not is_same(trained, weights(plain, "vae"))
-    argv = ("--init_from", first, "--resume", "auto", *TEXT)
+def test_a_run_begins_with_the_weights_of_another_and_keeps_them(capsys):
+    first = trained("vae", 1, *MINI, *VAE, "--lr", "0.01", "--use_ema")
+    model = Path(shutil.copytree(exported(first), "model"))
+    assert not has_same("vae", model, exported(trained("plain", 1, *MINI)))
+    argv = (*MINI, "--init_from", first, "--resume", "auto", *TEXT)
     capsys.readouterr()
-    second = run("second", 1, *argv, "--encoder_dtype", "bf16")
+    second = trained("second", 1, *argv, "--encoder_dtype", "bf16")
     assert "vae (" in capsys.readouterr().out
-    assert is_same(weights(second, "vae"), trained)  # nothing was rounded to bf16
+    assert has_same("vae", exported(second), model)  # nothing was rounded to bf16
     shutil.rmtree(first)
-    second = run("second", 2, *argv)  # the checkpoint has all of it
-    assert is_same(weights(second, "vae"), trained)
-    third = run("third", 1, "--init_from", second / "checkpoints" / "step_00000002", "--lr", "1e-9")
-    assert is_same(weights(third, "text_encoder"), weights(second, "text_encoder"))
+    second = trained("second", 2, *argv)  # the checkpoint has all of it
+    assert has_same("vae", exported(second), model)
+    begun = ("--init_from", second / "checkpoints" / "step_00000002", "--lr", "1e-9")
+    third = trained("third", 1, *MINI, *begun)
+    assert has_same("text_encoder", exported(third), second / "model")
 
 
 def test_the_reconstruction_is_validated(tmp_path):
     write_folder(tmp_path / "held-out")
     look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
-    folder = run("vae", 4, *VAE, *look, "--num_validation_images", 5)
+    folder = trained("vae", 4, *MINI, *VAE, *look, "--num_validation_images", 5)
     found = read_events(folder, "validation")
     assert [event["num_samples"] for event in found] == [5, 5]
     assert found[0]["loss"] != found[1]["loss"] and all(event["loss"] > 0 for event in found)
@@ -107,19 +83,73 @@ def test_the_reconstruction_is_validated(tmp_path):
     assert f"{found[1]['loss']:.4f} at step 4" in (folder / "watch.html").read_text()
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(capsys):
-    run("one", 1, "--init_from", "nowhere", code=2)
-    assert printed_refusal(capsys.readouterr().err).flag == "--init_from"
-
-
 @pytest.mark.parametrize(
-    "argv", [("--model_name", "tiny"), ("--train", "vae")], ids=["another size", "another part"]
+    "argv", [MINI, (*TINY, *VAE), None], ids=["another size", "another part", "no checkpoint"]
 )
-def test_weights_of_another_model_are_refused_before_there_is_a_folder(plain, argv, capsys):
-    second = run("second", 1, *argv, "--init_from", plain, code=2)
+def test_weights_that_cannot_be_taken_are_refused_before_there_is_a_folder(online, argv, capsys):
+    source = online if argv else Path("nowhere")
+    second = trained("second", 1, *(argv or TINY), "--init_from", source, code=2)
     refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == (
-        "--init_from",
-        str(plain / "checkpoints" / "step_00000001"),
-    )
+    value = source / "checkpoints" / "step_00000001" if argv else source
+    assert (refusal.flag, refusal.value) == ("--init_from", str(value))
     assert not second.exists()
+
+
+def random_parts_in_notes(folder: Path) -> set[str]:
+    """The parts that the plan calls random."""
+    notes = " ".join(note for note in load_record(folder)["notes"] if "random" in note)
+    return {part for part in ("unet", "vae", "text_encoder") if part in notes}
+
+
+@pytest.mark.slow
+def test_a_run_says_which_parts_stay_random(online):
+    assert random_parts_in_notes(online) == {"vae", "text_encoder"}
+    vae = trained("vae", 1, *TINY, *VAE)
+    assert random_parts_in_notes(vae) == set()
+    begun = trained("begun", 1, *TINY, "--init_from", vae)
+    assert random_parts_in_notes(begun) == {"text_encoder"}
+
+
+@pytest.mark.slow
+def test_latents_of_encoders_that_are_not_known_are_exported_with_those_that_made_them(online):
+    folder = trained("latents", 1, *TINY, *LATENTS)
+    assert random_parts_in_notes(folder) == {"vae", "text_encoder"}
+    for argv, value in (((), None), (("--encoders", "tiny"), "tiny")):
+        refusal = refusal_of("export", folder, *argv)
+        assert (refusal.flag, refusal.value) == ("--encoders", value)
+    assert not (folder / "model").exists()
+    model = exported(folder, "--encoders", online / "model")
+    for part in ("unet", "vae", "text_encoder"):
+        assert has_same(part, model, online / "model") == (part != "unet")
+
+    named = trained("named", 1, "--model_name", online / "model", *SHORT, *UNET, *LATENTS)
+    assert random_parts_in_notes(named) == set()
+    assert has_same("vae", exported(named), online / "model")
+
+
+def test_a_run_with_encoders_takes_no_others(online):
+    refusal = refusal_of("export", online, "--encoders", online / "model")
+    assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
+
+
+@pytest.mark.slow
+def test_a_model_that_changes_on_the_hub_is_another_one(online, tmp_path, monkeypatch, capsys):
+    commits = {"main": "a" * 40, "a" * 40: "a" * 40}
+    snapshot = shutil.copytree(online / "model", tmp_path / commits["main"])
+    shutil.copytree(snapshot, tmp_path / ("b" * 40))
+
+    def download(name, *, revision, allow_patterns):
+        return str(tmp_path / commits[revision or "main"])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", Mock())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    argv = ("--model_name", "someone/mine", *SHORT, "--resume", "auto")
+    folder = trained("hub", 1, *argv)
+    commits["main"] = "b" * 40
+    capsys.readouterr()
+    trained("hub", 2, *argv, code=2)
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--model_revision", "b" * 40)
+    trained("hub", 2, *argv, "--model_revision", "a" * 40)
+    shutil.rmtree(tmp_path / ("b" * 40))
+    assert has_same("vae", exported(folder), online / "model")  # of the commit that is there

@@ -120,7 +120,7 @@ def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, mon
         def die(hooks, state):
             step_ended(hooks, state)
             if state.num_steps == 7:
-                hooks._checkpoints.finish()
+                hooks.checkpoints.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
 
         TrainHooks.step_ended = die

@@ -15,11 +15,10 @@ import pytest
 from PIL import Image
 
 import generate
-import train
-from sdbench.cli import main as sdbench
 from sdbench.data.pictures import list_pictures
 from sdbench.shapes.judge import look_at
 from sdbench.shapes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
+from tests.train.written import exported, trained
 
 MODEL_VARIABLE = "SDBENCH_SHAPES_MODEL"
 SHAPES_MODEL = Path(os.environ.get(MODEL_VARIABLE, "none")).resolve()
@@ -90,11 +89,9 @@ def draw(model: Path, name: str, *prompts: str, seed: int, num_each: int = 1) ->
 
 def learn(model: Path, name: str, *argv: str) -> Path:
     """Teach the model the subject, and return the exported one."""
-    line = ["--model_name", str(model), "--task", "dreambooth", "--remote", "subject"]
-    line += ["--instance_prompt", SUBJECT_PROMPT, *TRAINING, "--run_name", name, *argv]
-    assert train.main([*line, "--max_duration", f"{NUM_STEPS}ba"]) == 0
-    assert sdbench(["export", f"runs/{name}"]) == 0
-    return Path("runs", name, "model")
+    line = ("--model_name", model, "--task", "dreambooth", "--remote", "subject")
+    line += ("--instance_prompt", SUBJECT_PROMPT, *TRAINING)
+    return exported(trained(name, NUM_STEPS, *line, *argv))
 
 
 def drift(before: list[np.ndarray], after: list[np.ndarray]) -> float:

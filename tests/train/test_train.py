@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import resource
@@ -25,15 +24,17 @@ from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
-from tests.train.in_turn import train_in_turn
-from tests.train.written import read_events, read_losses, read_steps, read_tensors, saved_steps
+from tests.train.written import (
+    read_events,
+    read_losses,
+    read_steps,
+    read_tensors,
+    saved_steps,
+    trained,
+)
 
-TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
-
-
-def run(*argv: object) -> int:
-    """Train in this process, in the working folder."""
-    return train.main([*TINY, *map(str, argv)])
+DATA = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4")
+TINY = (*DATA, "--use_synth_data")
 
 
 def test_killed_then_stopped_then_finished(tmp_path):
@@ -85,8 +86,8 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     def program() -> int:
         if os.environ["RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-        argv = ("--max_duration", "1000ba", "--save_every_batches", 2, "--sharding", "full")
-        return run(*argv, "--run_name", "full", "--on_failed_save", "stop")
+        argv = ["--max_duration", "1000ba", "--save_every_batches", "2", "--sharding", "full"]
+        return train.main([*TINY, *argv, "--run_name", "full", "--on_failed_save", "stop"])
 
     with forked_ranks(program, tmp_path) as ranks:
         assert exit_codes(ranks) == [1, 1]
@@ -94,31 +95,6 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     assert "step 2 was not saved (--on_failed_save): rank 1: " in reason
     for rank in range(2):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
-
-
-@pytest.mark.slow
-def test_evaluations_leave_sharded_weights_as_they_were(tmp_path):
-    """Two ranks with and without them, stopped and resumed: the same losses, all of them saved."""
-    write_folder(tmp_path / "held-out")
-    evaluations = ("--validate_every_batches", 1, "--validation_remote", tmp_path / "held-out")
-    evaluations += ("--num_validation_images", 2, "--save_every_batches", 1, "--resume", "auto")
-    argv = ("--sharding", "full", "--use_ema", "--ema_interval_batches", 1)
-    argv += ("--log_every_batches", 1)
-
-    runs = [
-        functools.partial(run, *argv, *more, "--run_name", name, "--max_duration", f"{num_steps}ba")
-        # The blind one between the others, so that none begins as the one before has ended.
-        for name, num_steps, more in (
-            ("watched", 2, evaluations),
-            ("blind", 3, ()),
-            ("watched", 3, evaluations),
-        )
-    ]
-    train_in_turn("torch", tmp_path, *runs)
-    blind, watched = (read_losses(tmp_path / "runs" / name) for name in ("blind", "watched"))
-    assert watched == blind and len(blind) == 3
-    losses = read_events(tmp_path / "runs" / "watched", "validation")
-    assert [event["step"] for event in losses] == [1, 2, 3]
 
 
 def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
@@ -138,10 +114,9 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     evaluations += ("--score_every_batches", 3, "--num_score_images", 2)
     evaluations += ("--fid_network", write_fid_network(tmp_path / "fid.pt"))
     evaluations += ("--clip_network", write_clip(tmp_path / "clip"))
-    recipe = ("--max_duration", "4ba", "--use_ema", "--log_every_batches", 1)
-    assert run(*recipe, "--run_name", "plain") == 0
-    assert run(*recipe, "--run_name", "watched", *evaluations) == 0
-    plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
+    recipe = (*TINY, "--use_ema", "--log_every_batches", 1)
+    plain = trained("plain", 4, *recipe)
+    watched = trained("watched", 4, *recipe, *evaluations)
     assert read_losses(watched) == read_losses(plain)
 
     validations = read_events(watched, "validation")
@@ -157,79 +132,57 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
-NUM_PICTURES = 65
-MANY = ("--max_duration", "1ba", "--sample_every_batches", 1, "--sample_steps", 1)
-MANY += ("--sample_prompts", "many.csv", "--sample_guidance", 1, "--run_name", "many")
-MANY += ("--batch_size", 16)
-
-
 def test_of_many_pictures_64_are_in_the_grid_and_all_in_files():
-    lines = [f"p{number},prompt {number}" for number in range(NUM_PICTURES + 1)]
+    num_pictures = 65
+    lines = [f"p{number},prompt {number}" for number in range(num_pictures + 1)]
     Path("many.csv").write_text("\n".join(["uid,caption", *lines]))
-    assert run(*MANY, "--num_sample_images", NUM_PICTURES) == 0
-    folder = Path("runs", "many", "samples")
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000001.png"]
+    look = ("--sample_every_batches", 1, "--sample_steps", 1, "--sample_guidance", 1)
+    look += ("--sample_prompts", "many.csv", "--num_sample_images", num_pictures)
+    folder = trained("many", 1, *TINY, "--batch_size", 16, *look) / "samples"
     names = {path.name for path in (folder / "step_00000001").iterdir()}
-    assert names == {f"p{number}.png" for number in range(NUM_PICTURES)}
+    assert names == {f"p{number}.png" for number in range(num_pictures)}
     grid = Image.open(folder / "step_00000001.png")
     # A margin of 4 around captions 112 px wide and pictures of 64 px with 16 for the caption.
     assert grid.size == (8 * 116 + 4, 8 * 84 + 4)
-    for number, left, top in ((0, 4, 4), (1, 120, 4), (63, 816, 592)):
-        picture = Image.open(folder / "step_00000001" / f"p{number}.png")
-        assert grid.crop((left, top, left + 64, top + 64)).tobytes() == picture.tobytes()
+    last = Image.open(folder / "step_00000001" / "p63.png")
+    assert grid.crop((816, 592, 816 + 64, 592 + 64)).tobytes() == last.tobytes()
 
 
 def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     write_folder(tmp_path / "data")
-    argv = ["--model_name", "tiny", "--remote", "data", "--engine", "torch", "--batch_size", "4"]
-    argv += ["--run_name", "one", "--resume", "auto"]
-    assert train.main([*argv, "--max_duration", "1ba"]) == 0
-    notes = load_record(tmp_path / "runs" / "one")["notes"]
+    argv = (*DATA, "--remote", "data", "--resume", "auto")
+    folder = trained("one", 1, *argv)
+    notes = load_record(folder)["notes"]
     assert any("--save_every_batches" in note for note in notes)  # it has one checkpoint
     for name in ("000.png", "000.txt"):
         (tmp_path / "data" / name).unlink()
-    argv += ["--changed_inputs", "accept"]  # or it would end sooner
-    assert train.main([*argv, "--max_duration", "2ba", "--save_every_batches", "1"]) == 2
-    record = load_record(tmp_path / "runs" / "one")
+    accept = ("--changed_inputs", "accept")  # or it would end sooner
+    trained("one", 2, *argv, *accept, "--save_every_batches", 1, code=2)
+    record = load_record(folder)
     assert not any("--save_every_batches" in note for note in record["notes"])
     assert record["status"] == "failed"
     assert "got 48; allowed: the 49 samples" in record["reason"]
-    assert len(read_steps(tmp_path / "runs" / "one")) == 1
+    assert len(read_steps(folder)) == 1
 
 
 def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     write_folder(tmp_path / "data" / "held-out")
-    argv = ["--model_name", "tiny", "--engine", "torch", "--batch_size", 4, "--run_name", "one"]
-    argv += ["--remote", tmp_path / "data", "--max_duration", "1ba", "--validate_every_batches", 1]
-    argv += ["--validation_remote", tmp_path / "data" / "held-out", "--num_validation_images", 1]
-    assert train.main([str(argument) for argument in argv]) == 0
+    argv = (*DATA, "--remote", tmp_path / "data", "--validate_every_batches", 1)
+    argv += ("--num_validation_images", 1, "--resume", "auto", "--validation_remote")
+    folder = trained("one", 1, *argv, tmp_path / "data" / "held-out")
     first = str(tmp_path / "data" / "held-out" / "000.png")
-    (note,) = [note for note in load_record(tmp_path / "runs" / "one")["notes"] if first in note]
+    (note,) = [note for note in load_record(folder)["notes"] if first in note]
     assert "49 files" in note and note in capsys.readouterr().out
     (tmp_path / "linked").symlink_to(tmp_path / "data")
-    argv[argv.index("--validation_remote") + 1] = tmp_path / "linked"
-    assert train.main([*map(str, argv), "--resume", "auto"]) == 2
+    trained("one", 1, *argv, tmp_path / "linked", code=2)
     assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
 
 
-def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
-    argv = ("--max_duration", "3ba", "--log_every_batches", 1, "--precision", "fp32")
-    for name, norm in (("free", None), ("wide", 1e9), ("tight", 1e-9)):
-        clip = () if norm is None else ("--clip_norm", norm)
-        assert run(*argv, *clip, "--run_name", name) == 0
-    free, wide, tight = (
-        read_losses(tmp_path / "runs" / name) for name in ("free", "wide", "tight")
-    )
-    assert wide == free
-    assert tight[0] == free[0] and tight[2] != free[2]
-
-
-def test_a_decay_of_the_average_is_that_of_a_step(tmp_path):
+def test_a_decay_of_the_average_is_that_of_a_step():
     interval = 2
-    argv = ("--max_duration", "2ba", "--save_every_batches", 1, "--lr", 0.01, "--run_name", "one")
+    argv = (*TINY, "--save_every_batches", 1, "--lr", 0.01)
     argv += ("--use_ema", "--ema_decay", 0.8, "--ema_interval_batches", interval)
-    assert run(*argv) == 0
-    folder = tmp_path / "runs/one/checkpoints"
+    folder = trained("one", 2, *argv) / "checkpoints"
     first, second = (read_tensors(Checkpoint.open(folder / f"step_{step:08d}")) for step in (1, 2))
     for name in [name for name in second if name.startswith("model.")]:
         expected = 0.8**interval * first[name] + (1 - 0.8**interval) * second[name]

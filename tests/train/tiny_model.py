@@ -12,14 +12,7 @@ from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffus
 
 def build_tiny(seed: int) -> StableDiffusion:
     """The tiny model with random weights in fp32."""
-    return build_stable_diffusion(
-        resolve_architecture("tiny"),
-        seed=seed,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
+    return build_stable_diffusion(resolve_architecture("tiny"), seed=seed)
 
 
 def write_tiny_model(folder: Path) -> CaptionTokenizer:

@@ -1,16 +1,43 @@
-"""What a run of train.py has written, and what its model has."""
+"""Runs of train.py in this process, what they have written, and what their models have."""
 
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import train
+from sdbench.cli import main as sdbench
 from sdbench.record.history import read_history
 from sdbench.state.checkpoint import Checkpoint
+
+
+def trained(
+    name: str, num_steps: int, *argv: object, results: Path | str = "runs", code: int = 0
+) -> Path:
+    """Train in this process up to a step, and return the folder of the run."""
+    place = ("--results_dir", results, "--run_name", name, "--max_duration", f"{num_steps}ba")
+    assert train.main([str(word) for word in (*place, *argv)]) == code
+    return Path(results, name)
+
+
+def exported(run: Path, *argv: object) -> Path:
+    """Export the model of a run, and return its folder for diffusers."""
+    folder = run / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    assert sdbench(["export", str(run), *map(str, argv)]) == 0
+    return folder
+
+
+def has_same(part: str, one: Path, other: Path) -> bool:
+    """Whether two diffusers folders have the same weights of a part."""
+    ours, others = weights_of(one, part), weights_of(other, part)
+    assert ours.keys() == others.keys()
+    return all(torch.equal(ours[name], others[name]) for name in ours)
 
 
 def read_steps(run: Path) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
@@ -23,6 +24,7 @@ STOP, SKIP, BACK = "stop", "skip", "back"
 MAX_IN_A_ROW = 10
 
 
+@dataclasses.dataclass(kw_only=True)
 class BadLosses:
     """Handles the bad steps of a run, on all ranks alike.
 
@@ -31,47 +33,36 @@ class BadLosses:
     Otherwise a save finds that the state is not finite, and saves nothing.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        losses: Losses,
-        loader: CheckedLoader,
-        checkpoints: Checkpoints,
-        log: TrainLog | None,
-        ranks: Ranks,
-    ) -> None:
-        """The loader knows the samples of a batch; `log` is None but on the first rank."""
-        self._action = config.on_bad_loss
-        self._has_scaler = config.precision == "amp_fp16"
-        self._losses = losses
-        self._norms = Losses()
-        self._loader = loader
-        self._checkpoints = checkpoints
-        self._log = log
-        self._ranks = ranks
-        # The step of a save and the tensor that it found not to be finite.
-        self._bad_save: tuple[int, str] | None = None
-        self._num_in_a_row = 0
-        self._came_back_to: int | None = None
+    action: str
+    has_scaler: bool
+    losses: Losses
+    loader: CheckedLoader
+    checkpoints: Checkpoints
+    log: TrainLog | None  # of the first rank
+    ranks: Ranks
+    _norms: Losses = dataclasses.field(default_factory=Losses)
+    # The step of a save and the tensor that it found not to be finite.
+    _bad_save: tuple[int, str] | None = None
+    _num_in_a_row: int = 0
+    _came_back_to: int | None = None
 
     def judge(self, state: TrainState, loss: Tensor, norm: Tensor | None) -> None:
         """With --on_bad_loss skip, skip the update if a rank's loss or gradients are not finite.
 
         Waits for the device only then. `loss` and `norm`, if it is known, are on the device.
         """
-        if self._has_scaler:
+        if self.has_scaler:
             norm = None
-        elif norm is None and self._action == SKIP:
+        elif norm is None and self.action == SKIP:
             norm = state.gradient_norm()
         if norm is not None:
             self._norms.add(norm)
-        if self._action != SKIP:
+        if self.action != SKIP:
             return
         total = loss.detach().double()
         if norm is not None:
             total += norm
-        if self._ranks.world_size > 1:
+        if self.ranks.world_size > 1:
             import torch
 
             torch.distributed.all_reduce(total)
@@ -83,12 +74,12 @@ class BadLosses:
     @property
     def is_known(self) -> bool:
         """Whether a fault has been read and not handled yet; the same on all ranks."""
-        found = (self._losses.first_not_finite, self._norms.first_not_finite, self._bad_save)
+        found = (self.losses.first_not_finite, self._norms.first_not_finite, self._bad_save)
         return any(one is not None for one in found)
 
     def read(self) -> None:
         """Read losses and norms up to this step, which waits for the device."""
-        self._losses.read()
+        self.losses.read()
         self._norms.read()
         if not self.is_known:
             self._num_in_a_row = 0
@@ -105,24 +96,24 @@ class BadLosses:
         """
         step, tensor, facts = self._find_fault(state.num_steps)
         self._num_in_a_row += 1
-        checkpoint = self._checkpoints.newest() if self._action == BACK else None
+        checkpoint = self.checkpoints.newest() if self.action == BACK else None
         reason = self._reason_to_stop(tensor, checkpoint, is_last=is_last)
-        facts["action"] = self._action if reason is None else STOP
+        facts["action"] = self.action if reason is None else STOP
         if tensor is None:
-            names = self._loader.names_before(state.position, num_back=state.num_steps - step)
-            names_of_ranks = gather(names, self._ranks)
-            if self._log is not None:
-                self._log.add_bad_batch(step=step, **facts, samples_of_ranks=names_of_ranks)
+            names = self.loader.names_before(state.position, num_back=state.num_steps - step)
+            names_of_ranks = gather(names, self.ranks)
+            if self.log is not None:
+                self.log.add_bad_batch(step=step, **facts, samples_of_ranks=names_of_ranks)
         if facts["action"] == BACK:
             assert checkpoint is not None
             facts["lost_steps"] = [checkpoint.step + 1, state.num_steps]
-        if self._log is not None:
-            self._log.add_event("bad_loss", step=step, **facts)
+        if self.log is not None:
+            self.log.add_event("bad_loss", step=step, **facts)
         if reason is not None:
             what = ", ".join(f"{name} {facts[name]}" for name in facts if name != "action")
             raise RunError(
                 f"step {step} is not finite ({what}){reason}: nothing is saved of it (--on_bad_loss"
-                f" {self._action}); {BAD_BATCHES_NAME} names the samples of bad losses",
+                f" {self.action}); {BAD_BATCHES_NAME} names the samples of bad losses",
                 status=INVALID,
             )
         if checkpoint is None:
@@ -136,9 +127,9 @@ class BadLosses:
 
         A bad loss or norm comes before the bad tensor of a save that it leads to.
         """
-        losses, norms = self._losses.read(), self._norms.read()
+        losses, norms = self.losses.read(), self._norms.read()
         first = num_steps + 1 - len(losses)  # the step of the first loss of this process
-        found = (self._losses.first_not_finite, self._norms.first_not_finite)
+        found = (self.losses.first_not_finite, self._norms.first_not_finite)
         step = min((first + index for index in found if index is not None), default=num_steps + 1)
         tensor = None
         if self._bad_save is not None and self._bad_save[0] < step:
@@ -149,7 +140,7 @@ class BadLosses:
             facts["gradient_norm"] = str(norms[step - first])
         if tensor is not None:
             facts["tensor"] = tensor
-        self._losses.forgive()
+        self.losses.forgive()
         self._norms.forgive()
         self._bad_save = None
         return step, tensor, facts
@@ -158,11 +149,11 @@ class BadLosses:
         self, tensor: str | None, checkpoint: Checkpoint | None, *, is_last: bool
     ) -> str | None:
         """Why the run ends, as a part of a sentence; None if it goes on."""
-        if self._action == STOP:
+        if self.action == STOP:
             return ""
         if self._num_in_a_row > MAX_IN_A_ROW:
             return f", after {MAX_IN_A_ROW} others in a row"
-        if self._action == SKIP:
+        if self.action == SKIP:
             return None if tensor is None else ", which no skipped update can mend"
         if checkpoint is None:
             return ", and there is no checkpoint to go back to (--save_every_batches)"

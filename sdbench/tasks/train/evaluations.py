@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +74,13 @@ def _held_out_source(plan: Plan) -> SourceConfig:
 
 
 class Evaluations:
-    """The evaluations that the config of a run asks for.
-
-    Attributes:
-        notes: Sentences about held-out samples that are trained on as well.
-    """
+    """The evaluations that the config of a run asks for."""
 
     def __init__(self, plan: Plan) -> None:
-        """Check data, networks and prompts before any weights are built.
-
-        Raises:
-            ConfigError: Something cannot be used, or scores have fewer than two pictures.
-        """
+        """Check data, networks and prompts before any weights are built."""
         config = self._config = plan.config
         self._plan = plan
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # for the plan
         self._held_out: Any = None
         if config.validate_every_batches or config.score_every_batches:
             self._held_out = _held_out_source(plan)
@@ -153,17 +143,15 @@ class Evaluations:
 
         facts = measure()
         if state.averages is not None:
-            with self._best_weights(state):
+            with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
                 facts["ema_loss"] = measure()["loss"]
         return facts
 
     def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
         prompts = [prompt for _, prompt in self._prompts]
-        with self._best_weights(state):
-            pictures = draw_samples(
-                self._job.model, prompts, check=check, **self._drawing_options()
-            )
+        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
+            pictures = draw_samples(self._job.model, prompts, check=check, **self._drawing())
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
         if self._plan.ranks.rank == 0:
             try:
@@ -182,7 +170,7 @@ class Evaluations:
         # Loaded each time: in between, training has the memory.
         device = next(self._job.model.parameters()).device
         networks = open_networks(self._config, image_size=self._config.image_size, device=device)
-        with self._best_weights(state):
+        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
             return score_model(
                 self._job.model,
                 self._samples,
@@ -191,11 +179,11 @@ class Evaluations:
                 read_avif=self._plan.source.read_avif,
                 skips_bad=self._plan.source.on_bad_sample == "skip",
                 check=check,
-                **self._drawing_options(),
+                **self._drawing(),
             )
 
-    def _drawing_options(self) -> dict[str, Any]:
-        """The arguments of `draw_samples` that a run sets."""
+    def _drawing(self) -> dict[str, Any]:
+        """How the run draws pictures."""
         config = self._config
         return {
             "seed": config.seed,
@@ -208,11 +196,6 @@ class Evaluations:
             ),
             "ranks": self._plan.ranks,
         }
-
-    def _best_weights(self, state: TrainState) -> AbstractContextManager[None]:
-        if state.averages is None:
-            return contextlib.nullcontext()
-        return averaged_weights(self._job, state.averages, ranks=self._plan.ranks)
 
 
 def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:

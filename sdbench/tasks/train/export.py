@@ -147,6 +147,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
     from sdbench.models.stable_diffusion import build_stable_diffusion
+    from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
@@ -156,11 +157,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     lora = Lora.of(config)
     model = build_stable_diffusion(
         architecture,
-        seed=config.seed if config.weights_seed is None else config.weights_seed,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
+        seed=seed_of_weights(config),
         trained=config.trained_parts,
         lora=lora,
         objective=make_objective(config),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import math
 import statistics
 import sys
@@ -28,86 +29,75 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.evaluations import Evaluation
 
 
+@dataclasses.dataclass(kw_only=True)
 class TrainHooks:
     """The `TrainingHooks` of a run.
 
     Attributes:
+        storage: Gets a copy of each checkpoint.
+        resumed: The checkpoint that the run begins with.
+        log: Of the first rank; the others have none.
+        facts: What each checkpoint has beside the state.
         seconds: Seconds without training in this process, by event.
         num_saved: Checkpoints written by this process.
         last_loss: The last finite loss that has been read; None before the first.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        job: TrainJob,
-        *,
-        watch: StepWatch,
-        checkpoints: Checkpoints,
-        storage: RayStorage | None,
-        resumed: Checkpoint | None,
-        log: TrainLog | None,
-        progress: StepProgress,
-        evaluations: dict[str, tuple[int, Evaluation]],
-        facts: dict[str, Any],
-    ) -> None:
-        """Connect the pieces; only the first rank has a log.
+    plan: Plan
+    job: TrainJob
+    watch: StepWatch
+    checkpoints: Checkpoints
+    storage: RayStorage | None
+    resumed: Checkpoint | None
+    log: TrainLog | None
+    progress: StepProgress
+    evaluations: dict[str, tuple[int, Evaluation]]
+    facts: dict[str, Any]
+    seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    num_saved: int = 0
+    last_loss: float | None = None
+    _state: TrainState | None = None
+    _saved_step: int | None = None
+    _whole_step: int = 0  # of the newest checkpoint
 
-        The run begins with the checkpoint `resumed`. Each checkpoint has the facts, and a copy in
-        the storage.
-        """
-        self.seconds: dict[str, float] = collections.defaultdict(float)
-        self.num_saved = 0
-        self.last_loss: float | None = None
-        self._config: Any = plan.config
-        self._job = job
-        self._watch = watch
-        self._timer: Any = watch.timer
-        self._checkpoints = checkpoints
-        self._storage = storage
-        self._resumed = resumed
-        self._log = log
-        self._progress = progress
-        self._evaluations = evaluations
-        self._facts = facts
-        self._num_steps = plan.num_steps
+    def __post_init__(self) -> None:
+        self._config: Any = self.plan.config
+        self._timer: Any = self.watch.timer
         self._bad_losses = BadLosses(
-            self._config,
+            action=self._config.on_bad_loss,
+            has_scaler=self._config.precision == "amp_fp16",
             losses=self._timer.losses,
-            loader=job.loader,
-            checkpoints=checkpoints,
-            log=log,
-            ranks=plan.ranks,
+            loader=self.job.loader,
+            checkpoints=self.checkpoints,
+            log=self.log,
+            ranks=self.plan.ranks,
         )
-        self._state: TrainState | None = None
-        self._saved_step: int | None = None
-        self._whole_step = 0  # of the newest checkpoint
 
     def begins(self, state: TrainState) -> None:
         """Load the checkpoint, if there is one."""
         self._state = state
-        if self._resumed is None:
+        if self.resumed is None:
             state.make_optimizer_state()
         else:
-            facts = self._resumed.facts["state"]
-            tensors = state.prepare_to_load(facts, saved=self._resumed.tensors().keys())
-            self._resumed.load_into(tensors)
+            facts = self.resumed.facts["state"]
+            tensors = state.prepare_to_load(facts, saved=self.resumed.tensors().keys())
+            self.resumed.load_into(tensors)
             state.loaded(tensors, facts)
             self._saved_step = self._whole_step = state.num_steps
-        if self._log is not None:
-            self._log.begin(
+        if self.log is not None:
+            self.log.begin(
                 num_steps=state.num_steps,
-                images_per_step=self._job.images_per_step,
-                passed_over=() if self._resumed is None else self._resumed.passed_over,
+                images_per_step=self.job.images_per_step,
+                passed_over=() if self.resumed is None else self.resumed.passed_over,
             )
 
     def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:
         """Skip the update of a bad step, and wait for a save that still reads the state."""
         assert self._state is not None
         self._bad_losses.judge(self._state, loss, norm)
-        if self._checkpoints.is_reading:
+        if self.checkpoints.is_reading:
             self._timer.pause()
-            self._checkpoints.wait_until_read()
+            self.checkpoints.wait_until_read()
             self._timer.start()
 
     def step_ended(self, state: TrainState) -> None:
@@ -115,9 +105,9 @@ class TrainHooks:
 
         The save comes first: an evaluation takes minutes, in which a run may be stopped.
         """
-        step, is_last = state.num_steps, self._watch.is_over
-        if self._log is not None:
-            self._log.mark_step(step)
+        step, is_last = state.num_steps, self.watch.is_over
+        if self.log is not None:
+            self.log.mark_step(step)
 
         def is_due(interval: int | None) -> bool:
             return is_last or (interval is not None and step % interval == 0)
@@ -125,8 +115,8 @@ class TrainHooks:
         saves = is_due(self._config.save_every_batches)
         due = {
             event: evaluate
-            for event, (interval, evaluate) in self._evaluations.items()
-            if is_due(interval) and not self._watch.is_stopped
+            for event, (interval, evaluate) in self.evaluations.items()
+            if is_due(interval) and not self.watch.is_stopped
         }
         ends_period = saves or due or is_due(self._config.log_every_batches)
         if ends_period or state.is_skipped:
@@ -136,7 +126,7 @@ class TrainHooks:
         if ends_period or is_bad:
             figures = self.write_steps()
             if figures is not None:
-                self._progress.period_ends(figures)
+                self.progress.period_ends(figures)
         if not (due or saves or is_bad):
             return
         self._timer.pause()
@@ -144,9 +134,9 @@ class TrainHooks:
         has_gone_back = False
         if is_bad:
             with contextlib.suppress(RunError):  # a save that failed is reported in the next line
-                self._checkpoints.finish()
+                self.checkpoints.finish()
             self._report_saves()
-            is_end = is_last and not self._watch.is_stopped
+            is_end = is_last and not self.watch.is_stopped
             has_gone_back = self._bad_losses.act(state, is_last=is_end)
             self.seconds["bad_loss"] += time.perf_counter() - started_s
         # After going back, the state is that of an older checkpoint.
@@ -154,20 +144,20 @@ class TrainHooks:
         if saves and may_save:
             self._begin_save(state)
         for event, evaluate in due.items():
-            self._checkpoints.wait_until_read()  # evaluations swap the weights for averages
+            self.checkpoints.wait_until_read()  # evaluations swap the weights for averages
             self._evaluate(event, evaluate, state)
-            if self._watch.is_stopped:  # a signal has ended the evaluation
+            if self.watch.is_stopped:  # a signal has ended the evaluation
                 if may_save and not saves:
                     self._begin_save(state)
                 break
-        self._progress.leave_out(time.perf_counter() - started_s)
+        self.progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
 
     def close(self) -> None:
         """Wait for the checkpoint under way; a `RunError` says that it was not saved."""
         if self._state is not None:
             try:
-                self._checkpoints.finish()
+                self.checkpoints.finish()
             finally:
                 self._report_saves()
 
@@ -187,47 +177,47 @@ class TrainHooks:
             return None
         finite = filter(math.isfinite, reversed(period.losses))
         self.last_loss = next(finite, self.last_loss)
-        rate = period.num_steps * self._job.images_per_step / period.time_s
+        rate = period.num_steps * self.job.images_per_step / period.time_s
         wait_percent = 100 * period.data_wait_s / period.time_s
         rows = [
             (number, loss, self._learning_rate(number), rate, wait_percent)
             for number, loss in enumerate(period.losses, start=step - period.num_steps + 1)
         ]
-        if self._log is not None:
-            self._log.add_steps(rows)
+        if self.log is not None:
+            self.log.add_steps(rows)
         figures = (
             f"mean loss {statistics.fmean(period.losses):.4f}, learning rate "
             f"{self._learning_rate(step):.3g}, {rate:.3g} images/s, data wait {wait_percent:.1f} %"
         )
-        if self._watch.is_over:
+        if self.watch.is_over:
             return figures
-        interval = self._config.save_every_batches or self._num_steps
-        next_save = min((step // interval + 1) * interval, self._num_steps)
+        interval = self._config.save_every_batches or self.plan.num_steps
+        next_save = min((step // interval + 1) * interval, self.plan.num_steps)
         return f"{figures}, next checkpoint at step {next_save}"
 
     def _learning_rate(self, step: int) -> float:
-        return self._config.lr * self._job.schedule(step - 1)
+        return self._config.lr * self.job.schedule(step - 1)
 
     def _evaluate(self, event: str, evaluate: Evaluation, state: TrainState) -> None:
         started_s = time.perf_counter()
         facts = None
         with contextlib.suppress(StopAskedError):
-            facts = evaluate(state, self._watch.check_stop)
+            facts = evaluate(state, self.watch.check_stop)
         seconds = time.perf_counter() - started_s
         self.seconds[event] += seconds
-        if self._log is not None and facts is not None:
-            self._log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
+        if self.log is not None and facts is not None:
+            self.log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
 
     def _begin_save(self, state: TrainState) -> None:
-        facts = self._facts | {"state": state.facts()}
-        self._checkpoints.begin_save(state.num_steps, state.tensors(), facts)
+        facts = self.facts | {"state": state.facts()}
+        self.checkpoints.begin_save(state.num_steps, state.tensors(), facts)
         self._saved_step = state.num_steps
 
     def _report_saves(self) -> None:
-        for save in self._checkpoints.poll():
+        for save in self.checkpoints.poll():
             self.seconds["save"] += save.stall_s
-            if self._log is not None:
-                self._log.add_event(
+            if self.log is not None:
+                self.log.add_event(
                     "save",
                     step=save.step,
                     seconds=save.duration_s,
@@ -239,10 +229,10 @@ class TrainHooks:
             if save.error is None:
                 self.num_saved += 1
                 self._whole_step = max(self._whole_step, save.step)
-                if self._storage is not None:
-                    self._storage.keep(save.step)
+                if self.storage is not None:
+                    self.storage.keep(save.step)
                 continue
-            if self._log is not None:
+            if self.log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
             if save.not_finite is not None:
                 self._bad_losses.save_was_bad(save.step, save.not_finite)

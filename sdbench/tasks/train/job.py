@@ -8,11 +8,10 @@ import math
 from typing import Any
 
 from sdbench import data
-from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
+from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.autoencoder import build_autoencoder
 from sdbench.models.objective import Objective
-from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver
 from sdbench.plan.resolve import Plan
 from sdbench.tasks import pretrain
@@ -53,11 +52,11 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
 
 
 def _build_autoencoder(plan: Plan) -> TrainJob:
-    """The job of training the VAE alone, with the optimizer of a measurement."""
+    """The job of training the VAE alone."""
     config: Any = plan.config
     model = build_autoencoder(
         plan.architecture,
-        seed=config.seed if config.weights_seed is None else config.weights_seed,
+        seed=pretrain.seed_of_weights(config),
         precision=config.precision,
         memory_format=config.memory_format,
         attention=config.attention_of_vae,
@@ -65,20 +64,11 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
         device=plan.machine.device_type,
     )
     tune_blocks(model.vae, config)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return TrainJob(
-        model=model,
-        trained={"vae": TrainedModule(model.vae, config.lr, config.weight_decay)},
+    return pretrain.describe_job(
+        plan,
+        model,
         loss=lambda output: model.loss(*output),
         loader=data.build(plan.source),
-        make_optimizer=functools.partial(make_optimizer, config=config),
-        schedule=pretrain.constant,
-        ema=None,
-        images_per_step=config.batch_size,
-        num_steps=plan.max_num_steps,
-        flops_per_image=count_flops(Step.of(config, plan.architecture, on_cuda=False)),
-        num_parameters=num_parameters,
-        num_trainable_parameters=num_parameters,
     )
 
 

@@ -27,13 +27,8 @@ from sdbench.run.trackers import Tracker
 
 # The last step that has ended, saved or not.
 MARK_NAME = "last_step"
-# Names in trackers, by column of steps.csv and by fact of an event.
-TRACKED_COLUMNS = {
-    "loss": "loss/train/total",
-    "learning_rate": "learning_rate",
-    "images_per_second": "images_per_second",
-    "data_wait_percent": "data_wait_percent",
-}
+# Names in trackers, by column of steps.csv after the step and by fact of an event.
+TRACKED_COLUMNS = ("loss/train/total", *TRAIN_STEP_COLUMNS[2:])
 TRACKED_FACTS = {
     "validation": {"loss": "loss/validation", "ema_loss": "loss/validation_ema"},
     "scores": {"fid": "scores/fid", "clip_score": "scores/clip_score"},
@@ -86,11 +81,10 @@ class TrainLog:
     def add_steps(self, rows: Sequence[Sequence[Any]]) -> None:
         """Append steps, each with the values of `TRAIN_STEP_COLUMNS`."""
         self._steps.append(_as_csv(rows))
-        for row in rows:
-            values = dict(zip(TRAIN_STEP_COLUMNS, row, strict=True))
-            figures = {name: values[column] for column, name in TRACKED_COLUMNS.items()}
+        for step, *values in rows:
+            figures = dict(zip(TRACKED_COLUMNS, values, strict=True))
             for tracker in self._trackers:
-                tracker.log(figures, step=values["step"])
+                tracker.log(figures, step=step)
 
     def add_event(self, event: str, *, step: int, **facts: Any) -> None:
         """Append an event with its facts; numbers that are not finite become null."""

@@ -84,11 +84,8 @@ class Train(TrainingTask):
 
             given = parts_in(checkpoint)
         notes += describe_random_parts(self.plan, given=given)
-        if (
-            config.validate_every_batches
-            or config.sample_every_batches
-            or (config.score_every_batches)
-        ):
+        intervals = ("validate", "sample", "score")
+        if any(getattr(config, f"{name}_every_batches") for name in intervals):
             from sdbench.tasks.train.evaluations import Evaluations
 
             self._evaluations = Evaluations(self.plan)
@@ -173,8 +170,8 @@ class Train(TrainingTask):
         if log is not None:
             self.resources.callback(log.close)
         hooks = TrainHooks(
-            plan,
-            job,
+            plan=plan,
+            job=job,
             watch=watch,
             checkpoints=checkpoints,
             storage=storage,

@@ -26,11 +26,7 @@ from sdbench.state.checkpoints import find_newest, tell_of_passed_over
 
 
 def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
-    """Open the checkpoint in a folder, or the newest whole one of the run in it.
-
-    Raises:
-        ConfigError: There is no whole checkpoint.
-    """
+    """Open the checkpoint in a folder, or the newest whole one of the run in it."""
     if (run / DESCRIPTION_NAME).is_file():
         return Checkpoint.open(run)
     with blamed_on(flag):
@@ -64,11 +60,7 @@ def _is_beside(name: str) -> bool:
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
     """Read the trained weights or their averages, and the frozen ones that the run kept.
 
-    Returns:
-        Tensors on the CPU by the name ``<module>.<parameter>``.
-
-    Raises:
-        ConfigError: A file is damaged.
+    They are on the CPU, by the name ``<module>.<parameter>``.
     """
     return weights_of(checkpoint.read(weight_prefixes(use_ema=use_ema)), use_ema=use_ema)
 
@@ -76,11 +68,7 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
 def check_weights(
     checkpoint: Checkpoint, architecture: Architecture, *, parts: Sequence[str]
 ) -> None:
-    """Check by names and shapes that a model can begin with the weights of a checkpoint.
-
-    Raises:
-        ConfigError: No name is shared, a shape differs, or the checkpoint has LoRA or a token.
-    """
+    """Check by names and shapes that a model can begin with the weights of a checkpoint."""
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
     shapes = {
         f"{part}.{name}": weight.shape
@@ -105,11 +93,8 @@ def check_weights(
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
     """Load the weights of another run that have the same names, averaged ones if it has them.
 
-    The model is not sharded yet, and `check_weights` has accepted the checkpoint.
-
-    Returns:
-        The weights that are frozen in the model, in the type of the checkpoint, and a sentence that
-        says what was loaded.
+    The model is not sharded yet, and `check_weights` has accepted the checkpoint. Returns the
+    weights that are frozen in the model, in the type of the checkpoint, and a sentence about all.
     """
     use_ema = has_averages(checkpoint)
     weights = read_weights(checkpoint, use_ema=use_ema)
