@@ -1,8 +1,8 @@
-"""Schemas of job kinds, from the models of Kubeflow's own Python packages, and of KubeRay.
+"""Checks job kinds by the models of Kubeflow's own Python packages, and by a table of KubeRay's.
 
-The schemas are structural ones, as a CustomResourceDefinition takes them: a PyTorchJob from
-kubeflow-training, a TrainJob and its runtime from kubeflow-trainer-api, which also has the parts of
-Kubernetes that they hold. The models tell names and types; they know no enumerations.
+A TrainJob and its runtime are in kubeflow-trainer-api, which also has the parts of Kubernetes that
+jobs hold, and a PyTorchJob in kubeflow-training. The models tell names and types; they know no
+enumerations.
 
 No package of PyPI, npm or Debian has KubeRay's definitions. The fields that our RayJob uses stand
 here as "KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0.
@@ -10,62 +10,56 @@ here as "KubeRay CRD API reference" of Ray's documentation lists them for KubeRa
 
 from __future__ import annotations
 
-import copy
-import datetime
 import re
-import types
-import typing
 from typing import Any
 
-import jsonschema
-import pydantic
-
-TEXT_OR_NUMBER = {
-    "x-kubernetes-int-or-string": True,
-    "anyOf": [{"type": "integer"}, {"type": "string"}],
+KINDS = {
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "RayJob": "ray.io/v1",
 }
-ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-PLAIN: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    datetime.datetime: {"type": "string", "format": "date-time"},
+PLAIN = {"str": str, "bool": bool, "int": int}
+PYDANTIC = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
+    "V1ObjectMeta": "IoK8sApimachineryPkgApisMetaV1ObjectMeta",
 }
-WORDS = {"str": str, "bool": bool, "int": int, "datetime": datetime.datetime}
-
-TEXTS = dict[str, str]
-# Names stand for types of this table or of Kubernetes, [name] for a list of them.
-RAY_TYPES: dict[str, dict[str, Any]] = {
-    "RayJob": {"apiVersion": str, "kind": str, "metadata": Any, "spec": "RayJobSpec"},
+# Types in the words of kubeflow-training's models.
+TEXTS = "dict(str, str)"
+RAY_TYPES = {
+    "RayJob": {
+        "apiVersion": "str",
+        "kind": "str",
+        "metadata": "V1ObjectMeta",
+        "spec": "RayJobSpec",
+    },
     "RayJobSpec": {
-        "backoffLimit": int,
-        "entrypoint": str,
+        "backoffLimit": "int",
+        "entrypoint": "str",
         "rayClusterSpec": "RayClusterSpec",
-        "runtimeEnvYAML": str,
-        "shutdownAfterJobFinishes": bool,
+        "runtimeEnvYAML": "str",
+        "shutdownAfterJobFinishes": "bool",
     },
     "RayClusterSpec": {
         "authOptions": "AuthOptions",
         "headGroupSpec": "HeadGroupSpec",
-        "rayVersion": str,
-        "workerGroupSpecs": ["WorkerGroupSpec"],
+        "rayVersion": "str",
+        "workerGroupSpecs": "list[WorkerGroupSpec]",
     },
-    "AuthOptions": {"mode": str},
-    "HeadGroupSpec": {
-        "rayStartParams": TEXTS,
-        "resources": TEXTS,
-        "template": "V1PodTemplateSpec",
-    },
+    "AuthOptions": {"mode": "str"},
+    "HeadGroupSpec": {"rayStartParams": TEXTS, "resources": TEXTS, "template": "V1PodTemplateSpec"},
     "WorkerGroupSpec": {
-        "groupName": str,
-        "maxReplicas": int,
-        "minReplicas": int,
+        "groupName": "str",
+        "maxReplicas": "int",
+        "minReplicas": "int",
         "rayStartParams": TEXTS,
-        "replicas": int,
+        "replicas": "int",
         "resources": TEXTS,
         "template": "V1PodTemplateSpec",
     },
+    # The pod itself is checked by its own schema.
+    "V1PodTemplateSpec": {"metadata": "V1ObjectMeta", "spec": "object"},
 }
 # Those that KubeRay's Go types do not leave out when they are empty.
 REQUIRED_OF_RAY = {
@@ -75,111 +69,38 @@ REQUIRED_OF_RAY = {
 }
 
 
-KINDS = {
-    "PyTorchJob": "kubeflow.org/v1",
-    "TrainJob": "trainer.kubeflow.org/v1alpha1",
-    "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-    "RayJob": "ray.io/v1",
-}
-
-
-def make_schema(kind: str) -> dict[str, Any]:
-    """The structural schema of a kind."""
-    if kind == "PyTorchJob":
-        return _from_words("KubeflowOrgV1PyTorchJob")
-    if kind == "RayJob":
-        return _from_ray("RayJob")
-    from kubeflow_trainer_api import models
-
-    return _from_annotation(getattr(models, f"TrainerV1alpha1{kind}"))
-
-
 def validate(document: dict[str, Any]) -> None:
-    """Check a document of one of the kinds; a field that its kind does not have is an error.
-
-    Raises:
-        jsonschema.ValidationError: It does not match.
-    """
-    assert document["apiVersion"] == KINDS[document["kind"]]
-    schema = make_schema(document["kind"])
-    jsonschema.Draft202012Validator(_without_unknown_fields(schema)).validate(document)
+    """Assert that a document is one of its kind, and has no field that its kind does not have."""
+    kind = document["kind"]
+    assert document["apiVersion"] == KINDS[kind]
+    _check(document, "KubeflowOrgV1PyTorchJob" if kind == "PyTorchJob" else kind)
 
 
-def _from_annotation(annotation: Any) -> dict[str, Any]:
-    """The schema of a type, as pydantic's models are annotated."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _from_annotation(parts[0])
-    if origin in (typing.Union, types.UnionType):
-        kept = [part for part in parts if part is not type(None)]
-        return _from_annotation(kept[0]) if len(kept) == 1 else TEXT_OR_NUMBER
-    if origin is list:
-        return {"type": "array", "items": _from_annotation(parts[0])}
-    if origin is dict:
-        if parts[1] is Any:
-            return ANYTHING
-        return {"type": "object", "additionalProperties": _from_annotation(parts[1])}
-    if annotation in PLAIN:
-        return PLAIN[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
-        return _from_model(annotation)
-    return ANYTHING
-
-
-def _from_model(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    if "actual_instance" in model.model_fields:  # a quantity, or a number or a name
-        return TEXT_OR_NUMBER
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    schema = {
-        "type": "object",
-        "properties": {name: _from_annotation(field.annotation) for name, field in fields.items()},
-    }
-    required = [name for name, field in fields.items() if field.is_required()]
-    return schema | ({"required": required} if required else {})
-
-
-def _from_words(words: str) -> dict[str, Any]:
-    """The schema of a type, as kubeflow-training's models name it in words."""
+def _check(value: Any, words: str) -> None:
     from kubeflow.training import models
+    from kubeflow_trainer_api import models as trainer
 
-    if words in WORDS:
-        return PLAIN[WORDS[words]]
-    if inner := re.fullmatch(r"list\[(.*)\]", words):
-        return {"type": "array", "items": _from_words(inner[1])}
-    if inner := re.fullmatch(r"dict\(str, (.*)\)", words):
-        return {"type": "object", "additionalProperties": _from_words(inner[1])}
-    if words.startswith("KubeflowOrg"):
+    if words in PLAIN:
+        assert type(value) is PLAIN[words], (value, words)
+    elif inner := re.fullmatch(r"list\[(.*)\]", words):
+        assert isinstance(value, list), words
+        for one in value:
+            _check(one, inner[1])
+    elif inner := re.fullmatch(r"dict\(str, (.*)\)", words):
+        for one in value.values():
+            _check(one, inner[1])
+    elif words in PYDANTIC:
+        # Such a model drops unknown fields.
+        assert getattr(trainer, PYDANTIC[words]).from_dict(value).to_dict() == value
+    elif words in RAY_TYPES:
+        assert {*REQUIRED_OF_RAY.get(words, ())} <= value.keys() <= RAY_TYPES[words].keys(), words
+        for name, one in value.items():
+            _check(one, RAY_TYPES[words][name])
+    elif words.startswith("KubeflowOrg"):
         model = getattr(models, words)
-        properties = {
-            model.attribute_map[name]: _from_words(type_words)
-            for name, type_words in model.openapi_types.items()
-        }
-        return {"type": "object", "properties": properties}
-    from kubeflow_trainer_api import models as kubernetes
-
-    if words == "V1PodTemplateSpec":
-        return _from_annotation(kubernetes.IoK8sApiCoreV1PodTemplateSpec)
-    return ANYTHING
-
-
-def _from_ray(part: Any) -> dict[str, Any]:
-    """The schema of a type in the table of KubeRay's."""
-    if isinstance(part, str) and part in RAY_TYPES:
-        properties = {name: _from_ray(one) for name, one in RAY_TYPES[part].items()}
-        required = REQUIRED_OF_RAY.get(part)
-        schema = {"type": "object", "properties": properties}
-        return schema | ({"required": required} if required else {})
-    if isinstance(part, list):
-        return {"type": "array", "items": _from_ray(part[0])}
-    return _from_words(part) if isinstance(part, str) else _from_annotation(part)
-
-
-def _without_unknown_fields(schema: Any) -> Any:
-    """The same schema for a validator that is to refuse what it does not name."""
-    if isinstance(schema, list):
-        return [_without_unknown_fields(part) for part in schema]
-    if not isinstance(schema, dict):
-        return copy.copy(schema)
-    strict = {name: _without_unknown_fields(part) for name, part in schema.items()}
-    is_object = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
-    return strict | ({"additionalProperties": False} if is_object else {})
+        types = {model.attribute_map[name]: inner for name, inner in model.openapi_types.items()}
+        assert value.keys() <= types.keys(), (words, value.keys() - types.keys())
+        for name, one in value.items():
+            _check(one, types[name])
+    else:
+        assert isinstance(value, dict), words
