@@ -110,6 +110,9 @@ def test_settings_that_do_not_suit_each_other_are_refused(argv, flag, value):
 def test_what_the_other_setting_may_be_is_told():
     with refused("--sharding or --train", allowed="none | zero1 | hybrid_zero1"):
         check("--train", "vae", "--sharding", "full", world_size=2)
+    allowed = "only with another --lr_schedule than constant"
+    with refused("--lr_end_factor or --lr_schedule", value=0.5, allowed=allowed):
+        check("--lr_end_factor", "0.5")
 
 
 def test_a_speed_up_of_a_preset_that_does_not_suit_is_replaced():
@@ -117,11 +120,7 @@ def test_a_speed_up_of_a_preset_that_does_not_suit_is_replaced():
     assert check("--train", "vae").convolution == "torch"
 
 
-def test_the_program_refuses_it(capsys):
-    assert train.main([*RUN, "--use_synth_data", "--lr_end_factor", "0.5"]) == 2
-    error = printed_refusal(capsys.readouterr().err)
-    assert (error.flag, error.value) == ("--lr_end_factor or --lr_schedule", 0.5)
-    assert error.allowed == "only with another --lr_schedule than constant"
+def test_a_training_run_needs_an_end(capsys):
     assert train.main(RUN[:2]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--max_duration"
 

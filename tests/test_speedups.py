@@ -49,6 +49,22 @@ def test_a_preset_runs_everywhere(preset, machine, ranks, engine):
     assert all(name in PRESETS[preset] for name in reasons)
 
 
+@pytest.mark.parametrize(
+    ("machine", "seed", "fast"),
+    [
+        (H100, "amp_fp16", "amp_bf16"),
+        (CPU, "fp32", "amp_bf16"),
+        (V100, "amp_fp16", "amp_fp16"),
+        (make_cpu_machine(cpu_flags=("avx2",)), "fp32", "fp32"),
+    ],
+)
+def test_the_presets_take_the_precision_that_the_device_has(machine, seed, fast):
+    assert settled("--preset", "seed", machine=machine)[0].precision == seed
+    config, reasons = settled("--preset", "fast", machine=machine)
+    assert config.precision == fast
+    assert ("precision" in reasons) == (fast != "amp_bf16")
+
+
 def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
     config, reasons = settled("--preset", "seed", "--engine", "torch")
     assert config.ema_impl == "foreach"
