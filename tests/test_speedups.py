@@ -68,7 +68,9 @@ def test_the_presets_take_the_precision_that_the_device_has(machine, seed, fast)
 def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
     config, reasons = settled("--preset", "seed", "--engine", "torch")
     assert config.ema_impl == "foreach"
-    assert reasons == {"ema_impl": "only Composer can run its own moving average"}
+    assert reasons == {
+        "ema_impl": "only Composer runs its own moving average, of whole weights on each rank"
+    }
 
 
 COPIES = "--precision bf16 --master_weights fp32"

@@ -38,20 +38,11 @@ def read_values(
     flags: Mapping[str, Any],
     names: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a file and assignments.
+    """Read a YAML file, if there is one, and arguments ``key=value``.
 
-    Args:
-        path: YAML file; None: there is none.
-        assignments: Arguments ``key=value``; ``a.b=value`` leads into a mapping of the file.
-        flags: Values of flags by name. What refers to such a name gets them.
-        names: Of all settings.
-
-    Returns:
-        The values of the file, some of them changed by assignments to ``a.b``, and those of the
-        assignments to settings.
-
-    Raises:
-        ConfigError: The file cannot be read, or a value is missing or refers to nothing.
+    ``a.b=value`` leads into a mapping of the file, and ``${lr}`` may stand for the flag
+    --lr. `names` are those of all settings. Returns the values of the file, some of them changed by
+    assignments to ``a.b``, and those of the assignments to settings.
     """
     import yaml
     from omegaconf import OmegaConf
