@@ -14,11 +14,6 @@ def find_program(name: str, *, package: str, folder: Path) -> str:
     """Path of an installed program, or of one that is unpacked from a Debian package.
 
     Unpacking installs nothing and starts no service. The test is skipped where neither is possible.
-
-    Args:
-        name: Name of the program.
-        package: Debian package with the program.
-        folder: Folder to unpack the package in.
     """
     program = shutil.which(name)
     if program is not None:

@@ -13,14 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def make_nodes(number: int) -> Iterator[list[str]]:
-    """Nodes that reach each other while the context lasts.
-
-    Args:
-        number: How many.
-
-    Yields:
-        The names of their network namespaces; each one's interface is ``eth0``.
-    """
+    """Nodes that reach each other; yields the names of their namespaces, each with an ``eth0``."""
     ours = f"sdb{os.getpid()}"  # the names of interfaces have at most 15 characters
     names = [f"{ours}-{index}" for index in range(number)]
     try:

@@ -123,7 +123,7 @@ def test_the_nearest_value_is_offered():
         ("batch_size: 2.0", "--batch_size", 2.0),
         ("lr: true", "--lr", True),
         ("use_ema: ja", "--use_ema", "ja"),
-        ("- a list", "--config", "list"),
+        ("- a list", "--config", None),
         ("a: [", "--config", None),
         ("lr: !!python/object:os.system x", "--config", None),
     ],
