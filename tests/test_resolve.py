@@ -12,7 +12,7 @@ from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import parse_request
 from tests.machines import make_cpu_machine, make_machine
-from tests.refusals import refused
+from tests.refusals import PLACE_FLAGS, refused
 
 
 def plan(*argv, machine=None, world_size=1, num_local=None):
@@ -120,67 +120,67 @@ def test_windows_lie_inside_the_duration(argv, num_warmup, num_measured, num_ste
     assert result.num_steps == num_steps
 
 
+OF_3 = "--device_train_microbatch_size 3"
 UNEVEN_FLAGS = "--batch_size, or accept it with --allow_uneven_batch"
 
 
 @pytest.mark.parametrize(
     ("argv", "world_size", "value", "allowed", "flag"),
     [
-        (["--batch_size", "7"], 2, 7, "multiples of 2, the nearest are 6 and 8", UNEVEN_FLAGS),
-        (["--batch_size", "1"], 2, 1, "multiples of 2, the nearest are 2", "--batch_size"),
-        (["--batch_size", "1", "--allow_uneven_batch"], 2, 1, "the nearest are 2", "--batch_size"),
+        ("--batch_size 7", 2, 7, "multiples of 2, the nearest are 6 and 8", UNEVEN_FLAGS),
+        ("--batch_size 1", 2, 1, "multiples of 2, the nearest are 2", "--batch_size"),
+        ("--batch_size 1 --allow_uneven_batch", 2, 1, "the nearest are 2", "--batch_size"),
         (
-            ["--batch_size", "16", "--device_train_microbatch_size", "3"],
-            *(2, 16, "multiples of 6, the nearest are 12 and 18", UNEVEN_FLAGS),
+            f"--batch_size 16 {OF_3}",
+            2,
+            16,
+            "multiples of 6, the nearest are 12 and 18",
+            UNEVEN_FLAGS,
         ),
         (
-            ["--batch_size", "4", "--device_train_microbatch_size", "3"],
-            *(2, 3, "1 to 2, or a global batch of at least 6"),
+            *(f"--batch_size 4 {OF_3}", 2, 3, "1 to 2, or a global batch of at least 6"),
             "--device_train_microbatch_size or --batch_size",
         ),
-        (["--image_size", "100"], 1, 100, "multiples of 64, nearest 64 or 128", "--image_size"),
-        (["--image_size", "32"], 1, 32, "nearest 64", "--image_size"),
-        (["--precision", "amp_fp16"], 1, "amp_fp16", "fp32 | amp_bf16 | bf16", "--precision"),
-        (["--encoder_dtype", "fp16"], 1, "fp16", "fp32 | bf16", "--encoder_dtype"),
-        (["--remote", "no/such/folder"], 1, "no/such/folder", "", "--remote or --local"),
+        ("--image_size 100", 1, 100, "multiples of 64, nearest 64 or 128", "--image_size"),
+        ("--image_size 32", 1, 32, "nearest 64", "--image_size"),
+        ("--precision amp_fp16", 1, "amp_fp16", "fp32 | amp_bf16 | bf16", "--precision"),
+        ("--encoder_dtype fp16", 1, "fp16", "fp32 | bf16", "--encoder_dtype"),
+        ("--remote no/such/folder", 1, "no/such/folder", "", PLACE_FLAGS),
         (
-            ["--use_synth_data", "--remote", "data"],
-            *(1, "data", "one of both"),
+            *("--use_synth_data --remote data", 1, "data", "one of both"),
             "--use_synth_data, --data_format, --remote or --local",
         ),
-        (["--latents", "precomputed", "--remote", "data"], 1, "data", "", "--remote or --local"),
+        ("--latents precomputed --remote data", 1, "data", "", PLACE_FLAGS),
         (
-            ["--max_duration", "5ba", "--measure_batches", "9"],
-            *(1, "5ba", "at least 9ba"),
+            *("--max_duration 5ba --measure_batches 9", 1, "5ba", "at least 9ba"),
             "--max_duration, --warmup_batches, --measure_batches or --profile_batches",
         ),
         (
-            ["--max_measure_batches", "9", "--measure_batches", "3"],
-            *(1, 9, "", "--max_measure_batches or --target_precision"),
+            *("--max_measure_batches 9 --measure_batches 3", 1, 9, ""),
+            "--max_measure_batches or --target_precision",
         ),
         (
-            ["--max_warmup_batches", "1", "--warmup_batches", "3"],
-            *(1, 1, "at least 3", "--max_warmup_batches or --warmup_batches"),
+            *("--max_warmup_batches 1 --warmup_batches 3", 1, 1, "at least 3"),
+            "--max_warmup_batches or --warmup_batches",
         ),
         (
-            ["--max_duration", "20ba", "--warmup_batches", "2", "--max_warmup_batches", "30"],
-            *(1, "20ba", ""),
+            *("--max_duration 20ba --warmup_batches 2 --max_warmup_batches 30", 1, "20ba", ""),
             "--max_duration, --max_warmup_batches or --max_measure_batches",
         ),
-        (["--model_name", "tinny"], 1, "tinny", "tiny", "--model_name"),
-        (["--model_revision", "main"], 1, "main", "", "--model_revision"),
-        (["--results_dir", "/dev/null/runs"], 1, "/dev/null/runs", "", "--results_dir"),
+        ("--model_name tinny", 1, "tinny", "tiny", "--model_name"),
+        ("--model_revision main", 1, "main", "", "--model_revision"),
+        ("--results_dir /dev/null/runs", 1, "/dev/null/runs", "", "--results_dir"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(argv, world_size, value, allowed, flag):
     with refused(flag, value=value) as caught:
-        plan("--model_name", "tiny", *argv, world_size=world_size)
+        plan("--model_name", "tiny", *argv.split(), world_size=world_size)
     assert allowed in caught.value.allowed
 
 
 def test_an_empty_data_folder_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
-    with refused("--remote or --local"):
+    with refused(PLACE_FLAGS):
         plan("--model_name", "tiny", "--remote", str(tmp_path / "data"))
 
 
