@@ -13,9 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_environment, redact_values
 
 READ_BYTES = 2**24
+
+
+@contextlib.contextmanager
+def refused_unless_written(
+    folder: Path | str, *, kind: str = "results", flag: str = "--results_dir"
+) -> Iterator[None]:
+    """Turn an OSError of the block into the refusal of a folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the {kind} folder cannot be written ({error.strerror or error})",
+            value=str(folder),
+            allowed="a folder that this user may write, on a disk with space",
+            flag=flag,
+        ) from None
 
 
 @contextlib.contextmanager

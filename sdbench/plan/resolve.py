@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import refused_unless_written
 from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
@@ -243,23 +244,15 @@ def _count_samples(plan: Plan) -> int | None:
 
 def _check_results_dir(results_dir: str) -> None:
     """Check before the work that the results folder can be written and has space."""
-    flag = "--results_dir"
-    try:
+    with refused_unless_written(results_dir):
         Path(results_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=results_dir):
             pass
         free_bytes = shutil.disk_usage(results_dir).free
-    except OSError as error:
-        raise ConfigError(
-            f"the results folder cannot be written ({os.strerror(error.errno or 0)})",
-            value=results_dir,
-            allowed="a folder that this user may write, on a disk with space",
-            flag=flag,
-        ) from None
     if free_bytes < MIN_FREE_RESULTS_BYTES:
         raise ConfigError(
             "the results folder has too little space",
             value=f"{results_dir} with {free_bytes / 1024**2:.0f} MiB free",
             allowed=f"at least {MIN_FREE_RESULTS_BYTES / 1024**2:.0f} MiB",
-            flag=flag,
+            flag="--results_dir",
         )
