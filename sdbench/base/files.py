@@ -35,6 +35,17 @@ def refused_unless_written(
         ) from None
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a --folder that is neither new nor empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            "the folder exists and is not empty",
+            value=str(folder),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
+
+
 @contextlib.contextmanager
 def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
     """Yield a path in a temporary folder; the file written there replaces `path` at the end.

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizerFast
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import refused_unless_written, replace_file
+from sdbench.base.errors import RunError
+from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.base.secrets import redact_values
 from sdbench.models.drawing import make_sampler
 from sdbench.models.learned_token import LEARNED_FILE_NAME
@@ -91,17 +91,6 @@ def export(
         if learned:
             rows = {token: convert(token, row, dtype=dtype) for token, row in learned.items()}
             save_file(rows, partial / LEARNED_FILE_NAME)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise a ConfigError unless a folder is new or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            "the model folder exists and is not empty",
-            value=str(folder),
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
 
 
 @contextlib.contextmanager
