@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, ConfigError, RunError
@@ -19,93 +19,31 @@ from sdbench.base.secrets import redact
 from sdbench.base.stop import stoppable
 from sdbench.settings.request import choose_command
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "convert": (
-        "sdbench.data.prepare.convert:main",
-        "turn a folder of images, tars, parquet files or MDS shards into one of the others",
-    ),
-    "verify-data": (
-        "sdbench.data.prepare.verify:main",
-        "check a data set: every file, and on request every sample",
-    ),
-    "count-samples": (
-        "sdbench.data.prepare.count:main",
-        "count the samples of tars, so that they can be streamed",
-    ),
-    "shapes": (
-        "sdbench.shapes.write:main",
-        "write a data set of coloured shapes, to see a model learn to draw",
-    ),
-    "judge": (
-        "sdbench.shapes.judge:main",
-        "count the drawn pictures that have the colour and the shape asked for",
-    ),
-    "score": (
-        "sdbench.evaluate.command:main",
-        "FID and CLIP score of drawn pictures, by networks in local files",
-    ),
-    "before-after": (
-        "sdbench.evaluate.before_after:main",
-        "set pictures of a subject before and after its training side by side, and score them",
-    ),
-    "precompute": (
-        "sdbench.tasks.encode.precompute:main",
-        "encode images and captions once, to train without the encoders",
-    ),
-    "watch": (
-        "sdbench.report.watch:main",
-        "make a page of a training run: curves, pictures, restarts",
-    ),
-    "export": (
-        "sdbench.tasks.train.export:main",
-        "write the model of a training run as a folder that diffusers loads",
-    ),
-    "doctor": (
-        "sdbench.doctor.doctor:main",
-        "look at each node before an expensive job: versions, GPUs, network, memory, disks, data",
-    ),
-    "profile": (
-        "sdbench.tasks.profile:main",
-        "which operators a step spends its time in, and how far each is from its ceiling",
-    ),
-    "dreambooth": (
-        "sdbench.launch.dreambooth:main",
-        "teach a model a subject by a few pictures: class pictures, training, pictures of it",
-    ),
-    "repeat": (
-        "sdbench.launch.repeat:main",
-        "measure one command several times in fresh processes: an interval between runs",
-    ),
-    "rerun": (
-        "sdbench.launch.rerun:main",
-        "run what a record says once more: launcher, ranks, settings, environment",
-    ),
-    "sweep": ("sdbench.launch.sweep:main", "measure a grid or a list of settings, and resume it"),
-    "search": (
-        "sdbench.launch.search:main",
-        "find the largest and the fastest micro-batch of this machine",
-    ),
-    "render": (
-        "sdbench.launch.render:main",
-        "fill in the manifest of a job on a cluster, and check it",
-    ),
-    "submit": (
-        "sdbench.launch.submit:main",
-        "measure on several numbers of nodes of a Slurm cluster, and set them side by side",
-    ),
-    "publish": ("sdbench.analysis.publish:main", "copy a run into results/ and rebuild its tables"),
-    "report": (
-        "sdbench.analysis.report:main",
-        "make tables, plots and a page from records and from quoted figures",
-    ),
-    "compare": (
-        "sdbench.analysis.compare:main",
-        "set two tables or two sets of runs against each other, row by row",
-    ),
-    "scaling": (
-        "sdbench.scaling.scaling:main",
-        "fit and predict throughput against GPU count; days, cost and energy of a training",
-    ),
+# Room and module, whose `main` it is, and what it does.
+COMMANDS = {
+    "convert": ("data.prepare.convert", "turn a data set into another format: tars, parquet, MDS"),
+    "verify-data": ("data.prepare.verify", "check a data set: every file, or every sample too"),
+    "count-samples": ("data.prepare.count", "count the samples of tars, which streaming needs"),
+    "shapes": ("shapes.write", "write a data set of coloured shapes, to see a model learn to draw"),
+    "judge": ("shapes.judge", "count drawn pictures that have the colour and shape asked for"),
+    "score": ("evaluate.command", "FID and CLIP score of drawn pictures, by local networks"),
+    "before-after": ("evaluate.before_after", "pictures of a subject before and after training"),
+    "precompute": ("tasks.encode.precompute", "encode images and captions once, before training"),
+    "watch": ("report.watch", "make a page of a training run: curves, pictures, restarts"),
+    "export": ("tasks.train.export", "write the model of a run as a folder that diffusers loads"),
+    "doctor": ("doctor.doctor", "check each node before a job: GPUs, network, memory, disks, data"),
+    "profile": ("tasks.profile", "time each operator of a step, and tell how far its ceiling is"),
+    "dreambooth": ("launch.dreambooth", "teach a model a subject from a few pictures of it"),
+    "repeat": ("launch.repeat", "measure a command several times: an interval between runs"),
+    "rerun": ("launch.rerun", "run a record again: launcher, ranks, settings, environment"),
+    "sweep": ("launch.sweep", "measure a grid or a list of settings, and resume it"),
+    "search": ("launch.search", "find the largest and the fastest micro-batch of this machine"),
+    "render": ("launch.render", "fill in the manifest of a job on a cluster, and check it"),
+    "submit": ("launch.submit", "measure several numbers of nodes of a Slurm cluster"),
+    "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
+    "report": ("analysis.report", "make tables, plots and a page from records and quoted figures"),
+    "compare": ("analysis.compare", "compare two tables or two sets of runs, row by row"),
+    "scaling": ("scaling.scaling", "predict throughput by GPU count; days and cost of a training"),
 }
 
 EPILOG = """\
@@ -125,6 +63,11 @@ examples:
 """
 
 
+def load_command(name: str) -> Callable[[Sequence[str]], int]:
+    """Import the `main` of a command."""
+    return pkgutil.resolve_name(f"sdbench.{COMMANDS[name][0]}:main")
+
+
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -142,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What `render` prints is a manifest, to be used as it is.
         output = contextlib.nullcontext() if command == "render" else protected_output()
         with output:
-            return pkgutil.resolve_name(COMMANDS[command][0])(arguments)
+            return load_command(command)(arguments)
     except (ConfigError, RunError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         report_cause(type(error).__name__, str(error))

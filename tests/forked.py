@@ -24,15 +24,9 @@ def forked_ranks(
 ) -> Iterator[list[BaseProcess]]:
     """Ranks that run a program in sessions of their own, until it or the context ends.
 
-    Args:
-        program: Is called in each rank, whose place is in the environment as a launcher tells it.
-            Returns the rank's exit code.
-        folder: For what they print, see `log_of`.
-        num_ranks: On all nodes together.
-        num_nodes: As which this machine passes.
-
-    Yields:
-        The processes, by rank.
+    Each calls the program, with its place in the environment as a launcher tells it, which returns
+    the rank's exit code; `log_of` has what they print. This machine passes for `num_nodes` nodes.
+    Yields the processes, by rank.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

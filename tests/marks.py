@@ -9,12 +9,7 @@ import pytest
 
 
 def quick_and_slow(cases: Iterable[Any], *, quick: Collection[Any]) -> list[Any]:
-    """Mark the cases that are not among the quick ones, for `pytest.mark.parametrize`.
-
-    Args:
-        cases: Values, or tuples of them.
-        quick: Those of them that differ in what they may find.
-    """
+    """Mark as slow the cases, values or tuples of them, that are not among the quick ones."""
     cases = list(cases)
     assert quick and all(case in cases for case in quick), quick
     return [

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import pkgutil
 from collections.abc import Iterator
 from unittest.mock import ANY
 
 import pytest
 
 from sdbench.base.errors import ConfigError
-from sdbench.cli import COMMANDS
+from sdbench.cli import load_command
 
 
 def refusal_of(command: str, *argv: object) -> ConfigError:
-    """Run a command of `python -m sdbench` in this process and return its refusal.
-
-    Args:
-        command: A key of `COMMANDS`.
-        argv: Its arguments, as text or as values whose text they are.
-    """
+    """Run a command of `python -m sdbench` in this process and return its refusal."""
     with pytest.raises(ConfigError) as caught:
-        pkgutil.resolve_name(COMMANDS[command][0])([str(argument) for argument in argv])
+        load_command(command)([str(argument) for argument in argv])
     return caught.value
 
 

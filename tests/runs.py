@@ -14,17 +14,9 @@ _RESULTS: dict[tuple[str, ...], Path] = {}
 
 
 def finished_run(main: Callable[[Sequence[str]], int], *argv: str, results: Path) -> Path:
-    """Have the results of a run that has ended well.
+    """Have the results of a run that has ended well, and return its folder in a copy of them.
 
     For tests of what is done with a run. Tests of how it is made start one of their own.
-
-    Args:
-        main: Of a program, e.g. `benchmark.main`.
-        argv: Its arguments without --results_dir.
-        results: A folder that does not exist yet, for a copy of the results.
-
-    Returns:
-        The folder of the run in the copy.
     """
     key = (main.__module__, *argv)
     if key not in _RESULTS:

@@ -15,6 +15,7 @@ from transformers import (
     CLIPModel,
     Dinov2Config,
     Dinov2Model,
+    PretrainedConfig,
 )
 
 from sdbench.data.pipeline.tokenizer import load_carried_tokenizer
@@ -70,6 +71,15 @@ def features_of(picture: np.ndarray) -> np.ndarray:
     return np.concatenate([pixels.mean(0), pixels.std(0, ddof=1)])
 
 
+def _write_random(kind: type, config: PretrainedConfig, folder: Path, *, seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for weight in model.parameters():
+            weight.data.normal_(std=0.5)  # so that pictures and captions differ
+    model.save_pretrained(folder, safe_serialization=True)
+
+
 def write_clip(folder: Path) -> Path:
     """Write a CLIP with random weights: 16 px, width 8, the whole vocabulary, 77 tokens."""
     sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -78,7 +88,7 @@ def write_clip(folder: Path) -> Path:
         vision_config=sizes | {"image_size": CLIP_SIZE_PX, "patch_size": 8},
         projection_dim=4,
     )
-    _write_model(CLIPModel, config, folder, seed=4)
+    _write_random(CLIPModel, config, folder, seed=4)
     side = {"height": CLIP_SIZE_PX, "width": CLIP_SIZE_PX}
     CLIPImageProcessor(size={"shortest_edge": CLIP_SIZE_PX}, crop_size=side).save_pretrained(folder)
     load_carried_tokenizer().save_pretrained(folder)
@@ -90,39 +100,7 @@ def write_dino(folder: Path) -> Path:
     config = Dinov2Config(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=14, patch_size=7
     )
-    _write_model(Dinov2Model, config, folder, seed=5)
+    _write_random(Dinov2Model, config, folder, seed=5)
     side = {"height": 14, "width": 14}
     BitImageProcessor(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
-    return folder
-
-
-def _write_model(kind, config, folder: Path, *, seed: int) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = kind(config)
-        for weight in model.parameters():
-            weight.data.normal_(std=0.5)  # so that pictures and captions differ
-    model.save_pretrained(folder, safe_serialization=True)
-
-
-def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:
-    """Noise of a contrast and a colour of each picture's own."""
-    generator = np.random.default_rng(seed)
-    pictures = []
-    for _ in range(num):
-        colour, contrast = generator.uniform(60, 190, 3), generator.uniform(5, 60)
-        noise = generator.normal(colour, contrast, (SIDE_PX, SIDE_PX, 3))
-        pictures.append(noise.clip(0, 255).astype(np.uint8))
-    return pictures
-
-
-def write_pictures(folder: Path, pictures: list[np.ndarray], captions: list[str]) -> Path:
-    """A data set with a table of captions."""
-    folder.mkdir()
-    with (folder / "captions.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(("file", "caption"))
-        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-            Image.fromarray(picture).save(folder / f"{number:02d}.png")
-            table.writerow((f"{number:02d}.png", caption))
     return folder

@@ -59,7 +59,7 @@ def loaded_packages(folder, modules):
 def test_programs_start_without_heavy_packages(repository):
     # Not data.py, which offers the data set classes: they derive from torch's.
     modules = ["benchmark", "calculate_number_of_parameters", "sdbench.cli"]
-    modules += [entry.split(":")[0] for entry, _ in COMMANDS.values()]
+    modules += [f"sdbench.{module}" for module, _ in COMMANDS.values()]
     assert loaded_packages(repository, modules) == set()
 
 

@@ -78,26 +78,27 @@ def test_every_program_tells_its_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "nearest"),
+    ("argv", "allowed"),
     [
-        (["convrt"], "convert"),
-        (["--versoin"], "--version"),
-        (["render", "esk"], "eks"),
-        (["scaling", "costs"], "cost"),
-        (["repeat", "2", "--agianst", "python", "--", "python"], "--against"),
-        (["scaling", "plan", "--max_day", "3", "--recipe", "mosaicml"], "--max_days"),
-        (["compare", "a", "b", "--format", "jsn"], "json"),
-        (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),
-        (["export", "run", "--lora_format", "difusers"], "diffusers"),
-        (["submit", "--scaling", "week"], "weak"),
-        (["doctor", "--precision", "fp23"], "fp32"),
-        (["watch", "run", "every", "3"], "--every"),
-        (["verify-data", "a", "webdatset"], "--data_format webdataset"),
+        (["convrt"], "the nearest is convert"),
+        (["--versoin"], "the nearest is --version"),
+        (["render", "esk"], "the nearest is eks"),
+        (["scaling", "costs"], "the nearest is cost"),
+        (["repeat", "2", "--agianst", "python", "--", "python"], "the nearest is --against"),
+        (["compare", "a", "b", "--format", "jsn"], "the nearest is json"),
+        (["convert", "a", "--folder", "b", "--out_format", "parket"], "the nearest is parquet"),
+        (["watch", "run", "every", "3"], "the nearest is --every"),
+        (["verify-data", "a", "webdatset"], "the nearest is --data_format webdataset"),
+        # Nothing is like these. Letters of the last are in longer names, between others.
+        (["verify-data", "a", "b"], "what --help lists"),
+        (["render", "nope"], "the names that --help lists"),
+        (["shapes", "--out", "a"], "the names that --help lists"),
     ],
 )
-def test_an_unknown_name_exits_with_2_and_the_nearest(capsys, argv, nearest):
+def test_an_unknown_name_exits_with_2_and_the_nearest(capsys, argv, allowed):
     assert main(argv) == 2
-    assert f", the nearest is {nearest};" in capsys.readouterr().err
+    told = printed_refusal(capsys.readouterr().err).allowed
+    assert told == allowed or told.endswith(f", {allowed}")
 
 
 @pytest.mark.parametrize("words", STARTS, ids=" ".join)
@@ -108,21 +109,6 @@ def test_every_command_suggests_the_flag_that_was_mistyped(capsys, flags_of, wor
         assert start(words, mistyped) == 2
         refusal = printed_refusal(capsys.readouterr().err)
         assert (refusal.flag, refusal.value) == (flag, mistyped)
-
-
-@pytest.mark.parametrize(
-    ("argv", "given", "allowed"),
-    [
-        (["verify-data", "a", "b"], "b", "what --help lists"),
-        (["render", "nope"], "nope", "the names that --help lists"),
-        # Letters of this are in longer names, between others.
-        (["shapes", "--out", "a"], "--out", "the names that --help lists"),
-    ],
-)
-def test_what_nothing_is_like_is_refused_without_a_guess(capsys, argv, given, allowed):
-    assert main(argv) == 2
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.value, refusal.allowed) == (given, allowed)
 
 
 def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsys, flags_of):
@@ -142,8 +128,6 @@ def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsy
             num_flags += len(given)
     assert num_flags > 150
 
-
-# A flag means one thing.
 
 WRITERS = {
     *("convert", "shapes", "precompute", "export", "profile", "generate", "dreambooth"),
@@ -181,15 +165,10 @@ def test_a_flag_means_one_thing_and_names_every_folder_that_is_written(flags_of)
         (["publish", "none"], "RUN"),
     ],
 )
-def test_bad_input_of_a_command_exits_with_2_and_names_what_it_has(capsys, tmp_path, argv, flag):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        assert main(argv) == 2
+def test_bad_input_of_a_command_exits_with_2_and_names_what_it_has(capsys, argv, flag):
+    assert main(argv) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, "none")
-
-
-# Completion, by a real shell.
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")

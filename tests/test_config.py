@@ -17,6 +17,7 @@ from sdbench.settings.kinds import TEXT
 from sdbench.settings.page import make_page
 from sdbench.settings.request import parse as parse_settings
 from sdbench.settings.setting import REQUIRED, setting, shared
+from tests.refusals import refused
 
 
 def parse(*argv):
@@ -24,21 +25,13 @@ def parse(*argv):
 
 
 def test_every_flag_of_diffusion_benchmark_keeps_its_spelling():
-    config = parse(
-        *("--batch_size", "64", "--image_size", "256", "--remote", "r", "--local", "l"),
-        *("--use_synth_data", "--model_name", "tiny", "--use_ema", "--wandb_name", "n"),
-        *("--wandb_project", "p", "--device_train_microbatch_size", "8"),
-    ).config
-    assert (config.batch_size, config.image_size, config.remote, config.local) == (
-        64,
-        256,
-        "r",
-        "l",
-    )
-    assert (config.use_synth_data, config.model_name, config.use_ema) == (True, "tiny", True)
-    assert (config.wandb_name, config.wandb_project) == ("n", "p")
-    assert config.device_train_microbatch_size == 8
-    assert parse().config.device_train_microbatch_size == "auto"
+    texts = {"remote": "r", "local": "l", "model_name": "tiny", "wandb_name": "n"}
+    texts |= {"wandb_project": "p"}
+    numbers = {"batch_size": 64, "image_size": 256, "device_train_microbatch_size": 8}
+    argv = [f"--{name}={value}" for name, value in {**texts, **numbers}.items()]
+    config = parse(*argv, "--use_synth_data", "--use_ema").config
+    wanted = {**texts, **numbers, "use_synth_data": True, "use_ema": True}
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_defaults_are_below_preset_below_file_below_flags(tmp_path):
@@ -66,15 +59,8 @@ def test_the_choices_of_a_table_are_its_rows(monkeypatch):
     assert parse("--engine", "torch").config.engine == "torch"
     monkeypatch.setattr(engines, "ENGINES", {"composer": "a:b", "another": "a:b"})
     assert parse("--engine", "another").config.engine == "another"
-    with pytest.raises(ConfigError) as caught:
+    with refused("--engine", allowed="composer | another"):
         parse("--engine", "torch")
-    assert (caught.value.flag, caught.value.allowed) == ("--engine", "composer | another")
-
-
-def test_switches_go_on_and_off():
-    assert parse("--use_ema").config.use_ema is True
-    assert parse("--no_use_ema").config.use_ema is False
-    assert parse("--no_check_memory").config.check_memory is False
 
 
 def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
@@ -112,9 +98,8 @@ def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
     ],
 )
 def test_a_wrong_flag_is_refused_by_name(argv, flag, value):
-    with pytest.raises(ConfigError) as caught:
+    with refused(flag, value=value):
         parse(*argv)
-    assert (caught.value.flag, caught.value.value) == (flag, value)
 
 
 def test_the_nearest_value_is_offered():
@@ -129,13 +114,6 @@ def test_the_nearest_value_is_offered():
         assert caught.value.allowed.endswith(nearest)
 
 
-def test_an_error_tells_four_facts():
-    with pytest.raises(ConfigError) as caught:
-        parse("--bach=3")
-    error = caught.value
-    assert all(fact in str(error) for fact in (error.what, "'--bach=3'", error.allowed, error.flag))
-
-
 @pytest.mark.parametrize(
     ("text", "flag", "value"),
     [
@@ -145,7 +123,7 @@ def test_an_error_tells_four_facts():
         ("batch_size: 2.0", "--batch_size", 2.0),
         ("lr: true", "--lr", True),
         ("use_ema: ja", "--use_ema", "ja"),
-        ("- a list", "--config", "list"),
+        ("- a list", "--config", None),
         ("a: [", "--config", None),
         ("lr: !!python/object:os.system x", "--config", None),
     ],
@@ -153,17 +131,12 @@ def test_an_error_tells_four_facts():
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, flag, value):
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with refused(flag, value=str(file) if value is None else value):
         parse("--config", str(file))
-    assert (caught.value.flag, caught.value.value) == (flag, str(file) if value is None else value)
-
-
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_every_setting_has_help_and_a_kind(name):
-    assert SETTINGS[name].help and SETTINGS[name].kind.allowed
 
 
 def test_the_page_of_settings_is_made_from_their_declarations(repository):
+    assert all(declared.help for declared in SETTINGS.values())
     # Otherwise: make settings
     assert (repository / "docs/settings.md").read_text() == make_page()
 
@@ -181,21 +154,15 @@ def test_a_command_takes_the_settings_of_others_and_its_own():
 
     request = parse_own("here", "--from", "there", "--no_shuffle")
     assert request.config == Flags(place="here", source="there", crop="random", shuffle=False)
-    assert request.origin == {
-        "place": "flag",
-        "source": "flag",
-        "crop": "default",
-        "shuffle": "flag",
-    }
+    assert request.origin == {**dict.fromkeys(vars(request.config), "flag"), "crop": "default"}
     for argv, flag in (
         (("here", "--from", "there", "--crop", "none"), "--crop"),
         (("here", "--from", ""), "--from"),
         (("here", "--from", "there", "--scrop", "center"), "--crop"),
         (("here", "--from", "there", "--plac", "a.yaml"), "--plac"),  # nothing is like it
     ):
-        with pytest.raises(ConfigError) as caught:
+        with refused(flag):
             parse_own(*argv)
-        assert caught.value.flag == flag
     with pytest.raises(SystemExit) as ended:
         parse_own("here")
     assert ended.value.code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,14 +9,7 @@ import subprocess
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def uv_install(repository):
-    spec = importlib.util.spec_from_file_location("uv_install", repository / "tools/uv_install.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tools import uv_install
 
 LISTED = r"""
 :env:.find-links='/wheels'
@@ -64,7 +56,7 @@ OTHERS = {
         ("", {}, {"REQUESTS_CA_BUNDLE": "/ca.crt"}, {"SSL_CERT_FILE": "/ca.crt"}, []),
     ],
 )
-def test_settings_of_pip_become_those_of_uv(uv_install, listed, pip, environ, variables, flags):
+def test_settings_of_pip_become_those_of_uv(listed, pip, environ, variables, flags):
     pip = uv_install.parse_pip_settings(listed) | pip
     assert uv_install.translate(pip, environ) == (variables, flags)
 
@@ -102,8 +94,7 @@ def make(tmp_path, repository):
             text=True,
         )
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
-        lines = log.read_text().splitlines()
-        return lines if not fails else [*lines, done.stderr]
+        return [*log.read_text().splitlines(), *([done.stderr] if fails else [])]
 
     return make
 
@@ -113,9 +104,8 @@ def installs(lines: list[str]) -> list[str]:
 
 
 def test_nothing_is_installed_twice(make):
-    assert installs(make("settings")) == [
-        "tools/uv_install.py -r requirements.txt -c constraints.txt"
-    ]
+    (line,) = installs(make("settings"))
+    assert line == "tools/uv_install.py -r requirements.txt -c constraints.txt"
     assert not installs(make("settings"))
     # The rest is added once, and serves the others.
     (line,) = installs(make("test-ray"))
@@ -152,8 +142,6 @@ def test_another_torch_is_refused_by_name(make):
 
 
 def test_both_sets_pin_what_they_replace(repository):
-    """What is not replaced has the version of requirements.txt in both."""
-
     def pins(name: str) -> dict[str, str]:
         text = (repository / name).read_text()
         return dict(re.findall(r"^([\w.\-]+)(?:\[[\w,]+\])?[=>]=([^\s;]+)", text, re.MULTILINE))

@@ -9,20 +9,18 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from benchmark import main as benchmark
-from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.launch.sweep_file import read_sweep_file
 from sdbench.report.figures import read_figures
 from sdbench.settings.config import SETTINGS, parse_request
-from tests.refusals import printed_refusal, refusal_of, refused
+from tests.refusals import refusal_of, refused
 from tests.report.results_folder import make_record, make_results
 
-ROOT = Path(__file__).resolve().parents[1]
 # Colours, the title of the window, a bell, C1, backspaces, and the direction of writing.
 EVIL = "\x1b[31;1mred\x1b]0;title\x07\x9b2J\x08\x7f\u202eleft"
 ACTING = {"\x1b", "\x07", "\x08", "\x7f", "\x9b", "\u202e"}
@@ -86,36 +84,29 @@ def at_once():
     assert time.process_time() - began_s < 1
 
 
-def write_run(folder, rate, *, change=lambda text: text, **changes):
-    """Write a record of this rate, with its text changed, below a folder, and return the folder."""
+def write_run(folder, rate, **changes):
+    """Write a record of this rate in a folder of its own below another, and return that one."""
     number = f"{round(10 * rate):06d}"
-    record = make_record(
-        run_id=f"20261121T{number}Z_x_any-name", summary__images_per_second=rate, **changes
-    )
+    run_id = f"20261121T{number}Z_x_any-name"
+    record = make_record(run_id=run_id, summary__images_per_second=rate, **changes)
     (folder / number).mkdir(parents=True)
-    (folder / number / "record.json").write_text(change(json.dumps(record)))
+    (folder / number / "record.json").write_text(json.dumps(record))
     return folder
 
 
 def write_pair(folder, **changes):
     """Records of 100 and 110 images/s in the folders a and b that differ in a setting."""
-    name = changes.get("machine__device_name", "")
-    return [
-        str(
-            write_run(
-                folder / side,
-                rate,
-                config__attention=name + side,
-                origin__attention="flag",
-                **changes,
-            )
-        )
-        for side, rate in (("a", 100.0), ("b", 110.0))
-    ]
+    name = changes["machine__device_name"]
+    changes["origin__attention"] = "flag"
+    sides = {"a": 100.0, "b": 110.0}
+    for side, rate in sides.items():
+        write_run(folder / side, rate, config__attention=name + side, **changes)
+    return [str(folder / side) for side in sides]
 
 
 def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
-    results = make_results(tmp_path / "results", make_record(), make_record(), quoted=False)
+    of_another_version = make_record(origin__of_another_version="flag")
+    results = make_results(tmp_path / "results", make_record(), of_another_version, quoted=False)
     names = write_bad(results / "runs", json.dumps(make_record()))
     (results / "quoted").mkdir()
     (results / "quoted" / "bad.csv").write_text("source,images_per_second\na,1e308\n")
@@ -150,13 +141,6 @@ def test_report_names_a_table_of_steps_that_was_emptied(tmp_path, capsys, conten
     assert str(path.with_name("steps.csv")) in told
 
 
-def test_report_reads_a_setting_of_another_version(tmp_path):
-    of_another = make_record()
-    of_another["origin"]["of_another_version"] = "flag"
-    results = make_results(tmp_path / "results", of_another, quoted=False)
-    assert main(["report", "--folder", str(results)]) == 0
-
-
 def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
     for rate in (100.0, 101.0):
         write_run(tmp_path / "a", rate)
@@ -178,8 +162,10 @@ def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
 def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
     results = make_results(tmp_path / "results", make_record(), quoted=False)
     runs = write_run(tmp_path / "runs", 100.0)
-    write_run(runs, 101.0, change=lambda text: text.replace(": 101.0", ": 1e300"))
-    write_run(runs, 102.0)
+    for rate in (101.0, 102.0):
+        write_run(runs, rate)
+    record = runs / "001010" / "record.json"
+    record.write_text(record.read_text().replace(": 101.0", ": 1e300"))
     for folder in runs.iterdir():
         (folder / "stdout.log").write_text("a line\n")
         (folder / "steps.csv").write_text("index,phase,step_time_s,data_wait_s,loss\n")
@@ -357,12 +343,12 @@ def test_an_impossible_config_file_is_refused_at_once(tmp_path, content):
     file.write_text("lr: 1")
     parse_request(["--config", str(file)], description="", epilog="")
     file.write_text(content)
-    with at_once(), pytest.raises(ConfigError) as caught:
+    with at_once(), refused(ANY) as caught:
         parse_request(["--config", str(file)], description="", epilog="")
     assert not ACTING & {*str(caught.value)} and len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("cell", ["1e308", "-1e308", "1e-300", "1e999", "9" * 18 + "e300"])
+@pytest.mark.parametrize("cell", ["1e308", "1e-300", "1e999"])
 @pytest.mark.parametrize("column", ["images_per_second", "num_gpus", "days", "run_time_s"])
 def test_an_impossible_number_in_a_table_is_refused(tmp_path, cell, column):
     (tmp_path / "table.csv").write_text(f"source,{column}\na,{cell}\n")
@@ -378,11 +364,3 @@ def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path, monkeypat
     assert main(["compare", *sides, "--all"]) == 0
     sys.stdout.flush()
     assert rb"caf\xe9" in raw.getvalue()
-
-
-def test_a_long_value_is_shown_in_short():
-    error = ConfigError("it is long", value="x" * 10**6, allowed="a short one", flag="--x")
-    assert len(str(error)) < 500
-    assert (
-        printed_refusal(f"error: {ConfigError('w', value='v', allowed='a', flag='f')}").value == "v"
-    )

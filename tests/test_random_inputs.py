@@ -12,7 +12,6 @@ import io
 import json
 import pkgutil
 import random
-import tarfile
 import time
 import traceback
 from collections import Counter
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 import benchmark
 import train
@@ -32,6 +30,7 @@ from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
 from sdbench.tasks import TASKS
+from tests.data.datasets import write_tars
 from tests.report.results_folder import RESULTS, make_readme, make_record
 
 SEED = 18
@@ -248,26 +247,14 @@ def yaml_files(inputs: Inputs) -> Iterator[Case]:
         yield cli.main, [*cost, f"--{flag}", str(inputs.file(f"{flag}-{number}.yaml", content))]
 
 
-def make_train_record() -> dict[str, Any]:
-    """The record of a run of train.py."""
-    summary = {
-        **dict.fromkeys(("images_per_second", "train_s", "total_train_s", "loss_last"), 1.0),
-        **dict.fromkeys(("first_step", "num_saved", "num_restarts", "num_lost_steps"), 0),
-        **{"other_s": {"save": 0.1}, "peak_memory_gib": 1.0, "lost_s": 0.0, "down_s": 0.0},
-    }
-    record = make_record(kind="train", summary=summary)
-    record["config"].update(max_duration="4ba", resume="never", save_every_batches=None, keep=2)
-    return record
-
-
 def records(inputs: Inputs) -> Iterator[Case]:
     """Damaged records and histories among whole ones, in every command that reads them."""
     published = [
         json.loads(path.read_text())
-        for kind in ("feed-mds", "precompute")
-        for path in sorted(RESULTS.glob(f"runs/*_{kind}-*/record.json"))[:1]
+        for name in ("feed-mds-*", "precompute-*", "small-128px-fast-dreambooth")
+        for path in sorted(RESULTS.glob(f"runs/*_{name}/record.json"))[:1]
     ]
-    whole = [make_record(), make_record(), make_train_record(), *published]
+    whole = [make_record(), make_record(), *published]
     other = json.dumps(make_record(run_id="20261121T000000Z_a_b")).encode()
     inputs.file("whole/record.json", other)
     inputs.file("recipes.yaml", RECIPE)
@@ -312,8 +299,7 @@ def name_of(content: Any) -> str | None:
 
 def tables(inputs: Inputs) -> Iterator[Case]:
     """Damaged tables of figures."""
-    quoted = [path for path in sorted(RESULTS.glob("quoted/*.csv"))]
-    quoted.append(RESULTS / "throughput.csv")
+    quoted = [*sorted(RESULTS.glob("quoted/*.csv")), RESULTS / "throughput.csv"]
     number = 0
     while True:
         number += 1
@@ -334,18 +320,12 @@ def tables(inputs: Inputs) -> Iterator[Case]:
 
 def tars(inputs: Inputs) -> Iterator[Case]:
     """Damaged tars of pictures and captions."""
-    picture, whole = io.BytesIO(), io.BytesIO()
-    Image.new("RGB", (16, 16), (200, 20, 20)).save(picture, "jpeg")
-    with tarfile.open(fileobj=whole, mode="w") as tar:
-        for index in range(4):
-            for name, content in (("jpg", picture.getvalue()), ("txt", b"red"), ("json", b"{}")):
-                member = tarfile.TarInfo(f"{index:04d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_tars(inputs.folder / "whole")
+    whole = next((inputs.folder / "whole").glob("*.tar")).read_bytes()
     number = 0
     while True:
         number += 1
-        file = inputs.file(f"{number}.tar", inputs.damage(whole.getvalue()))
+        file = inputs.file(f"{number}.tar", inputs.damage(whole))
         yield cli.main, ["verify-data", str(file), "--deep", "--num_workers", "0"]
 
 

@@ -14,16 +14,20 @@ from tests.machines import make_cpu_machine
 from tests.refusals import printed_refusal, refused
 
 RUN = ("--model_name", "tiny", "--max_duration", "1ba")
-SUBJECT = ("--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>")
-TOKEN = (*SUBJECT, "--learned_token", "<dog>", "--initial_token", "dog")
-ONLINE = ("--online_preprocessing", "--engine", "ray")
-VALIDATED = ("--validate_every_batches", "9", "--validation_remote", "a")
-SCORED = ("--score_every_batches", *VALIDATED[1:])
-SAMPLED = ("--sample_every_batches", "9", "--sample_prompts", "a")
+PICTURES = "--remote subject --instance_prompt <dog>"
+SUBJECT = f"--task dreambooth {PICTURES}"
+TOKEN = f"{SUBJECT} --learned_token <dog> --initial_token dog"
+ONLINE = "--online_preprocessing --engine ray"
+HELD_OUT = "--validation_remote a"
+VALIDATED = f"--validate_every_batches 9 {HELD_OUT}"
+SCORED = f"--score_every_batches 9 {HELD_OUT}"
+PRECOMPUTED = "--latents precomputed"
+PROMPTS = "--sample_prompts a"
+SAMPLED = f"--sample_every_batches 9 {PROMPTS}"
 
 
-def check(*argv: str, world_size: int = 1) -> TrainConfig:
-    request = parse_request([*RUN, *argv], description="", epilog="")
+def check(argv: str = "", world_size: int = 1) -> TrainConfig:
+    request = parse_request([*RUN, *argv.split()], description="", epilog="")
     ranks = Ranks(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size)
     return settle(request, machine=make_cpu_machine(), ranks=ranks)[0]
 
@@ -31,97 +35,90 @@ def check(*argv: str, world_size: int = 1) -> TrainConfig:
 @pytest.mark.parametrize(
     ("argv", "others", "needed"),
     [
-        (VALIDATED[2:], (VALIDATED[0], SCORED[0]), SCORED[:2]),
-        (("--num_validation_images", "5"), (VALIDATED[0],), VALIDATED),
-        (SAMPLED[2:], (SAMPLED[0],), SAMPLED[:2]),
-        (("--sample_steps", "26"), (SAMPLED[0], SCORED[0]), SAMPLED),
-        (("--fid_network", "a"), (SCORED[0],), SCORED),
-        (("--kl_weight", "2"), ("--train",), ("--train", "vae")),
-        (("--lr_end_factor", "0.5"), ("--lr_schedule",), ("--lr_schedule", "linear")),
-        (("--ema_half_life_batches", "9"), ("--use_ema",), ("--use_ema",)),
-        (("--ema_warmup",), ("--use_ema",), ("--use_ema",)),
-        (("--ema_interval_batches", "9"), ("--use_ema",), ("--use_ema",)),
-        (("--keep_every_batches", "9"), ("--save_every_batches",), ("--save_every_batches", "9")),
-        (("--lora_alpha", "2"), ("--lora_rank",), ("--lora_rank", "4")),
-        (("--max_failures", "2"), ("--engine",), (*ONLINE[1:], "--resume=auto", "--run_name=a")),
-        (("--num_encoders", "2"), ("--online_preprocessing",), ONLINE),
-        (("--max_failed_blocks", "2"), ("--online_preprocessing",), ONLINE),
-        (SUBJECT[4:], ("--task",), SUBJECT),
-        ((*SUBJECT[:2], *SUBJECT[4:]), ("--remote", "--local"), SUBJECT),
-        ((*SUBJECT, "--class_prompt", "a"), ("--class_remote",), ("--class_remote", "b")),
-        ((*SUBJECT, "--prior_loss_weight", "2"), ("--class_remote",), ("--class_remote", "b")),
-        (("--initial_token", "dog"), ("--learned_token",), TOKEN),
+        (HELD_OUT, "validate_every_batches or --score_every_batches", SCORED),
+        ("--num_validation_images 5", "validate_every_batches", VALIDATED),
+        (PROMPTS, "sample_every_batches", SAMPLED),
+        ("--sample_steps 26", "sample_every_batches or --score_every_batches", SAMPLED),
+        ("--fid_network a", "score_every_batches", SCORED),
+        ("--kl_weight 2", "train", "--train vae"),
+        ("--lr_end_factor 0.5", "lr_schedule", "--lr_schedule linear"),
+        ("--ema_half_life_batches 9", "use_ema", "--use_ema"),
+        ("--ema_warmup", "use_ema", "--use_ema"),
+        ("--ema_interval_batches 9", "use_ema", "--use_ema"),
+        ("--keep_every_batches 9", "save_every_batches", "--save_every_batches 9"),
+        ("--lora_alpha 2", "lora_rank", "--lora_rank 4"),
+        ("--max_failures 2", "engine", "--engine ray --resume auto --run_name a"),
+        ("--num_encoders 2", "online_preprocessing", ONLINE),
+        ("--max_failed_blocks 2", "online_preprocessing", ONLINE),
+        ("--instance_prompt a", "task", SUBJECT),
+        ("--task dreambooth --instance_prompt a", "remote or --local", SUBJECT),
+        (f"{SUBJECT} --class_prompt a", "class_remote", "--class_remote b"),
+        (f"{SUBJECT} --prior_loss_weight 2", "class_remote", "--class_remote b"),
+        ("--initial_token dog", "learned_token", TOKEN),
     ],
 )
 def test_a_flag_without_an_effect_is_refused(argv, others, needed):
-    idle = next(flag for flag in reversed(argv) if flag.startswith("--"))
-    with refused(" or ".join((idle, *others))) as caught:
-        check(*argv)
-    assert others[0] in caught.value.allowed
-    check(*argv, *needed)
+    idle = argv[argv.rindex("--") :].split()[0]
+    with refused(f"{idle} or --{others}") as caught:
+        check(argv)
+    assert f"--{others.split()[0]}" in caught.value.allowed
+    check(f"{argv} {needed}")
 
 
 @pytest.mark.parametrize(
     ("argv", "flag", "value"),
     [
-        (("--max_duration", "1ba", "--resume", "auto"), "run_name or --resume", None),
-        (("--use_ema", "--ema_impl=composer", "--engine=composer"), "ema_impl", "composer"),
-        (("--cuda_graph", "--engine", "torch"), "cuda_graph", "--cuda_graph"),
-        (VALIDATED[:2], "validation_remote or --validate_every_batches", None),
-        (SAMPLED[:2], "sample_prompts or --sample_every_batches", None),
+        ("--resume auto", "run_name or --resume", None),
+        ("--use_ema --ema_impl composer --engine composer", "ema_impl", "composer"),
+        ("--cuda_graph --engine torch", "cuda_graph", "--cuda_graph"),
+        ("--validate_every_batches 9", "validation_remote or --validate_every_batches", None),
+        ("--sample_every_batches 9", "sample_prompts or --sample_every_batches", None),
         (
-            ("--use_ema", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
+            "--use_ema --ema_decay 0.9 --ema_half_life_batches 5",
             *("ema_half_life_batches or --ema_decay", 5),
         ),
+        (f"{SAMPLED} {PRECOMPUTED}", "latents or --sample_every_batches", "precomputed"),
+        ("--train vae --noise_offset 0.1", "noise_offset or --train", 0.1),
+        ("--train vae --lora_rank 4", "lora_rank or --train", 4),
+        (f"--train_text_encoder {PRECOMPUTED}", "latents or --train_text_encoder", "precomputed"),
         (
-            (*SAMPLED, "--latents", "precomputed"),
-            *("latents or --sample_every_batches", "precomputed"),
-        ),
-        (("--train", "vae", "--noise_offset", "0.1"), "noise_offset or --train", 0.1),
-        (("--train", "vae", "--lora_rank", "4"), "lora_rank or --train", 4),
-        (
-            ("--train_text_encoder", "--latents", "precomputed"),
-            *("latents or --train_text_encoder", "precomputed"),
-        ),
-        (
-            ("--engine", "ray", "--num_ray_workers", "2", "--min_ray_workers", "3"),
+            "--engine ray --num_ray_workers 2 --min_ray_workers 3",
             *("min_ray_workers or --num_ray_workers", 3),
         ),
-        (("--engine", "ray", "--max_failures", "1"), "resume or --max_failures", "never"),
-        (ONLINE[:1], "engine or --online_preprocessing", "composer"),
-        ((*SUBJECT, "--latents", "precomputed"), "latents or --task", "precomputed"),
-        ((*SUBJECT, "--train", "vae"), "train or --task", "vae"),
-        ((*SUBJECT, "--num_workers", "1"), "num_workers or --task", 1),
-        ((*SUBJECT, "--on_bad_sample", "skip"), "on_bad_sample or --task", "skip"),
-        ((*SUBJECT, "--learned_token", "<dog>"), "initial_token or --learned_token", None),
-        ((*TOKEN, "--instance_prompt", "a dog"), *("learned_token or --instance_prompt", "<dog>")),
+        ("--engine ray --max_failures 1", "resume or --max_failures", "never"),
+        ("--online_preprocessing", "engine or --online_preprocessing", "composer"),
+        (f"{SUBJECT} {PRECOMPUTED}", "latents or --task", "precomputed"),
+        (f"{SUBJECT} --train vae", "train or --task", "vae"),
+        (f"{SUBJECT} --num_workers 1", "num_workers or --task", 1),
+        (f"{SUBJECT} --on_bad_sample skip", "on_bad_sample or --task", "skip"),
+        (f"{SUBJECT} --learned_token <dog>", "initial_token or --learned_token", None),
+        (f"{TOKEN} --instance_prompt a", "learned_token or --instance_prompt", "<dog>"),
         (
-            (*TOKEN, "--train_text_encoder"),
+            f"{TOKEN} --train_text_encoder",
             *("train_text_encoder or --learned_token", "--train_text_encoder"),
         ),
-        ((*TOKEN, "--class_remote", "a"), "class_remote or --learned_token", "a"),
+        (f"{TOKEN} --class_remote a", "class_remote or --learned_token", "a"),
     ],
 )
 def test_settings_that_do_not_suit_each_other_are_refused(argv, flag, value):
     with refused(f"--{flag}", value=value):
-        check(*argv)
+        check(argv)
 
 
 def test_what_the_other_setting_may_be_is_told():
     with refused("--sharding or --train", allowed="none | zero1 | hybrid_zero1"):
-        check("--train", "vae", "--sharding", "full", world_size=2)
+        check("--train vae --sharding full", world_size=2)
+    allowed = "only with another --lr_schedule than constant"
+    with refused("--lr_end_factor or --lr_schedule", value=0.5, allowed=allowed):
+        check("--lr_end_factor 0.5")
 
 
 def test_a_speed_up_of_a_preset_that_does_not_suit_is_replaced():
     assert check().convolution == "matmul_wide"
-    assert check("--train", "vae").convolution == "torch"
+    assert check("--train vae").convolution == "torch"
 
 
-def test_the_program_refuses_it(capsys):
-    assert train.main([*RUN, "--use_synth_data", "--lr_end_factor", "0.5"]) == 2
-    error = printed_refusal(capsys.readouterr().err)
-    assert (error.flag, error.value) == ("--lr_end_factor or --lr_schedule", 0.5)
-    assert error.allowed == "only with another --lr_schedule than constant"
+def test_a_training_run_needs_an_end(capsys):
     assert train.main(RUN[:2]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--max_duration"
 
@@ -129,17 +126,17 @@ def test_the_program_refuses_it(capsys):
 def test_a_file_may_hold_what_a_flag_switches_off(tmp_path):
     path = str(tmp_path / "run.yaml")
     Path(path).write_text("use_ema: true\nema_warmup: true\nema_half_life_batches: 9\n")
-    check("--config", path)
-    check("--config", path, "--no_use_ema")
+    check(f"--config {path}")
+    check(f"--config {path} --no_use_ema")
     Path(path).write_text("ema_warmup: true\n")
     with refused("--ema_warmup or --use_ema", value="--ema_warmup"):
-        check("--config", path)
+        check(f"--config {path}")
 
 
 def test_a_printed_config_and_other_programs_keys_are_no_wishes(tmp_path, capsys):
     assert train.main([*RUN, "--use_synth_data", "--print_config"]) == 0
     path = str(tmp_path / "run.yaml")
     Path(path).write_text(capsys.readouterr().out)
-    check("--config", path)
+    check(f"--config {path}")
     Path(path).write_text("experiment: {num_eval_images: 10, save_only_most_recent: false}\n")
-    check("--config", path)
+    check(f"--config {path}")

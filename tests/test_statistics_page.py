@@ -11,7 +11,6 @@ from sdbench.statistics import intervals
 from tools import simulate_steps
 
 COVERAGE, PRECISION, ALARMS = "## Within-run", "## --target", "## Drift"
-SEEN = "Percent of the windows whose interval has the true rate in it: of"
 POWER = "Percent of the windows that are called drifting where"
 
 
@@ -36,24 +35,13 @@ def assert_says(page_share: str, share: float, *, least: float = 0.0, most: floa
 
 @pytest.mark.parametrize(
     ("case", "num_steps", "least"),
-    [
-        ("plain", 10, 0.95),
-        ("correlated, 0.8", 20, 0.93),
-        ("heavy-tailed", 50, 0.94),
-    ],
+    [("plain", 10, 0.95), ("correlated, 0.8", 20, 0.93), ("heavy-tailed", 50, 0.94)],
 )
 def test_the_page_has_the_coverage_of_the_intervals(page, case, num_steps, least):
     covered, *_, width = simulate_steps.find_coverage(case, num_steps)
     share, half_width = cell(page, COVERAGE, case, f"{num_steps} steps").split()
     assert_says(share, covered, least=least)
     assert half_width == f"({100 * width:.1f})"
-
-
-def test_an_interval_covers_where_an_outlier_was_seen_and_not_where_none_was(page):
-    _, without, seen, _ = simulate_steps.find_coverage("outliers", 50)
-    shares = cell(page, SEEN, "outliers", "50 steps").split(" / ")
-    assert_says(shares[0], without, most=0.05)
-    assert_says(shares[1], seen, least=0.95)
 
 
 @pytest.mark.parametrize(

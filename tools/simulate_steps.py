@@ -121,9 +121,8 @@ def simulate(case: str, *, num_windows: int, num_steps: int) -> np.ndarray:
 def find_coverage(case: str, num_steps: int) -> tuple[float, float, float, float]:
     """Find the share of windows whose interval contains the true rate.
 
-    Returns:
-        The share of all windows, of those without outliers and of those with one (nan: no such
-        window), and the median distance between the ends over twice the lower end.
+    Of all windows, of those without outliers and of those with one (nan: no such window); then the
+    median distance between the ends over twice the lower end.
     """
     windows = simulate(case, num_windows=NUM_WINDOWS, num_steps=num_steps)
     found = [intervals.within_run_interval(list(window), images_per_step=1) for window in windows]
@@ -140,9 +139,8 @@ def find_coverage(case: str, num_steps: int) -> tuple[float, float, float, float
 def find_precision(case: str) -> tuple[float, float, float]:
     """Simulate runs with --target_precision 1%.
 
-    Returns:
-        The share of runs that reach it, the median number of steps, and the share of all runs whose
-        interval contains the true rate.
+    Returns the share of runs that reach it, the median number of steps, and the share of all runs
+    whose interval contains the true rate.
     """
     policy = WindowPolicy(
         max_warmup_steps=0,

@@ -12,10 +12,8 @@ from sdbench.base.errors import ConfigError
 def private_folder(name: str = ".") -> Path:
     """Make and return the folder `name` in ``$XDG_CACHE_HOME/sdbench`` or ``~/.cache/sdbench``.
 
-    Only this user can read and write it. It may be deleted whenever no run is in progress.
-
-    Raises:
-        ConfigError: It cannot be made, is another user's, or can be replaced by another user.
+    Only this user can read and write it; another folder is refused. It may be deleted whenever no
+    run is in progress.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sdbench")
     for folder in (root, root / name):

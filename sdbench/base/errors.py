@@ -31,7 +31,7 @@ class ConfigError(ValueError):
             what: What was wrong, as the start of a sentence without a full stop.
             value: The value received.
             allowed: What would have been accepted, with the nearest valid values where known.
-            flag: The flag or flags that change it, e.g. ``--batch_size``.
+            flag: The flag or flags that change it.
         """
         shown = repr(value)
         if len(shown) > MAX_SHOWN:
@@ -79,11 +79,7 @@ def remark_of(error: BaseException) -> str:
 
 
 class RunError(RuntimeError):
-    """A failure of a run that has begun.
-
-    Attributes:
-        status: Of the run's record: ``failed``, ``invalid`` or ``timeout``.
-    """
+    """A failure of a run that has begun: ``failed``, ``invalid`` or ``timeout`` in its record."""
 
     exit_code = EXIT_FAILED
 

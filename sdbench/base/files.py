@@ -13,9 +13,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_environment, redact_values
 
 READ_BYTES = 2**24
+
+
+@contextlib.contextmanager
+def refused_unless_written(
+    folder: Path | str, *, kind: str = "results", flag: str = "--results_dir"
+) -> Iterator[None]:
+    """Turn an OSError of the block into the refusal of a folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the {kind} folder cannot be written ({error.strerror or error})",
+            value=str(folder),
+            allowed="a folder that this user may write, on a disk with space",
+            flag=flag,
+        ) from None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a --folder that is neither new nor empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            "the folder exists and is not empty",
+            value=str(folder),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
 
 
 @contextlib.contextmanager

@@ -29,12 +29,7 @@ def is_bounded(number: float) -> bool:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "strict") -> str:
-    """Read a UTF-8 text, with or without a byte order mark.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a file, longer than `max_bytes`, or not UTF-8.
-    """
+    """Read a UTF-8 text, with or without a byte order mark; else an OSError or a ValueError."""
     if not path.exists():
         raise FileNotFoundError("no such file")
     if not path.is_file():
@@ -75,11 +70,9 @@ def parse_json(text: str) -> Any:
 
 
 def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
-    """Check the content of a JSON or YAML file.
+    """Check the content of a JSON or YAML file: its depth, its size, and each number and text.
 
-    Raises:
-        ValueError: It is too deep or has too many values, or a number or a text is out of bounds;
-            names the key.
+    A ValueError names the key.
     """
     # By depth, of lists and mappings: in YAML several keys may share one, and the sum is huge.
     sizes: dict[tuple[int, int], int] = {}

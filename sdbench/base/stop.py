@@ -43,11 +43,7 @@ STOPS = (KeyboardInterrupt, Terminated)
 
 
 class StopRequest:
-    """The request to end a loop.
-
-    Attributes:
-        number: The signal that asked for it; None until one arrives.
-    """
+    """The request to end a loop; its `number` is None until a signal arrives."""
 
     def __init__(self, patience_s: Callable[[], float] = lambda: PATIENCE_S) -> None:
         """Wait for a signal; `patience_s` then gives the seconds until the loop is broken off."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.files import check_folder
 from sdbench.base.progress import Progress
 from sdbench.launch.child import Outcome, run_child, tail
 from sdbench.record.store import OK, OOM, TIMEOUT
@@ -73,12 +73,6 @@ def new_folder(given: Path | None, *, prefix: str) -> Path:
             folder.mkdir(parents=True)
             return folder
         time.sleep(0.1)  # another command began within the same second
+    check_folder(given)
     given.mkdir(parents=True, exist_ok=True)
-    if any(given.iterdir()):
-        raise ConfigError(
-            "this folder holds something already",
-            value=str(given),
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
     return given

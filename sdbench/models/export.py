@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizerFast
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import replace_file
+from sdbench.base.errors import RunError
+from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.base.secrets import redact_values
 from sdbench.models.drawing import make_sampler
 from sdbench.models.learned_token import LEARNED_FILE_NAME
@@ -93,33 +93,16 @@ def export(
             save_file(rows, partial / LEARNED_FILE_NAME)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise a ConfigError unless a folder is new or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            "the model folder exists and is not empty",
-            value=str(folder),
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
-
-
 @contextlib.contextmanager
 def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
     """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        replace_file(partial / CARD_NAME, card)
-        partial.replace(folder)  # or an empty folder
-    except OSError as error:
-        raise ConfigError(
-            f"the model folder cannot be written ({error.strerror or error})",
-            value=str(folder),
-            allowed="a place that this user may write, on a disk with space",
-            flag="--folder",
-        ) from None
+        with refused_unless_written(folder, kind="model", flag="--folder"):
+            partial.mkdir(parents=True)
+            yield partial
+            replace_file(partial / CARD_NAME, card)
+            partial.replace(folder)  # or an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

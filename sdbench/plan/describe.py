@@ -13,7 +13,6 @@ from sdbench.ranks.launcher import launcher_name
 from sdbench.record.configuration import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.ray import RAY
-from sdbench.settings.request import Request
 
 
 def for_person(plan: Plan) -> str:
@@ -50,10 +49,11 @@ def _share_of_a_rank(plan: Plan) -> str:
     return f"{num_images} images per rank in {num_microbatches} micro-batch{plural} of {microbatch}"
 
 
-def as_yaml(plan: Plan, request: Request) -> str:
+def as_yaml(plan: Plan) -> str:
     """All settings as YAML that --config accepts, each with a comment that says who chose it."""
     import yaml
 
+    request = plan.request
     lines = [f"# {note}" for note in request.translation.notes]
     for name, value in redact_values(dataclasses.asdict(plan.config)).items():
         text = yaml.safe_dump({name: as_literal(value)}, default_flow_style=False).strip()
@@ -67,13 +67,13 @@ def as_yaml(plan: Plan, request: Request) -> str:
     return "\n".join(lines)
 
 
-def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, Any]:
+def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
     """The fields of a record that are known before the run."""
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
     of_ray = plan.config.engine == RAY
     return {
         "config": dataclasses.asdict(plan.config),
-        "origin": dict(request.origin),
+        "origin": dict(plan.request.origin),
         "chosen": plan.chosen,
         "workload": {
             "architecture": plan.architecture.name,

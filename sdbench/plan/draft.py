@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench import data
 from sdbench.measure.hardware import Machine
@@ -13,16 +13,16 @@ from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
 from sdbench.settings.setting import GPU
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclasses.dataclass
 class Draft:
-    """An unfinished plan of any task.
+    """An unfinished plan of any task, for the machine and the rank of this process.
 
     Attributes:
-        request: The user's request.
         config: The request's config, with the values chosen so far.
-        machine: The machine of this process.
-        ranks: The rank of this process.
         chosen: The reason for each setting that the program chose.
         notes: Sentences that the user has to read.
         architecture: The model, where the task has one.
@@ -37,12 +37,8 @@ class Draft:
     architecture: Architecture = dataclasses.field(init=False)
 
     @classmethod
-    def begin(cls, request: Request[Any], *, machine: Machine, ranks: Ranks) -> Draft:
-        """Check a request by the rules of its settings, and begin a plan with it.
-
-        Raises:
-            ConfigError: A rule is broken.
-        """
+    def begin(cls, request: Request[Any], *, machine: Machine, ranks: Ranks) -> Self:
+        """Check a request by the rules of its settings, and begin a plan with it."""
         config, reasons = settle(request, machine=machine, ranks=ranks)
         return cls(request, config, machine, ranks, reasons, [*request.translation.notes])
 
@@ -62,11 +58,7 @@ class Draft:
             self.choose(name, value, reason)
 
     def choose_format(self) -> None:
-        """Choose the format of the data from the settings that name their place.
-
-        Raises:
-            ConfigError: These contradict each other.
-        """
+        """Choose the format of the data; refuse settings that contradict each other."""
         config = self.config
         data_format = data.resolve_format(config)
         if data_format != config.data_format:

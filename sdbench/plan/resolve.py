@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import refused_unless_written
 from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
@@ -40,35 +41,23 @@ MIN_FREE_RESULTS_BYTES = 16 * 1024**2
 StepsResolver = Callable[..., tuple[int, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run with nothing left open.
+@dataclasses.dataclass
+class Plan(Draft):
+    """A run; with nothing left open once `resolve` has returned it.
 
     Attributes:
-        config: All settings, each with a value.
-        chosen: The reason for each setting that the program chose.
-        architecture: The model to train.
         source: The data source of this rank.
         class_source: That of the pictures of a subject's class; None: there are none.
-        ranks: The rank of this process.
-        machine: The machine of this process.
         memory: Estimated peak memory of one rank.
         num_steps: Optimizer steps of the run, unless the measurement needs more.
         max_num_steps: Most optimizer steps that the measurement may need.
-        notes: Sentences that the user has to read.
     """
 
-    config: BenchmarkConfig
-    chosen: dict[str, str]
-    architecture: Architecture
-    source: SourceConfig
-    class_source: SourceConfig | None
-    ranks: Ranks
-    machine: Machine
-    memory: MemoryEstimate
-    num_steps: int
-    max_num_steps: int
-    notes: tuple[str, ...]
+    source: SourceConfig = dataclasses.field(init=False)
+    class_source: SourceConfig | None = dataclasses.field(init=False)
+    memory: MemoryEstimate = dataclasses.field(init=False)
+    num_steps: int = dataclasses.field(init=False)
+    max_num_steps: int = dataclasses.field(init=False)
 
     @property
     def name(self) -> str:
@@ -87,65 +76,40 @@ def resolve(
     model_parts: Mapping[str, Mapping[str, Any]] | None = None,
     resolve_steps: StepsResolver = resolve_steps,
 ) -> Plan:
-    """Turn a request into a plan.
+    """Turn a request into a plan, or refuse what cannot be run here.
 
-    Args:
-        request: The user's request.
-        machine: The machine of this process.
-        ranks: The rank of this process.
-        model_parts: As `replace_parts` takes them.
-        resolve_steps: Gives the steps of the run and the most that it may take, from the draft and
-            the samples of an epoch.
-
-    Raises:
-        ConfigError: The request cannot be run here.
+    `model_parts` are as `replace_parts` takes them. `resolve_steps` gives the steps of the run and
+    the most that it may take, from the plan so far and the samples of an epoch.
     """
-    draft = Draft.begin(request, machine=machine, ranks=ranks)
-    _resolve_architecture(draft, model_parts)
-    draft.choose_if_open("num_threads", *_threads_per_rank(machine, ranks))
-    _resolve_image_size(draft)
-    draft.choose_format()
-    draft.choose_if_open("num_workers", *_count_workers(draft))
-    resolve_batch(draft)
-    source = _make_source(draft)
-    class_source = _make_class_source(draft, source)
-    num_samples = _count_samples(draft, source, class_source)
-    if draft.config.learned_token is not None:
-        _check_tokens(draft)
-    num_steps, max_num_steps = resolve_steps(draft, num_samples=num_samples)
-    memory = check_memory(draft)
-    _check_results_dir(draft.config.results_dir)
-    if source.wants_latents:
-        draft.notes.append("Latents are precomputed: compare with other precomputed runs only.")
-    elif not draft.config.step_has_encoders:
-        draft.notes.append(
+    plan = Plan.begin(request, machine=machine, ranks=ranks)
+    plan.architecture = resolve_architecture(
+        plan.config.model_name,
+        revision=plan.config.model_revision,
+        random_weights=plan.config.random_weights,
+    )
+    if model_parts is not None:
+        plan.architecture = replace_parts(plan.architecture, model_parts)
+    plan.choose_if_open("num_threads", *_threads_per_rank(machine, ranks))
+    _resolve_image_size(plan)
+    plan.choose_format()
+    plan.choose_if_open("num_workers", *_count_workers(plan))
+    resolve_batch(plan)
+    plan.source = _make_source(plan)
+    plan.class_source = _make_class_source(plan)
+    num_samples = _count_samples(plan)
+    if plan.config.learned_token is not None:
+        _check_tokens(plan)
+    plan.num_steps, plan.max_num_steps = resolve_steps(plan, num_samples=num_samples)
+    plan.memory = check_memory(plan)
+    _check_results_dir(plan.config.results_dir)
+    if plan.source.wants_latents:
+        plan.notes.append("Latents are precomputed: compare with other precomputed runs only.")
+    elif not plan.config.step_has_encoders:
+        plan.notes.append(
             "Other processes make the latents while the ranks train: compare with other runs of "
             "--online_preprocessing only."
         )
-    return Plan(
-        config=draft.config,
-        chosen=draft.chosen,
-        architecture=draft.architecture,
-        source=source,
-        class_source=class_source,
-        ranks=ranks,
-        machine=machine,
-        memory=memory,
-        num_steps=num_steps,
-        max_num_steps=max_num_steps,
-        notes=tuple(draft.notes),
-    )
-
-
-def _resolve_architecture(
-    draft: Draft, model_parts: Mapping[str, Mapping[str, Any]] | None
-) -> None:
-    config = draft.config
-    draft.architecture = resolve_architecture(
-        config.model_name, revision=config.model_revision, random_weights=config.random_weights
-    )
-    if model_parts is not None:
-        draft.architecture = replace_parts(draft.architecture, model_parts)
+    return plan
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -186,8 +150,8 @@ def _make_source(draft: Draft) -> SourceConfig:
     )
 
 
-def _make_class_source(draft: Draft, source: SourceConfig) -> SourceConfig | None:
-    config = draft.config
+def _make_class_source(plan: Plan) -> SourceConfig | None:
+    config, source = plan.config, plan.source
     if config.has_subject and source.data_format == "synthetic":
         # A seed of its own, or the pictures would be those of the subject.
         return dataclasses.replace(
@@ -256,15 +220,13 @@ def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
     return size if on_gpu else min(size, CPU_IMAGE_SIZE)
 
 
-def _count_samples(
-    draft: Draft, source: SourceConfig, class_source: SourceConfig | None
-) -> int | None:
+def _count_samples(plan: Plan) -> int | None:
     """Check the data, and count the samples of an epoch; a damaged file is bad input."""
-    config = draft.config
+    config, source = plan.config, plan.source
     try:
         if not config.has_subject:
             return data.check(source)
-        num_pictures = subject.check(source, class_source)
+        num_pictures = subject.check(source, plan.class_source)
     except RunError as error:
         raise ConfigError(
             str(error).rstrip("."),
@@ -273,7 +235,7 @@ def _count_samples(
             flag="--remote, --local or --streams",
         ) from error
     num_batches = num_pictures.num_batches(config.batch_size)
-    draft.notes.append(
+    plan.notes.append(
         f"Pictures of the subject: {num_pictures.instances}, of its class: "
         f"{num_pictures.of_class}; steps of an epoch, in which each is used: {num_batches}."
     )
@@ -282,23 +244,15 @@ def _count_samples(
 
 def _check_results_dir(results_dir: str) -> None:
     """Check before the work that the results folder can be written and has space."""
-    flag = "--results_dir"
-    try:
+    with refused_unless_written(results_dir):
         Path(results_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=results_dir):
             pass
         free_bytes = shutil.disk_usage(results_dir).free
-    except OSError as error:
-        raise ConfigError(
-            f"the results folder cannot be written ({os.strerror(error.errno or 0)})",
-            value=results_dir,
-            allowed="a folder that this user may write, on a disk with space",
-            flag=flag,
-        ) from None
     if free_bytes < MIN_FREE_RESULTS_BYTES:
         raise ConfigError(
             "the results folder has too little space",
             value=f"{results_dir} with {free_bytes / 1024**2:.0f} MiB free",
             allowed=f"at least {MIN_FREE_RESULTS_BYTES / 1024**2:.0f} MiB",
-            flag=flag,
+            flag="--results_dir",
         )

@@ -26,14 +26,9 @@ MAX_WINDOW_FACTOR = 16
 
 
 def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
-    """Choose the windows of a run whose batch is settled.
+    """Choose the windows of a run whose batch is settled; returns the plan's numbers of steps.
 
-    Args:
-        draft: The plan so far.
-        num_samples: Samples of an epoch, None if unknown.
-
-    Returns:
-        `num_steps` and `max_num_steps` of the plan.
+    `num_samples` are those of an epoch, None if unknown.
     """
     num_steps = None
     if draft.config.max_duration is not None:
@@ -70,13 +65,7 @@ def looks_at_attention(config: BenchmarkConfig, ranks: Ranks) -> bool:
 def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
     """Optimizer steps of a --max_duration in batches, epochs or samples, the last one rounded up.
 
-    Args:
-        draft: The plan so far; its batch is settled.
-        duration: Value of --max_duration.
-        num_samples: Samples of an epoch, None if unknown.
-
-    Raises:
-        ConfigError: The duration is in epochs, whose length is unknown.
+    `num_samples` are those of an epoch; with None, epochs are refused.
     """
     number, unit = int(duration[:-2]), duration[-2:]
     if unit == "ba":

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from sdbench.base.errors import ConfigError
 from sdbench.base.escape import without_controls
-from sdbench.base.files import replace_file, write_json
+from sdbench.base.files import refused_unless_written, replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
 from sdbench.record.contradictions import find_contradictions
@@ -87,7 +86,7 @@ class RunFolder:
     @staticmethod
     def create(results_dir: str, *, machine: str, name: str) -> Path:
         """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` below `results_dir`."""
-        try:
+        with refused_unless_written(results_dir):
             Path(results_dir).mkdir(parents=True, exist_ok=True)
             while True:
                 stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
@@ -96,13 +95,6 @@ class RunFolder:
                     path.mkdir()
                     return path
                 time.sleep(0.1)  # another run began within the same second
-        except OSError as error:
-            raise ConfigError(
-                f"the results folder cannot be written ({error.strerror})",
-                value=results_dir,
-                allowed="a folder that this user may write",
-                flag="--results_dir",
-            ) from None
 
     def begin_again(self) -> None:
         """Let the next process of the same run report its own end."""

@@ -28,6 +28,7 @@ from sdbench.base.errors import (
     RunError,
     remark_of,
 )
+from sdbench.base.files import refused_unless_written
 from sdbench.base.secrets import redact
 from sdbench.base.stop import Terminated, ignore_terminations
 from sdbench.ranks.distributed import is_about_connections
@@ -81,16 +82,9 @@ class RunRecord:
 
     def write_unfinished(self) -> None:
         """Reserve space for the last version, and write the record that a killed run leaves."""
-        try:
+        with refused_unless_written(self._folder.path.parent):
             self._folder.reserve_space()
             self._folder.write_record(self._content)
-        except OSError as error:
-            raise ConfigError(
-                f"the results folder cannot be written ({error.strerror})",
-                value=str(self._folder.path.parent),
-                allowed="a folder on a disk with space",
-                flag="--results_dir",
-            ) from None
         if self._content["git"]["commit"] is None:
             print(f"warning: {provenance.NO_COMMIT}", file=sys.stderr)
 

@@ -164,9 +164,7 @@ class ComputingSpeedups:
         before=False,
         rules=(
             only_with(
-                ON,
-                "images that are contiguous have no other layout to keep",
-                memory_format=("channels_last",),
+                ON, "contiguous images need no layout kept", memory_format=("channels_last",)
             ),
         ),
         rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
@@ -192,12 +190,8 @@ class ComputingSpeedups:
         rules=(
             only_with(
                 PRODUCTS,
-                "products of matrices read the weights with the channels last",
+                "products of matrices read whole weights with the channels last",
                 memory_format=("channels_last",),
-            ),
-            only_with(
-                PRODUCTS,
-                "weights that are shared out are contiguous, and each product would copy them",
                 sharding=WHOLE_WEIGHTS,
             ),
         ),

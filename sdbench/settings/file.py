@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import MAX_DEPTH, check_values, read_text
+from sdbench.base.outside import MAX_DEPTH, check_values, read_text, shorten
 from sdbench.base.yaml_file import MAX_YAML_BYTES, parse_yaml
 
 CONFIG_FLAG = "--config"
@@ -38,20 +38,11 @@ def read_values(
     flags: Mapping[str, Any],
     names: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a file and assignments.
+    """Read a YAML file, if there is one, and arguments ``key=value``.
 
-    Args:
-        path: YAML file; None: there is none.
-        assignments: Arguments ``key=value``; ``a.b=value`` leads into a mapping of the file.
-        flags: Values of flags by name. What refers to such a name gets them.
-        names: Of all settings.
-
-    Returns:
-        The values of the file, some of them changed by assignments to ``a.b``, and those of the
-        assignments to settings.
-
-    Raises:
-        ConfigError: The file cannot be read, or a value is missing or refers to nothing.
+    ``a.b=value`` leads into a mapping of the file, and ``${lr}`` may stand for the flag
+    --lr. `names` are those of all settings. Returns the values of the file, some of them changed by
+    assignments to ``a.b``, and those of the assignments to settings.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -59,8 +50,8 @@ def read_values(
 
     flat = [text for text in assignments if text.partition("=")[0] in names]
     nested = [text for text in assignments if text not in flat]
-    content = OmegaConf.create() if path is None else _load(path)
     try:
+        content = OmegaConf.create() if path is None else _load(path)
         for text in assignments:
             _check_assignment(text)
         raw: Any = OmegaConf.to_container(OmegaConf.merge(content, OmegaConf.from_dotlist(nested)))
@@ -77,12 +68,18 @@ def read_values(
         resolved: Any = OmegaConf.to_container(OmegaConf.create(raw | given), resolve=True)
     except ConfigError:
         raise
-    # OmegaConf raises TypeError for a mapping in the place of a list.
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+    # OmegaConf raises TypeError for a mapping in the place of a list, and asserts that a file holds
+    # one or the other.
+    except (
+        *(OSError, ValueError, TypeError, AssertionError, RecursionError),
+        *(OmegaConfBaseException, yaml.YAMLError),
+    ) as error:
+        reason = shorten(" ".join(str(error).split()) or "it is one value", length=300)
         raise ConfigError(
-            f"a value cannot be read ({(str(error).splitlines() or ['no reason is given'])[0]})",
+            f"the config cannot be read ({reason})",
             value=" ".join(filter(None, (path, *assignments))),
-            allowed="YAML, ${key} for the value of another key, \\${ for the characters themselves",
+            allowed="readable YAML of flag names and values, ${key} for the value of another key, "
+            "\\${ for the characters themselves",
             flag=CONFIG_FLAG,
         ) from None
     of_file = {name: value for name, value in resolved.items() if name not in given}
@@ -90,33 +87,14 @@ def read_values(
 
 
 def _load(path: str) -> Any:
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
-        parse_yaml(text)
-        _check_references(text)
-        content = OmegaConf.create(text)
-    # OmegaConf asserts that a file holds a mapping or a list.
-    except (
-        *(OSError, ValueError, AssertionError, RecursionError),
-        *(OmegaConfBaseException, yaml.YAMLError),
-    ) as error:
-        raise ConfigError(
-            f"the config file cannot be read ({' '.join(str(error).split()) or 'it is one value'})",
-            value=path,
-            allowed="a readable YAML file of flag names and values",
-            flag=CONFIG_FLAG,
-        ) from None
+    text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
+    parse_yaml(text)
+    _check_references(text)
+    content = OmegaConf.create(text)
     if not OmegaConf.is_dict(content):
-        raise ConfigError(
-            "the config file does not hold keys and values",
-            value=type(OmegaConf.to_container(content)).__name__,
-            allowed="lines such as `batch_size: 2048`",
-            flag=CONFIG_FLAG,
-        )
+        raise ValueError("it does not hold keys and values, such as `batch_size: 2048`")
     return content
 
 

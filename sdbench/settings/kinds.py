@@ -79,13 +79,9 @@ def one_of(*choices: str) -> Kind:
 def row_of(table: str, *others: str, or_text: bool = False) -> Kind:
     """The name of a row in a table of another room.
 
-    The table is imported when a value is checked: settings lie below the rooms that have tables,
-    and a new row is all that a new choice takes.
-
-    Args:
-        table: ``module:name`` of a dictionary, or of a function that lists names.
-        others: Choices that are no row.
-        or_text: Any other text is accepted too.
+    The table, ``module:name`` of a dictionary or of a function that lists names, is imported when a
+    value is checked: settings lie below the rooms that have tables. `others` are choices that are
+    no row; `or_text` accepts any other text too.
     """
 
     def choices() -> Sequence[str]:
@@ -203,10 +199,6 @@ def _parse_name(value: Any) -> str:
     return value
 
 
-def _parse_path(value: Any) -> Path:
-    return Path(_parse_text(value))
-
-
 def _parse_switch(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
@@ -238,7 +230,7 @@ NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
 WORD = Kind("a word", _parse_word, "WORD")
 NAME = Kind("a name, without / at its beginning and without ..", _parse_name, "NAME")
-PATH = Kind("a path", _parse_path, "PATH")
+PATH = Kind("a path", lambda value: Path(_parse_text(value)), "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))

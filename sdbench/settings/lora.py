@@ -22,12 +22,7 @@ def _parse_names(value: Any) -> str:
 
 
 class LoraFile(NamedTuple):
-    """LoRA to draw with.
-
-    Attributes:
-        path: Of the file.
-        weight: Its share; 1 is as it was trained.
-    """
+    """LoRA to draw with; a weight of 1 is as it was trained."""
 
     path: str
     weight: float = 1.0

@@ -228,9 +228,6 @@ def translate(content: dict[str, Any]) -> Translation:
     """Take the groups of these keys out of the content of a file, and translate them.
 
     Keys of wandb go into the variables that W&B reads, which a record leaves out.
-
-    Raises:
-        ConfigError: A key is unknown, contradicts another one, or has an unknown value.
     """
     groups = [name for name in content if name in GROUPS and isinstance(content[name], dict)]
     values = {

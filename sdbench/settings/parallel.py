@@ -51,6 +51,7 @@ WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
 ONE_PASS = ("adamw_one_pass",)
+NO_DDP = "weights that are shared out are trained without DDP"
 
 
 def _microbatch_has_encoders(situation: Situation) -> bool:
@@ -79,13 +80,9 @@ class UpdatingSpeedups:
             Rule(ONE_PASS, on_cpu, "the kernel for one pass is for a CPU"),
             only_with(
                 ONE_PASS,
-                "one pass is over bf16 weights and their copies in fp32, and there are none",
+                "one pass is over whole bf16 weights and their copies in fp32",
                 precision=("bf16",),
                 master_weights=("fp32",),
-            ),
-            only_with(
-                ONE_PASS,
-                "one pass is over whole weights, and these are shared out",
                 sharding=("none",),
             ),
             Rule(
@@ -121,9 +118,10 @@ class UpdatingSpeedups:
         rules=(
             only_with(
                 ("composer",),
-                "only Composer can run its own moving average",
+                "only Composer runs its own moving average, of whole weights on each rank",
                 "foreach",
                 engine=("composer",),
+                sharding=WHOLE_WEIGHTS,
             ),
             Rule(
                 ("composer",),
@@ -132,12 +130,6 @@ class UpdatingSpeedups:
                 "copies",
                 "foreach",
                 lifted_by={"master_weights": ("none",)},
-            ),
-            only_with(
-                ("composer",),
-                "Composer's moving average keeps whole weights on each rank",
-                "foreach",
-                sharding=WHOLE_WEIGHTS,
             ),
         ),
         rungs=(Rung("foreach", "huggingface/diffusers PR 7685"),),
@@ -298,13 +290,7 @@ class UpdatingSpeedups:
         seed=False,
         fast=True,
         acts_with=RANKS,
-        rules=(
-            only_with(
-                ON,
-                "there are no buckets of DDP when the weights are shared out",
-                sharding=WHOLE_WEIGHTS,
-            ),
-        ),
+        rules=(only_with(ON, NO_DDP, sharding=WHOLE_WEIGHTS),),
         rungs=(Rung(True, "torch DDP"),),
     )
     static_graph: bool = speed_up(
@@ -313,13 +299,7 @@ class UpdatingSpeedups:
         seed=False,
         fast=True,
         acts_with=RANKS,
-        rules=(
-            only_with(
-                ON,
-                "there is no DDP to tell when the weights are shared out",
-                sharding=WHOLE_WEIGHTS,
-            ),
-        ),
+        rules=(only_with(ON, NO_DDP, sharding=WHOLE_WEIGHTS),),
         rungs=(Rung(True, "torch DDP"),),
     )
     ddp_bucket_mib: int | None = speed_up(
@@ -346,13 +326,7 @@ class UpdatingSpeedups:
         "number format in which gradients travel under DDP",
         seed="none",
         acts_with=RANKS,
-        rules=(
-            only_with(
-                ("bf16",),
-                "gradients travel in the type of the weights when these are shared out",
-                sharding=WHOLE_WEIGHTS,
-            ),
-        ),
+        rules=(only_with(("bf16",), NO_DDP, sharding=WHOLE_WEIGHTS),),
         rungs=(Rung("bf16", "torch DDP communication hooks"),),
     )
 

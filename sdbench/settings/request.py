@@ -30,10 +30,7 @@ PartT = TypeVar("PartT")
 class Translation(NamedTuple):
     """What the config file of another program says in this one's settings.
 
-    Attributes:
-        values: Settings by name.
-        keys: Name of a setting to the key of the file that it comes from.
-        notes: Sentences on what has no effect here.
+    `keys` tells for each setting the key that it comes from, `notes` what has no effect here.
     """
 
     values: Mapping[str, Any] = {}
@@ -102,9 +99,6 @@ def parse(
             ``key=value``.
         translate: Takes from the content of a file what it has in another program's form.
         rest: What may follow ``--``, in the words of the usage line; None: nothing.
-
-    Raises:
-        ConfigError: For an unknown flag or key, a wrong value, or an unreadable file.
     """
     arguments, behind = list(sys.argv[1:] if argv is None else argv), []
     if rest is not None and "--" in arguments:
@@ -215,21 +209,10 @@ def choose_command(
     description: str,
     epilog: str,
 ) -> tuple[str, list[str]]:
-    """Read the name of a command at the head of a command line.
+    """Read the name of a command at the head of a command line; returns it and its arguments.
 
-    Args:
-        commands: What each command does, by its name.
-        argv: The command and its arguments; None takes those of the process.
-        prog: Name of the program.
-        description: Text above the commands in the help.
-        epilog: Text below them: the examples.
-
-    Returns:
-        The command and its arguments.
-
-    Raises:
-        ConfigError: There is no such command.
-        SystemExit: The help or the version was asked for, or nothing: that is answered by the help.
+    `commands` tells what each does. The help, also of an empty line, and the version end the
+    process. The other arguments are those of `parse`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if _wants_completion() and (typed := _typed_command(commands)) is not None:
@@ -365,16 +348,9 @@ def describe(declared: Setting) -> str:
 def raise_unknown(
     given: str, *, known: Sequence[str], where: str, flag: str | None = None
 ) -> NoReturn:
-    """Refuse an unknown name, with the nearest known one.
+    """Refuse an unknown name of a kind (`where`), with the nearest known one.
 
-    Args:
-        given: The name, as it was given.
-        known: The known names or flags.
-        where: What the name stands for, e.g. ``flag``.
-        flag: What changes it; None: the flag of the nearest name, or of this one.
-
-    Raises:
-        ConfigError: Always.
+    `flag` changes it; None: the flag of the nearest name, or of this one.
     """
     name = given.split("=")[0]
     meant = nearest(name, known)

@@ -33,16 +33,8 @@ def settle(
 ) -> tuple[ConfigT, dict[str, str]]:
     """Take the preset's values for this device, and check every setting by its rules.
 
-    Args:
-        request: The user's; a preset's value may be one for each device.
-        machine: The machine of this process.
-        ranks: The rank of this process.
-
-    Returns:
-        The config, and the reason for each replaced value of a preset.
-
-    Raises:
-        ConfigError: A value cannot be used here, or one that the user gave has no effect.
+    Returns the config, and the reason for each replaced value of a preset. A value that cannot be
+    used here is refused, and so is one that the user gave and that has no effect.
     """
     on_gpu = machine.device_type == GPU
     config: Any = request.config
@@ -71,11 +63,7 @@ def settle(
 
 
 def check(request: Request, names: Collection[str]) -> None:
-    """Check some settings by those of their rules that ask neither for a machine nor for ranks.
-
-    Raises:
-        ConfigError: One of them breaks a rule.
-    """
+    """Check some settings by those of their rules that ask neither for a machine nor for ranks."""
     unknown: Any = None
     situation = Situation(request.config, unknown, unknown)
     for declared, rule in _find_broken(request, situation, names):

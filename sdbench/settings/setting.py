@@ -99,8 +99,7 @@ class Rule:
     reason recorded.
 
     Attributes:
-        values: The values that the rule is about.
-        is_met: Whether they can be used here.
+        is_met: Whether the values can be used here.
         problem: What is wrong where they cannot, as the first half of a sentence.
         instead: What replaces a preset's value; None: the value in the preset seed.
         allowed: What can be used instead; None: values that no rule forbids here, and `lifted_by`.
@@ -134,9 +133,8 @@ def only_with(values: Container[Any], problem: str, instead: Any = None, **other
 class Beside(NamedTuple):
     """What a setting needs beside it to have an effect: a value of one of other settings.
 
-    Attributes:
-        names: Of the other settings. In a program that lacks one of them nothing is needed.
-        value: The value that one of them must have; None: any but its default.
+    None stands for any value but the default. In a program that lacks one of the other settings
+    nothing is needed.
     """
 
     names: tuple[str, ...]
@@ -152,11 +150,10 @@ class Rung:
     """A value of a speed-up as a step of the ladder: what it gains on top of the preset seed.
 
     Attributes:
-        value: The value; `ANY_NUMBER` for all of them.
+        value: `ANY_NUMBER` stands for all of them.
         origin: Where it comes from, in public sources.
         loss_tolerance: Largest relative difference from the losses of the plain recipe. None where
             a CPU with one rank cannot show it, and the tests that can have their own.
-        devices: Types of device that have it.
         together: Other settings that are one idea with this one.
         needs: Settings without which it cannot be.
     """
@@ -175,13 +172,11 @@ class Setting:
     """The declaration of a setting.
 
     Attributes:
+        help: What it does; empty: the help does not list it.
         name: The field's, also the YAML key.
         group: Heading in the help; empty for that of argparse.
-        kind: What values it takes.
         default: None: chosen for the machine. `REQUIRED`: there is none.
-        help: What it does; empty: the help does not list it.
         presets: Its value in each preset, by name; empty where presets leave it alone.
-        rules: What its values need.
         rungs: Its steps of the ladder of speed-ups.
         demands: What other settings must be where this one does not have its default.
         acts_beside: What it needs beside it to have an effect: all of these.
@@ -229,11 +224,7 @@ class Setting:
         return f"default: {in_words(self.default)}" if is_told else ""
 
     def parse(self, value: Any) -> Any:
-        """Bring a value to its kind.
-
-        Raises:
-            ConfigError: It is of another kind.
-        """
+        """Bring a value to its kind, or refuse it."""
         if self.takes_several:
             return tuple(map(self._parse_one, value))
         return self._parse_one(value)
@@ -251,15 +242,7 @@ class Setting:
 
 
 def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
-    """Declare a setting as a field of a dataclass.
-
-    Args:
-        kind: What values it takes.
-        default: Its value where nobody says; None: chosen for the machine. `REQUIRED`: there is
-            none.
-        help_text: What it does.
-        more: Other attributes of `Setting`.
-    """
+    """Declare a setting as a field of a dataclass; `more` are other attributes of `Setting`."""
     declared = Setting(kind=kind, help=help_text, **more)
     return dataclasses.field(default=default, metadata={"setting": declared})
 
@@ -310,12 +293,6 @@ def presets_of(settings: Mapping[str, Setting]) -> dict[str, dict[str, Any]]:
 
 
 def shared(declaring: type, name: str, **changes: Any) -> Any:
-    """The setting of another dataclass, with some attributes changed.
-
-    Args:
-        declaring: The dataclass that has it.
-        name: Of the setting.
-        changes: Attributes of `Setting`, e.g. another default.
-    """
+    """The setting of another dataclass, with some attributes of `Setting` changed."""
     declared = dataclasses.replace(declarations(declaring)[name], **changes)
     return dataclasses.field(default=declared.default, metadata={"setting": declared})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.files import check_folder
 from sdbench.data.identity import write_provenance
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, TEXT
 from sdbench.settings.request import parse
@@ -108,13 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ShapesFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench shapes"
     ).config
     folder = Path(flags.folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            "there is something at the place of the data set",
-            value=flags.folder,
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
+    check_folder(folder)
     random = np.random.default_rng(flags.seed)
     known, held_out = split_scenes(random)
     for name, scenes, num_images in (

@@ -61,14 +61,9 @@ NOT_TESTED = "not tested"
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A two-sided confidence interval.
+    """A two-sided confidence interval of `kind` ``within-run`` or ``between-runs``.
 
-    Attributes:
-        low: Lower end.
-        high: Upper end; infinity if the data give no bound.
-        level: Confidence level, 0.95.
-        kind: ``within-run`` or ``between-runs``.
-        num_samples: Number of blocks or runs that it is computed from.
+    `high` is infinity if the data give no bound. `num_samples` is the number of blocks or runs.
     """
 
     low: float
@@ -86,10 +81,7 @@ class Comparison:
         ratio: Geometric-mean rate of the candidate over that of the baseline.
         interval: Welch t interval of the ratio on logs; None with fewer than two runs on a side,
             like the three fields below.
-        verdict: ``faster``, ``slower``, ``no difference shown`` or ``not tested``.
         log_variance: Squared standard error of the logarithm of the ratio.
-        degrees_of_freedom: Welch-Satterthwaite degrees of freedom of that variance.
-        p_value: Probability of a difference at least this large by chance.
     """
 
     ratio: float
@@ -102,12 +94,10 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Steadiness:
-    """Result of `check_steady`.
+    """Result of `check_steady`: steady if neither trend nor jump is large and beyond noise.
 
-    Attributes:
-        is_steady: True if neither trend nor jump is large and beyond noise.
-        trend: Change of the fitted line over the window, as a fraction of the mean step time.
-        jump: Mean after the likeliest place of a jump over the mean before it, minus 1.
+    `trend` is the change of the fitted line over the window, as a fraction of the mean step time,
+    `jump` the mean after the likeliest place of a jump over the mean before it, minus 1.
     """
 
     is_steady: bool
@@ -128,17 +118,12 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     if len(step_times_s) < MIN_STEPS:
         return None
     _, low_s, high_s, num_blocks = _mean_step(step_times_s)
-    return Interval(
-        low=images_per_step / high_s,
-        high=images_per_step / low_s if low_s > 0 else math.inf,
-        level=LEVEL,
-        kind="within-run",
-        num_samples=num_blocks,
-    )
+    high = images_per_step / low_s if low_s > 0 else math.inf
+    return Interval(images_per_step / high_s, high, LEVEL, "within-run", num_blocks)
 
 
 def num_precise_steps(target: float) -> int:
-    """Return the number of steps that a window needs for the target of `is_precise`."""
+    """Steps that a window needs for the target of `is_precise`."""
     return math.ceil(RULE_OF_THREE / target)
 
 
@@ -195,13 +180,7 @@ def between_runs_interval(rates: Sequence[float]) -> Interval | None:
     if len(rates) < MIN_RUNS:
         return None
     mean, half = _mean_and_half_width([math.log(rate) for rate in rates])
-    return Interval(
-        low=math.exp(mean - half),
-        high=math.exp(mean + half),
-        level=LEVEL,
-        kind="between-runs",
-        num_samples=len(rates),
-    )
+    return _between_runs(mean, half, num_samples=len(rates))
 
 
 def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparison:
@@ -222,7 +201,7 @@ def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparis
 
 
 def mean_rate(rates: Sequence[float]) -> float:
-    """Return the geometric mean of the rates of runs; for a single run, exactly its rate."""
+    """The geometric mean of the rates of runs; for a single run, exactly its rate."""
     if len(rates) == 1:
         return rates[0]
     return math.exp(math.fsum(map(math.log, rates)) / len(rates))
@@ -279,13 +258,7 @@ def _judge(
         degrees = sum(df for _, df in parts)
         distance = math.inf if difference else 0.0
     half = t_quantile(degrees) * math.sqrt(variance)
-    interval = Interval(
-        low=math.exp(difference - half),
-        high=math.exp(difference + half),
-        level=LEVEL,
-        kind="between-runs",
-        num_samples=num_samples,
-    )
+    interval = _between_runs(difference, half, num_samples=num_samples)
     ratio = math.exp(difference)
     verdict = FASTER if ratio > 1 else SLOWER
     if interval.low <= 1 <= interval.high or abs(ratio - 1) <= NOISE_THRESHOLD:
@@ -298,6 +271,11 @@ def _judge(
         degrees_of_freedom=degrees,
         p_value=2 * float(special.stdtr(degrees, -distance)),
     )
+
+
+def _between_runs(log: float, half: float, *, num_samples: int) -> Interval:
+    low, high = math.exp(log - half), math.exp(log + half)
+    return Interval(low, high, LEVEL, "between-runs", num_samples)
 
 
 def _outlier_distance(times_s: np.ndarray) -> float:
@@ -348,12 +326,10 @@ def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[
 def _shape_fit(num_blocks: int, shape: str | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Fit a level and ``slope``, from 0 to 1 between the ends, or a jump by 1 at this index.
 
-    Returns:
-        Weights whose product with the blocks is the change by the shape, (blocks,); the matrix
-        whose product with the blocks gives the residuals, (blocks, blocks); and what correlated
-        noise does, (4, cases): its lag-1 correlation, ascending; that of the residuals, which is
-        lower; the variance of the change over the sum of squared residuals; and Satterthwaite's
-        degrees of freedom of that sum.
+    The first two results times the blocks are the change by the shape and the residuals. The third
+    is what correlated noise does, (4, cases): its lag-1 correlation, ascending; that of the
+    residuals, which is lower; the variance of the change over the sum of squared residuals; and
+    Satterthwaite's degrees of freedom of that sum.
     """
     index = np.arange(num_blocks)
     design = np.ones((num_blocks, 2))
@@ -440,7 +416,7 @@ def _poisson_bounds(sizes: np.ndarray) -> tuple[float, float]:
 
 
 def _correlated_half_width(step_times_s: Sequence[float]) -> float:
-    """Return the half-width of a t interval over the effective number of independent steps."""
+    """The half-width of a t interval over the effective number of independent steps."""
     num_steps, num_effective = len(step_times_s), _num_effective(step_times_s)
     if num_effective == num_steps:
         return 0.0  # without correlation the interval of the blocks is right

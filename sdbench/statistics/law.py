@@ -62,13 +62,7 @@ MAX_MEAN_ERROR = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How a step is divided among GPUs and micro-batches.
-
-    Attributes:
-        num_gpus: GPUs, one rank each.
-        device_batch: Images of a step on one GPU.
-        micro_batch: Images of a micro-batch on one GPU; the last one may have fewer.
-    """
+    """How a step is divided among GPUs, each with its images and the images of a micro-batch."""
 
     num_gpus: int
     device_batch: int
@@ -94,8 +88,7 @@ class Setup:
 class Point:
     """One figure of a table: images/s of all GPUs.
 
-    ``communication_s`` is the part of a step that waits for gradients, in seconds; None if the run
-    was not profiled.
+    A step waits ``communication_s`` for gradients; None if the run was not profiled.
     """
 
     setup: Setup
@@ -104,7 +97,7 @@ class Point:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step on all GPUs."""
         return self.setup.images_per_step / self.images_per_second
 
 
@@ -112,8 +105,7 @@ class Prediction(NamedTuple):
     """The prediction of a law for a setup.
 
     ``images_per_second`` are those of all GPUs and the ends of the 95 % interval of a figure
-    measured there; NaN if there is no bound but 0. It ``is_extrapolated`` if GPUs, images of a GPU,
-    micro-batch, or their leverage on all terms lie beyond the figures.
+    measured there; NaN if there is no bound but 0.
     """
 
     setup: Setup
@@ -127,13 +119,11 @@ class StepLaw:
     """A fitted law.
 
     Attributes:
-        terms: Names of the terms in it.
-        seconds: The constant of each term, in seconds.
+        seconds: The constant of each term.
         hidden_share: The part of the communication constant that hides behind the backward pass.
         relative_error: Standard deviation of a figure from the law, as a fraction.
         degrees_of_freedom: Number of figures minus that of the constants above 0 in the fit of all
             terms (Meyer and Woodroofe, 2000, on least squares of constants that are not negative).
-        figures: What was fitted.
         limit: The largest sum of squares of constants that agree with the figures.
         notes: Terms that the figures do not determine, in words.
     """
@@ -190,13 +180,10 @@ class StepLaw:
         return float(factors[_columns(self.terms)] @ np.asarray(self.seconds))
 
     def predict(self, setup: Setup) -> Prediction:
-        """Predict the images/s of a setup.
+        """Predict the images/s of a setup; refuse a micro-batch that nothing is known of.
 
         The interval covers all constants that agree with the figures, the deviation of single
         figures from the law, and its drift beyond the figures.
-
-        Raises:
-            ConfigError: If no figure has this micro-batch and the law has no term per image.
         """
         if IMAGE not in self.terms and setup.micro_batch not in self.micro_batches:
             raise ConfigError(
@@ -227,7 +214,7 @@ class StepLaw:
         return [point.step_time_s / self.step_time_s(point.setup) - 1 for point in self.points]
 
     def _ends(self, value: float, factors: Callable[[float], np.ndarray]) -> tuple[float, float]:
-        """Return the ends over all regions, from a function of the hidden share to factors."""
+        """The ends over all regions, from a function of the hidden share to factors."""
         ranges = [
             find_range(*equations, factors(share), limit=self.limit)
             for share, equations in self.figures.regions.items()
@@ -236,13 +223,11 @@ class StepLaw:
         return min(value, *lows), max(value, *highs)
 
     def _doublings_beyond(self, setup: Setup) -> float:
-        """Return the doublings of GPUs, images of a GPU and micro-batch beyond the figures."""
-        return sum(
-            max(0.0, math.log2(value / max(values)), math.log2(min(values) / value))
-            for name in ("num_gpus", "device_batch", "micro_batch")
-            for value in [getattr(setup, name)]
-            for values in [[getattr(point.setup, name) for point in self.points]]
-        )
+        """The doublings of GPUs, images of a GPU and micro-batch beyond the figures."""
+        own = np.log2(dataclasses.astuple(setup))
+        known = np.log2([dataclasses.astuple(point.setup) for point in self.points])
+        beyond = np.maximum(own - known.max(axis=0), known.min(axis=0) - own)
+        return float(np.maximum(beyond, 0).sum())
 
     def _is_within(self, setup: Setup) -> bool:
         """Return True if a setup has at most the largest leverage of a figure.
@@ -268,12 +253,8 @@ class StepLaw:
 def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     """Fit the constants by least squares of the relative errors of the step times.
 
-    Args:
-        points: Figures of one kind of GPU and one kind of work.
-        gpus_per_node: GPUs of a node.
-
-    Raises:
-        ConfigError: If there are too few different points to fit the terms, or steps take no time.
+    The points are of one kind of GPU and one kind of work. Too few to fit the terms are refused,
+    and so are steps that take no time.
     """
     figures = _Figures(points, gpus_per_node)
     notes: list[str] = []
@@ -383,7 +364,7 @@ class _Figures:
     def equations(
         self, terms: Sequence[str], hidden_share: float = 0.0, hides_in: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return factors of the constants, (equations, terms), and their sums, over the step time.
+        """Factors of the constants, (equations, terms), and their sums, over the step time.
 
         A point is one equation, or two if its communication is known.
         """

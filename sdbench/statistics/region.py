@@ -24,11 +24,7 @@ PRECISION = 1e-5
 
 
 def fit_non_negative(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, float]:
-    """Fit non-negative constants to rows, (figures, constants), and targets, (figures,).
-
-    Returns:
-        The constants and the sum of squared residuals.
-    """
+    """Fit non-negative constants to rows, (figures, constants); also the sum of squared errors."""
     from scipy import optimize
 
     # Columns differ by a factor of 1000: GPUs beside an overhead. Columns of zeros stay.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.files import new_file, replace_file
+from sdbench.base.files import new_file, refused_unless_written, replace_file
 from sdbench.base.progress import Progress
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
@@ -169,19 +169,12 @@ class Generate(Task):
         """The one of --folder, new or with pictures of the same job."""
         folder = Path(self._flags.folder)
         self._check_earlier_job(folder)
-        try:
+        with refused_unless_written(folder, kind="output", flag="--folder"):
             (folder / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
             (folder / ".failed").unlink(missing_ok=True)
             table = io.StringIO()
             csv.writer(table, lineterminator="\n").writerows([Picture._fields, *self._pictures])
             replace_file(folder / TABLE_NAME, table.getvalue())
-        except OSError as error:
-            raise ConfigError(
-                f"the folder cannot be written ({error.strerror})",
-                value=str(folder),
-                allowed="a folder that this user may write",
-                flag="--folder",
-            ) from None
         return folder
 
     def _check_earlier_job(self, folder: Path) -> None:

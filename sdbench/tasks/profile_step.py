@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.files import replace_file
+from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
@@ -51,19 +51,10 @@ class ProfileStep(TrainingTask):
         """The one of --folder, or a new one in --results_dir."""
         if self.request.config.folder is None:
             return self._new_folder(f"profile-{self.plan.name}")
-        from sdbench.models.export import check_folder
-
         folder = Path(self.request.config.folder)
-        try:
+        with refused_unless_written(folder, kind="output", flag="--folder"):
             check_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the folder cannot be made ({error.strerror})",
-                value=str(folder),
-                allowed="a folder that this user may write",
-                flag="--folder",
-            ) from None
         return folder
 
     def for_person(self) -> str:

@@ -52,7 +52,7 @@ class TrainingTask(Task):
 
     def printed_config(self) -> str | None:
         """The plan as a config file."""
-        return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
+        return describe.as_yaml(self.plan) if self.request.print_config else None
 
     def _begin(
         self, run: Run, settings: dict[str, Any], *, has_parts: bool = False
@@ -104,4 +104,4 @@ class TrainingTask(Task):
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
         """The plan as a record has it."""
-        return describe.for_record(self.plan, self.request, num_restarts=num_restarts)
+        return describe.for_record(self.plan, num_restarts=num_restarts)

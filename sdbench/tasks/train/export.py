@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.files import check_folder
 from sdbench.settings.kinds import SWITCH, TEXT, one_of, row_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -192,7 +193,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
 
 def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     """Write the LoRA alone; return the file."""
-    from sdbench.models.export import check_folder, convert, in_one_piece
+    from sdbench.models.export import convert, in_one_piece
     from sdbench.models.lora import Lora, is_lora
     from sdbench.models.lora_files import DIFFUSERS_NAME, lora_weights, write_for_diffusers
 

@@ -90,7 +90,7 @@ class Train(TrainingTask):
 
             self._evaluations = Evaluations(self.plan)
             notes += self._evaluations.notes
-        self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, *notes))
+        self.plan.notes += notes
 
     def make_folder(self) -> Path:
         """The folder of --run_name, locked against a second run; else a new one."""
