@@ -184,11 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find_failures(match: Match, *, threshold: float) -> list[str]:
-    """Find the reasons why the candidate does not pass --fail_if_slower.
-
-    A row fails if its whole interval lies below the bound, if it has no interval, and if the
-    candidate has no figure of it, since that run may have crashed.
-    """
+    """Why the candidate fails --fail_if_slower: a run without a figure may have crashed."""
     judged = [row for row in match.rows if row["row"] != ONLY_CANDIDATE]
     columns = _varying_columns(match, judged[:-1])
     failures = []

@@ -66,9 +66,7 @@ class Ladder:
     Attributes:
         base: The preset seed.
         alone: Configurations with one rung.
-        chain: Configurations with one more rung each, without the base. It ends with the preset
-            fast if a chain reaches it.
-        fast: The preset fast; None if it was not measured.
+        chain: Configurations with one more rung each, up to the preset fast if a chain reaches it.
         beyond: Configurations outside the chain with one rung more or less than fast.
     """
 

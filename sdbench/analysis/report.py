@@ -38,7 +38,7 @@ from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
 from sdbench.report import run_plots
 from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
-from sdbench.report.plots import Plot, plain_style, save
+from sdbench.report.plots import plain_style, save
 from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
 from sdbench.settings.kinds import PATH
@@ -143,15 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rebuild(results: Path) -> tuple[str, list[Path]]:
-    """Make the tables, plots and pages of a results folder.
+    """Make the tables, plots and pages of a results folder; returns a summary and what is left out.
 
-    A record or a table that cannot be read is named on stderr and left out.
-
-    The folder has README.md and may have runs/, quoted/, modelled/, numerics/, profiles/, pages/,
-    ladder.md and limits.md. If a text with places for tables cannot be used, nothing is written.
-
-    Returns:
-        What was made, and which plots have no data, in words; and the files that are left out.
+    A record or a table that cannot be read is named on stderr and left out. If a text with places
+    for tables cannot be used, nothing is written.
     """
     files = sorted(results.glob(f"{RUNS}/*/record.json"))
     records, left_out = use_each(files, _load_record)
@@ -167,9 +162,19 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     figures = [row for row in of_others if row.get("images_per_second") is not None]
 
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
+    measured = [
+        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
+    ]
     with plain_style():
-        drawn, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
-        plots = [plot for plot in (*drawn, training_times.draw(times)) if plot is not None]
+        step_times, bad_steps = run_plots.draw_step_times(ended_well, results / RUNS)
+        drawn = [
+            *throughput_plots.draw_micro_batch([*measured, *figures]),
+            *throughput_plots.draw_scaling([*measured, *figures]),
+            run_plots.draw_breakdown(ended_well),
+            step_times,
+            training_times.draw(times),
+        ]
+    plots = [plot for plot in drawn if plot is not None]
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     ladder = _make_ladder(ended_well, losses)
     tables = {
@@ -227,24 +232,6 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     if left_out:
         summary += f"\nleft out, as they cannot be read: {len(left_out)} files"
     return summary, left_out
-
-
-def _draw_plots(
-    ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> tuple[list[Plot | None], list[Path]]:
-    """The plots of throughput and of runs, and the tables of steps that cannot be read."""
-    measured = [
-        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
-    ]
-    rows = [*measured, *figures]
-    step_times, left_out = run_plots.draw_step_times(ended_well, runs)
-    drawn = [
-        *throughput_plots.draw_micro_batch(rows),
-        *throughput_plots.draw_scaling(rows),
-        run_plots.draw_breakdown(ended_well),
-        step_times,
-    ]
-    return drawn, left_out
 
 
 def _make_ladder(

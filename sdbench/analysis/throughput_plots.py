@@ -80,10 +80,9 @@ Panels = dict[str, list[Series]]
 
 
 def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Draw throughput against micro-batch, from rows of results/throughput.csv.
+    """Draw throughput against micro-batch: a chart of the seed's work and one of other work.
 
-    Measured rows also have the ``command`` of their run. There is a chart of the seed's work and
-    one of other work, if a series has two micro-batches.
+    Rows are those of results/throughput.csv; measured ones also have the ``command`` of their run.
     """
     seed_panels: Panels = {}
     other_panels: Panels = {}
@@ -105,10 +104,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Draw speed-up, with the ideal line, and throughput against the number of GPUs.
-
-    There is no chart if no series has two numbers of GPUs.
-    """
+    """Draw speed-up, with the ideal line, and throughput against the number of GPUs."""
     found = _collect(
         _label_batches([row for row in rows if row.get("num_gpus")]),
         x_of=lambda row: row["num_gpus"],

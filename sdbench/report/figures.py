@@ -45,18 +45,10 @@ MAX_NAMES = 8
 
 
 def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read a table of figures.
+    """Read the rows of a table of figures, each with every column of the header as a key.
 
-    Args:
-        path: The CSV file, UTF-8.
-        required: Columns that the table must have.
-
-    Returns:
-        The rows in order, each with every column of the header as a key; an empty cell is None,
-        numbers are int or float within bounds, ``true`` and ``false`` are bool.
-
-    Raises:
-        ConfigError: If the file cannot be read or is no such table.
+    An empty cell is None, numbers are int or float within bounds, ``true`` and ``false`` are bool.
+    Raises ConfigError if the file cannot be read or is no such table.
     """
     try:
         reader = csv.DictReader(open_table(path), strict=True)
@@ -189,10 +181,7 @@ def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> li
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """Find the name that equals this text, or the only one that begins with it.
-
-    Otherwise raises ConfigError, which says `what` if no name begins with it.
-    """
+    """The name that equals this text, or the only one that begins with it; else a ConfigError."""
     if name in names:
         return name
     beginning = [one for one in names if name and one.lower().startswith(name.lower())]

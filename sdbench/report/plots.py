@@ -64,11 +64,8 @@ STYLE = {
 class Plot:
     """A rendered chart.
 
-    Attributes:
-        name: File name without extension.
-        title: Also the alternative text of the picture.
-        notes: Text that the page shows at each point of a line or at a bar, by its id in the SVG,
-            which begins with the name.
+    `notes` has the texts that the page shows at each point of a line or at a bar, by its id in the
+    SVG, which begins with `name`.
     """
 
     name: str

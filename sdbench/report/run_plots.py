@@ -44,10 +44,7 @@ MAX_STEPS_DRAWN = 300
 
 
 def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
-    """Draw the share of each phase in a step; None if no run was profiled.
-
-    Each device and kind of work has axes of its own.
-    """
+    """Draw the share of each phase in a step; None if no run was profiled."""
     profiled = _latest([record for record in records if record["summary"].get("breakdown")])
     if not profiled:
         return None

@@ -56,14 +56,7 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with a caption.
-
-    Attributes:
-        name: Anchor of the table in an HTML page, e.g. ``512px-online``.
-        caption: One line of plain text.
-        columns: One for each cell of a row.
-        rows: Cells by row.
-    """
+    """A table with a caption; its name is its anchor in an HTML page, e.g. ``512px-online``."""
 
     name: str
     caption: str
@@ -145,10 +138,7 @@ class Fold:
 def tabulate(
     fields: Sequence[Field], records: Iterable[Any], *, name: str = "", caption: str = ""
 ) -> Table:
-    """Make a table with a column for each field and a row for each record.
-
-    Records are mappings, or whatever the functions of the fields take.
-    """
+    """Make a table with a column for each field and a row for each record."""
     rows = [[field.cell_of(record) for field in fields] for record in records]
     columns = [
         field._replace(
@@ -178,10 +168,7 @@ def make_table(
 
 
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
-    """Make a cell of a text, a number, a bool or None, whose text is `unknown`.
-
-    A float has `num_digits` significant figures, an integer is shown in full.
-    """
+    """Make a cell of a text, a bool, a number (significant figures of a float), or None."""
     if value is None:
         return Cell(unknown, None)
     if isinstance(value, bool):

@@ -95,7 +95,13 @@ def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
     is_over = run.record["status"] == OK
     with plain_style():
         plot = draw_run(run)
-    tables = [_make_validations(run), _make_scores(run), _make_events(run)]
+    scores = tabulate(
+        SCORES,
+        _newest(run.of("scores")),
+        name="scores",
+        caption="Scores of pictures drawn for held-out captions",
+    )
+    tables = [_make_validations(run), scores.without_empty_columns(), _make_events(run)]
     page = format_page(
         [Section("Where it is", HELP, [_make_state(run)], plots=[] if plot is None else [plot])],
         template="watch.html.j2",
@@ -166,12 +172,6 @@ def _make_validations(run: TrainingRun) -> Table:
         rows.append(row | {f"t = {timestep}": loss for timestep, loss in parts})
     caption = "Validation loss, and where there is noise its parts by the time step t"
     return make_table(rows, name="validation", caption=caption).without_empty_columns()
-
-
-def _make_scores(run: TrainingRun) -> Table:
-    caption = "Scores of pictures drawn for held-out captions"
-    table = tabulate(SCORES, _newest(run.of("scores")), name="scores", caption=caption)
-    return table.without_empty_columns()
 
 
 def _make_events(run: TrainingRun) -> Table:
