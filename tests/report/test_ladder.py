@@ -15,7 +15,6 @@ from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
 from sdbench.analysis.ladder_tables import (
     make_ladder_tables,
     make_pair_tables,
-    make_pending_tables,
 )
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
@@ -201,39 +200,8 @@ def test_a_rung_on_top_of_fast_or_taken_from_it_is_set_against_fast():
     }
 
 
-def test_different_work_has_ladders_of_its_own():
-    records = [
-        make_recipe(rate, **work, **rung)
-        for work in ({}, {"latents": "precomputed"}, {"engine": "torch"}, {"image_size": 512})
-        for rate, rung in ((1.0, {}), (2.0, {"precision": "amp_bf16"}))
-    ]
-    tables = make_ladder_tables(read_configurations(records))
-    assert [len(table.rows) for table in tables] == [2, 2, 2, 2]
-    captions = [table.caption for table in tables]
-    assert "256 px, the encoders run in the step (online)" in captions[0]
-    assert "precomputed" in captions[1] and "engine torch" in captions[2]
-
-
 def test_a_record_that_does_not_tell_all_switches_is_on_no_ladder():
     assert read_configurations([make_record()]) == []
-
-
-def test_rungs_that_nobody_measured_are_listed_without_a_number():
-    configurations = read_configurations(
-        [make_recipe(1.0), make_recipe(4.0, preset="fast"), make_recipe(1.0, num_threads=1)]
-    )
-    tables = {table.caption: cells_of(table) for table in make_pending_tables(configurations)}
-    assert list(tables) == [
-        f"{device}, {who}" for device in ("CPU", "GPU") for who in ("one rank", "several ranks")
-    ]
-    on_cpu = tables["CPU, one rank"]
-    assert "--precision amp_bf16" not in on_cpu  # a part of fast
-    assert "--num_threads N" not in on_cpu
-    assert on_cpu["--attention eager"]["gain"] == "not measured"
-    assert "--cuda_graph" not in on_cpu
-    assert "--cuda_graph" in tables["GPU, one rank"]
-    assert "--grad_compression bf16" in tables["GPU, several ranks"]
-    assert "--grad_compression bf16" not in tables["GPU, one rank"]
 
 
 def test_engines_are_compared_at_the_same_settings_only():
@@ -249,61 +217,6 @@ def test_engines_are_compared_at_the_same_settings_only():
         ("--preset fast", ""),
         ("--preset fast", "1.10x"),
         ("--preset fast --cuda_graph", "1.50x"),
-    ]
-
-
-def test_the_ema_is_set_beside_the_same_run_without_it():
-    small = {"preset": "fast", "batch_size": 1, "device_train_microbatch_size": 1}
-    every_step = {"use_ema": True, "ema_interval_batches": 1}
-    rows = pairs_of(
-        "ema",
-        make_recipe(1.0, **small),
-        make_recipe(1 / 1.04, **small, **every_step),
-        make_recipe(1 / 1.25, **small, **every_step, ema_impl="composer"),
-        make_recipe(1 / 1.01, **small, use_ema=True, ema_interval_batches=10),
-        make_recipe(9.0, preset="fast", use_ema=True),
-    )
-    assert [(row["EMA"], row["adds to a step, %"]) for row in rows] == [
-        ("none", ""),
-        ("foreach", "4.0"),
-        ("composer", "25.0"),
-        ("foreach, every 10 steps", "1.0"),
-    ]
-    assert {(row["images per rank and step"], row["recipe"]) for row in rows} == {
-        ("1", "--preset fast")
-    }
-
-
-def test_micro_batches_and_checkpointing_are_one_family():
-    fast = {"preset": "fast"}
-    rows = pairs_of(
-        "micro-batches",
-        make_recipe(74.0, **fast, device_train_microbatch_size=64),
-        make_recipe(12.0, **fast, device_train_microbatch_size=2),
-        make_recipe(
-            50.0, **fast, device_train_microbatch_size=128, activation_checkpointing="full"
-        ),
-    )
-    assert [(row["activation checkpointing"], row["micro-batch"]) for row in rows] == [
-        ("full", "128"),
-        ("none", "2"),
-        ("none", "64"),
-    ]
-
-
-def test_ranks_are_set_beside_one_rank_with_as_many_threads():
-    fast = {"preset": "fast"}
-    rows = pairs_of(
-        "ranks",
-        make_recipe(1.0, **fast),
-        make_recipe(0.6, **fast, num_threads=1),
-        make_recipe(1.2, **fast, num_ranks=2, num_threads=1, sharding="full"),
-    )
-    names = ("ranks", "threads per rank", "over one rank with as many threads")
-    assert [tuple(row[name] for name in names) for row in rows] == [
-        ("1", "2", ""),
-        ("1", "1", ""),
-        ("2", "1", "1.20x"),
     ]
 
 

@@ -10,7 +10,6 @@ import xml.etree.ElementTree as ElementTree
 from sdbench.analysis.report import rebuild
 from sdbench.analysis.throughput_plots import (
     MICRO_BATCH,
-    OTHER_MICRO_BATCHES,
     SCALING,
     SPEED_UP,
 )
@@ -90,45 +89,6 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     assert "No runs yet." in (results / "README.md").read_text()
 
 
-def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
-    runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0)]
-    runs += [micro_batch_run(4, 600.0, ranks__world_size=16)]
-    results = make_results(tmp_path, *runs)
-    rebuild(results)
-    texts = texts_of(results, MICRO_BATCH)
-    assert "512 px, the encoders run in the step (online), 8 devices" in texts
-    assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
-    assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
-    assert any(
-        text.startswith("[1] results/runs; [2] AWS (2024) MosaicML Stable Diffusion section 1.5")
-        for text in texts
-    )
-    for name in (SPEED_UP, SCALING):
-        labels = [text for text in texts_of(results, name) if text.startswith("NVIDIA H200")]
-        assert labels == [
-            "NVIDIA H200, EMA, fast, amp_bf16, micro-batch 4, global batch 2048, measured [1]"
-        ]
-    assert "ideal" in texts_of(results, SPEED_UP)
-    assert "speed-up over 8 GPUs" in texts_of(results, SPEED_UP)
-
-
-def test_other_work_has_axes_of_its_own(tmp_path):
-    runs = [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
-    results = make_results(tmp_path, *runs)
-    rebuild(results)
-    panels = {
-        name: [text for text in texts_of(results, name) if text.endswith((" device", " devices"))]
-        for name in (MICRO_BATCH, OTHER_MICRO_BATCHES)
-    }
-    assert panels == {
-        MICRO_BATCH: ["512 px, the encoders run in the step (online), 8 devices"],
-        OTHER_MICRO_BATCHES: [
-            "512 px, the encoders run in the step (online), 1 device",
-            "512 px, latents and text embeddings made beforehand (precomputed), 8 devices",
-        ],
-    }
-
-
 def test_growing_batches_are_told_from_a_constant_one(tmp_path):
     runs = [
         micro_batch_run(4, 100.0 * number, ranks__world_size=number, config__batch_size=32 * number)
@@ -153,41 +113,6 @@ def test_runs_are_drawn_with_their_phases_warm_up_and_flags(tmp_path):
     assert any(
         text.startswith("1 x Intel Xeon Processor, 2 cores, sd2-base, 256") for text in texts
     )
-
-
-def test_bars_and_traces_say_in_what_they_differ(tmp_path):
-    changes = [
-        {"config__attention": "eager", "origin__attention": "flag"},
-        {"config__engine": "torch"},
-        {},
-        {"config__lr_end_factor": 0.5, "git__commit": "abcdef12" * 5},
-        {"config__latents": "precomputed"},
-    ]
-    runs = [make_record(summary__breakdown=BREAKDOWN, **change) for change in changes]
-    results = make_results(tmp_path, *runs, quoted=False)
-    rebuild(results)
-    bars = [text for text in texts_of(results, "time_breakdown") if text.endswith(": 4 s")]
-    assert sorted(bars) == [
-        "engine composer, attention eager: 4 s",
-        "engine composer, code 977fb62: 4 s",
-        "engine composer, code abcdef1: 4 s",
-        "engine torch: 4 s",
-        "fast: 4 s",  # the only one on latents
-    ]
-    traces = [text for text in texts_of(results, "step_times") if "engine" in text]
-    assert len(set(traces)) == 4
-
-
-def test_the_same_records_give_the_same_bytes(tmp_path):
-    runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0), make_record()]
-    made = []
-    for name in ("one", "another"):
-        results = make_results(tmp_path / name, *runs)
-        rebuild(results)
-        paths = [path for path in sorted(results.rglob("*")) if path.is_file()]
-        made.append({str(path.relative_to(results)): path.read_bytes() for path in paths})
-    assert made[0] == made[1]
-    assert b"<dc:date>" not in made[0][f"plots/{MICRO_BATCH}.svg"]
 
 
 def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):

@@ -48,24 +48,6 @@ def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
     assert readme.read_text() == text.replace("-->\n<!-- end", "-->\nNo runs yet.\n<!-- end")
 
 
-def test_the_readme_opens_with_the_seeds_ratio_then_each_machine_once():
-    lines = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
-    headings = [line for line in lines if line.startswith("## ")]
-    assert headings[:3] == [
-        "## A100 against H100",
-        "## Best of each machine",
-        "## Figures of other people",
-    ]
-    table = lines.index("| 4 | yes | 1.33x | 142.69 | 189.28 | 1.32x |")
-    chart = next(at for at, line in enumerate(lines) if "(plots/sd_p4de_p5.png)" in line)
-    assert table < 20 and chart < 30
-    assert chart < lines.index("## Best of each machine")
-    # No experiment with a single speed-up: these are in ladder.md alone.
-    assert not [line for line in lines if line.startswith("| measured |") and "code " in line]
-    ladder = (RESULTS / "ladder.md").read_text(encoding="utf-8")
-    assert "micro-batch 2, cpu\\_allocator keep |" in ladder
-
-
 def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
     make_readme(tmp_path)
     readme = tmp_path / "README.md"

@@ -7,35 +7,13 @@ import fcntl
 import multiprocessing
 import time
 
-from sdbench.record.row import COLUMNS, append_row, format_csv, make_row
+from sdbench.record.row import COLUMNS, append_row, make_row
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
 
 
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_record_without_the_newer_figures_has_empty_cells():
-    (row,) = csv.DictReader(format_csv([make_row(make_record())], columns=COLUMNS).splitlines())
-    for name in ("stability", "flags", "matmul_tflops", "power_w", "energy_j_per_image"):
-        assert row[name] == ""
-    assert (row["kind"], row["ema"], row["num_gpus"], row["gpu"]) == ("measured", "false", "0", "")
-
-
-def test_what_a_user_chose_beyond_the_columns_is_a_column():
-    origin = {**make_record()["origin"], "attention": "flag", "seed": "flag", "lr": "file"}
-    record = make_record(origin=origin, config__attention="eager", config__lr=0.0002)
-    row = make_row(record)
-    assert "attention eager" in row["other_settings"] and "lr 0.0002" in row["other_settings"]
-    assert "seed" not in row["other_settings"]  # it says how to measure
-    assert (row["num_cpu_cores"], row["num_nodes"]) == (2, 1)
-
-
-def test_a_model_of_which_lora_alone_is_trained_is_another_model():
-    whole = make_row(make_record())["model"]
-    assert make_row(make_record(config__lora_rank=None))["model"] == whole
-    assert make_row(make_record(config__lora_rank=4))["model"] == f"{whole}, LoRA 4"
 
 
 def test_flags_power_and_energy_are_columns():
