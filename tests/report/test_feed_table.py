@@ -125,21 +125,6 @@ def test_runs_of_one_configuration_become_one_line():
     assert second.endswith("| 25 % |")
 
 
-def test_data_sets_behind_one_placeholder_are_not_averaged():
-    about = {"num_files": 1, "num_bytes": None, "made_by": [None]}
-    records = []
-    for place, digit in ("<remote>", "1"), ("<remote>", "2"), ("<remote>", None):
-        records.append(make_record(config={"remote": place, "local": None}))
-        if digit:
-            records[-1]["data"] = {"sha256": digit * 64, **about}
-    lines = to_markdown(make_data_table([*records, records[0]])).splitlines()[2:]
-    assert [(line.split(" | ")[3], line.split(" | ")[10]) for line in lines] == [
-        ("&lt;remote&gt;, 111111111111", "2"),
-        ("&lt;remote&gt;, 222222222222", "1"),
-        ("&lt;remote&gt;", "1"),
-    ]
-
-
 def test_a_record_with_fewer_figures_has_dashes():
     record = make_record()
     record["kind"] = "precompute"

@@ -20,7 +20,7 @@ from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE
 from sdbench.settings.setting import of_device
-from tests.report.results_folder import RESULTS, make_recipe, make_record, rows_of
+from tests.report.results_folder import RESULTS, make_recipe, rows_of
 
 REPOSITORY = RESULTS.parent
 
@@ -44,11 +44,6 @@ def ladder_of(*records):
 
 def pairs_of(name, *records):
     return rows_of(make_pair_tables(read_configurations(records))[name])
-
-
-def climb(*names):
-    """Settings of fast, as many as named."""
-    return {name: FAST_ON_CPU[name] for name in names}
 
 
 def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
@@ -75,18 +70,6 @@ def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
     assert (other["alone, over seed"], other["over the one above"]) == ("1.10x", "")
 
 
-def test_the_longest_chain_is_the_ladder_and_names_do_not_matter():
-    chain = ("precision", "image_dtype", "optimizer", "unit_divisions")
-    records = [make_recipe(1.0)]
-    records += [make_recipe(2.0 + n, **climb(*chain[:n])) for n in range(1, 5)]
-    records += [make_recipe(1.2, attention="eager")]
-    records += [make_recipe(1.3, attention="eager", compile="unet")]
-    for number, record in enumerate(records):
-        record["run_id"] = f"20261121T000000Z_x_any-name-{number}"
-    (found,) = find_ladders(read_configurations(reversed(records)))
-    assert [sorted(one.added) for one in found.chain] == [sorted(chain[:n]) for n in range(1, 5)]
-
-
 def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
     by_hand = make_recipe(4.0, **FAST_ON_CPU)
     configurations = read_configurations(
@@ -96,22 +79,6 @@ def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
     assert configurations[1].preset == "fast"
     rows = ladder_of(make_recipe(1.0), make_recipe(4.0, preset="fast"))
     assert rows["--preset fast"]["over seed"] == "4.00x"
-
-
-def test_switches_that_do_nothing_in_a_run_set_it_apart_from_no_other():
-    records = [
-        make_recipe(1.0),
-        make_recipe(1.0, ema_impl="foreach", static_graph=True, compile_mode="max-autotune"),
-        make_recipe(2.0, latents="precomputed"),
-        make_recipe(2.0, latents="precomputed", encoder_dtype="bf16", image_dtype="uint8"),
-        make_recipe(1.0, use_ema=True, ema_impl="foreach"),
-    ]
-    configurations = read_configurations(records)
-    assert [(len(one.runs), dict(one.added)) for one in configurations] == [
-        (2, {}),
-        (2, {}),
-        (1, {"ema_impl": "foreach"}),
-    ]
 
 
 def at(time, record):
@@ -180,28 +147,6 @@ def test_a_rung_that_needs_another_is_alone_with_it():
     assert "--memory_format channels_last --convolution matmul" not in rows
     without = rows["--preset fast --memory_format contiguous --convolution torch"]
     assert (without["over the one above"], without["from"]) == ("0.50x", "this suite")
-
-
-def test_a_rung_on_top_of_fast_or_taken_from_it_is_set_against_fast():
-    rows = ladder_of(
-        make_recipe(1.0),
-        make_recipe(4.0, preset="fast"),
-        make_recipe(5.0, preset="fast", attention="eager"),
-        make_recipe(2.0, preset="fast", precision="bf16", master_weights="fp32"),
-        make_recipe(3.0, preset="fast", unit_divisions="keep"),
-    )
-    gains = {name: row["over the one above"] for name, row in rows.items()}
-    assert gains == {
-        "--preset seed": "",
-        "--preset fast": "",
-        "--preset fast --attention eager": "1.25x",
-        "--preset fast --precision bf16 --master_weights fp32": "0.50x",
-        "--preset fast --unit_divisions keep": "0.75x",
-    }
-
-
-def test_a_record_that_does_not_tell_all_switches_is_on_no_ladder():
-    assert read_configurations([make_record()]) == []
 
 
 def test_engines_are_compared_at_the_same_settings_only():

@@ -8,7 +8,7 @@ import multiprocessing
 import time
 
 from sdbench.record.row import COLUMNS, append_row, make_row
-from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
+from tests.report.results_folder import make_gpu_record, make_record
 
 
 def read(path):
@@ -25,14 +25,6 @@ def test_flags_power_and_energy_are_columns():
     assert (row["flags"], row["stability"], row["power_w"]) == ("drift;noisy", "drift", 650.0)
     # 10 measured steps of 2048 images: 40960 J over 20480 images.
     assert row["energy_j_per_image"] == 2.0
-
-
-def test_rows_are_appended_under_one_header(tmp_path):
-    path = tmp_path / "runs.csv"
-    for rate in (1.0, 2.0):
-        append_row(path, make_record(summary__images_per_second=rate))
-    assert [row["images_per_second"] for row in read(path)] == ["1.0", "2.0"]
-    assert path.read_text().count("images_per_second,") == 1
 
 
 def append_often(path, writer):
@@ -57,15 +49,6 @@ def test_rows_of_processes_that_write_at_once_are_whole(tmp_path):
     assert all(None not in row and None not in row.values() for row in rows)
     rates = sorted(float(row["images_per_second"]) for row in rows)
     assert rates == [100.0 * writer + number for writer in range(1, 9) for number in range(10)]
-
-
-def test_a_hostile_name_is_one_cell_and_no_formula(tmp_path):
-    path = tmp_path / "runs.csv"
-    append_row(path, make_record(machine__device_name=HOSTILE, status="failed", reason="+1"))
-    append_row(path, make_record())
-    first, second = read(path)
-    assert (first["device"], first["reason"]) == (f"'{HOSTILE}", "'+1")
-    assert second["device"] == "Intel Xeon Processor"
 
 
 def test_a_file_of_an_older_version_is_set_aside_whole(tmp_path, capsys):

@@ -152,12 +152,6 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
     assert "command" not in to_captioned_markdown([table])
 
 
-def test_a_machine_s_headline_is_of_three_runs_before_a_faster_one_of_a_single_run():
-    runs = [with_rate(rate, config__batch_size=8) for rate in (0.5, 0.51, 0.52)]
-    (row,) = rows_of(make_headline_table([within(0.6, 0.7), *runs]))
-    assert (row["runs"], row["best of"]) == ("3", "2")
-
-
 def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     runs = [
         make_gpu_record(
