@@ -59,7 +59,7 @@ MAX_VALUES = 3
 MACHINES = frozenset(("gpu", "device", "num_cpu_cores"))
 # The matrix product that is timed before a run depends on these; Ray gives a rank fewer threads.
 SET_MATRIX_PRODUCT = MACHINES | {
-    *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine"),
+    *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine")
 }
 MAX_MACHINE_CHANGE = 0.05
 MATCHED, MEAN = "matched", "geometric mean"

@@ -114,10 +114,7 @@ def check_distinct(baseline: Side, candidate: Side) -> None:
 def split(
     rows: Sequence[Row], *, column: str, baseline: str | None, candidate: str | None
 ) -> tuple[Side, Side]:
-    """Split rows into two sides by the value in a column.
-
-    Without `baseline` and `candidate`, values or their beginnings, the column must have two values.
-    """
+    """Split rows into two sides by the value in a column, given by its beginning or one of two."""
     names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
     if not names:
         raise ConfigError(

@@ -28,10 +28,7 @@ COLUMNS = (
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """Format the result of data.py that ended well as lines of name and value.
-
-    The last line answers --target_images_per_second, if given.
-    """
+    """Format the result of data.py that ended well as lines of name and value."""
     config, summary = record["config"], record["summary"]
     stages, target = summary.get("ray"), config["target_images_per_second"]
     megabytes, split_ms = summary["megabytes_per_second"], summary["ms_per_image"]

@@ -209,9 +209,8 @@ def families(
     names = set(without)
 
     def key_of(one: Configuration) -> tuple[Any, ...]:
-        return tuple(
-            as_key({name: value for name, value in settings.items() if name not in names})
-            for settings in (one.context, one.added)
-        )
+        # A setting is part of the context or a speed-up, never both.
+        settings = {**one.context, **one.added}
+        return as_key({name: value for name, value in settings.items() if name not in names})
 
     return list(group(configurations, key_of=key_of).values())

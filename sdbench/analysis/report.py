@@ -12,20 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.analysis import (
-    feed_table,
-    loss_band,
-    result_page,
-    throughput_plots,
-    training_times,
-)
+from sdbench.analysis import feed_table, loss_band, result_page, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
-from sdbench.analysis.ladder_tables import (
-    make_ladder_tables,
-    make_pair_tables,
-    make_pending_tables,
-)
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
 from sdbench.analysis.limits import load_profile, make_limit_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables

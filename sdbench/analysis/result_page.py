@@ -61,19 +61,17 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
 def _select(
     records: Sequence[dict[str, Any]], *, patterns: Sequence[str], path: Path
 ) -> list[dict[str, Any]]:
-    fitting = {
-        pattern: fnmatch.filter([record["run_id"] for record in records], pattern)
-        for pattern in patterns
-    }
-    for pattern, run_ids in fitting.items():
-        if not run_ids:
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = fnmatch.filter((record["run_id"] for record in records), pattern)
+        if not fitting:
             raise ConfigError(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
                 allowed="names of folders in results/runs, with * for any text",
                 flag="--folder",
             )
-    chosen = {run_id for run_ids in fitting.values() for run_id in run_ids}
+        chosen.update(fitting)
     return [record for record in records if record["run_id"] in chosen]
 
 

@@ -40,8 +40,7 @@ LEGEND_LINE_INCHES = 0.17
 class Point(NamedTuple):
     """The median images/s at one micro-batch or number of GPUs.
 
-    `low` and `high` are the outermost ends of the intervals of the runs; `note` has the figure in
-    words, and its runs with the command of the first, or its source.
+    `low` and `high` are the outermost ends of the intervals of the runs.
     """
 
     rate: float
@@ -51,10 +50,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Figures that differ only in the micro-batch or the number of GPUs, by which they are sorted.
-
-    `has_ema` is None if it is unknown.
-    """
+    """Figures that differ only in the micro-batch or the number of GPUs, in ascending order."""
 
     device: str
     settings: str
@@ -137,11 +133,7 @@ def _collect(
     panel_of: Callable[[dict[str, Any]], tuple[Any, ...]],
     settings_of: Callable[[dict[str, Any]], list[str | None]],
 ) -> list[tuple[tuple[Any, ...], list[Series]]]:
-    """Sort rows into panels and series.
-
-    Series without a line are left out. Panels are in descending order of their number of points,
-    after that of the seed's work.
-    """
+    """Sort rows into panels and series with a line: the seed's work, then by number of points."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(filter(None, settings_of(row)))

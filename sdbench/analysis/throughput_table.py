@@ -70,18 +70,7 @@ RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
 SETTINGS = tuple(
     field._replace(is_extra=True) for field in (*MODEL, PRESET, *RECIPE, OTHER_SETTINGS)
 )
-MEASURED = (
-    *WHO,
-    CONFIGURATION,
-    *RATES,
-    NUM_RUNS,
-    *SETTINGS,
-    *STEP,
-    *USE,
-    NOTES,
-    SOURCE,
-    *RUNS,
-)
+MEASURED = (*WHO, CONFIGURATION, *RATES, NUM_RUNS, *SETTINGS, *STEP, *USE, NOTES, SOURCE, *RUNS)
 QUOTED = (*WHO, PRESET, OTHER_SETTINGS, *RATES, *MODEL, *RECIPE, *STEP, *USE, NOTES, SOURCE)
 HEADLINE = (
     Field("machine", "machine"),

@@ -123,10 +123,7 @@ def describe_origin(row: Mapping[str, Any]) -> str:
 
 
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give all rows of a run but the first the status `COPY`, so that the run counts once.
-
-    Raises ConfigError if two rows of one run differ in a column that both have.
-    """
+    """Give all rows of a run but the first the status `COPY`; those that differ are refused."""
     first: dict[str, dict[str, Any]] = {}
     marked = []
     for row in rows:
@@ -161,10 +158,7 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
 
 
 def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
-    """Keep the rows that meet every condition of --where.
-
-    A condition is ``COLUMN=VALUE``, with a value of the column or the beginning of exactly one.
-    """
+    """Keep the rows that meet every condition of --where: a value, or the beginning of one."""
     for column, value in parse_conditions(conditions, flag="--where").items():
         columns = sorted({name for row in rows for name in row})
         if column not in columns:

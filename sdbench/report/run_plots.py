@@ -45,12 +45,17 @@ MAX_STEPS_DRAWN = 300
 
 def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     """Draw the share of each phase in a step; None if no run was profiled."""
+
+    def work_of(record: dict[str, Any]) -> tuple[Any, ...]:
+        config = record["config"]
+        return describe_devices(record), config["image_size"], place_of_encoders(config)
+
     profiled = _latest([record for record in records if record["summary"].get("breakdown")])
     if not profiled:
         return None
     shown = profiled[:MAX_BARS]
     sources = _describe_sources(shown, num_found=len(profiled))
-    groups = list(group(shown, key_of=_work_of).values())
+    groups = list(group(shown, key_of=work_of).values())
     heights = [0.62 * len(bars) for bars in groups]
     figure, axes = make_figure(heights, sources=sources, left=0.25, gap=0.65, below=1.25)
     notes: dict[str, list[str]] = {}
@@ -81,11 +86,6 @@ def _set_title(ax: Axes, text: str, *, weight: str = "normal") -> None:
     """Give axes a title of at most two lines."""
     lines = textwrap.wrap(for_plot(text), 95, max_lines=2, placeholder=" ...")
     ax.set_title("\n".join(lines), fontsize=9, weight=weight)
-
-
-def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
-    config = record["config"]
-    return describe_devices(record), config["image_size"], place_of_encoders(config)
 
 
 def draw_step_times(

@@ -30,9 +30,7 @@ class Field(NamedTuple):
     """A column of a table.
 
     Attributes:
-        name: Its heading.
-        value: Key of the value in a record, or a function of the record. A `Cell` is shown as it
-            is.
+        value: Key of the value in a record, or a function of the record.
         digits: Significant figures of a float.
         unknown: Text of None.
         is_left: Whether its cells are left-aligned; those of a column with a text always are.
@@ -158,8 +156,7 @@ def make_table(
 ) -> Table:
     """Make a table of rows by heading, in the order in which the headings first occur.
 
-    A row has cells, or values for `make_cell`; a heading that it lacks is an unknown value. `left`
-    has headings of columns of numbers to left-align.
+    A heading that a row lacks is an unknown value. `left` has columns of numbers to left-align.
     """
     rows = list(rows)
     headings = dict.fromkeys(heading for row in rows for heading in row)

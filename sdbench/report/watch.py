@@ -32,17 +32,8 @@ MAX_DURATION_S = 100 * 365.25 * 86_400
 MAX_ROWS = 12
 HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
 # Events that pause training.
-PAUSES = {
-    "validation": "validating",
-    "samples": "drawing pictures",
-    "scores": "scoring pictures",
-}
-EVENTS = {
-    "begin": "start",
-    "save": "checkpoint",
-    "end": "end",
-    "bad_loss": "loss not finite",
-}
+PAUSES = {"validation": "validating", "samples": "drawing pictures", "scores": "scoring pictures"}
+EVENTS = {"begin": "start", "save": "checkpoint", "end": "end", "bad_loss": "loss not finite"}
 SCORES = (
     Field("step", "step"),
     Field("pictures", "num_pictures"),
@@ -87,10 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
-    """Write the page into the folder of the run, and return the run.
-
-    While the run goes on, the browser reloads the page every `refresh_s` seconds.
-    """
+    """Write the page of a run into its folder; the browser reloads it while the run goes on."""
     run = read_run(folder)
     is_over = run.record["status"] == OK
     with plain_style():
