@@ -104,8 +104,8 @@ def match(
     sides = (baseline, candidate)
     known = [_known_settings(side.rows) for side in sides]
     common = [column for column in known[0] if column in known[1]]
-    if baseline.is_of_records and candidate.is_of_records:
-        # Each of them has a column of its own; this one also says who chose a value.
+    if all(UNCOMMITTED in row for side in sides for row in side.rows):
+        # In records each has a column of its own; this one also says who chose a value.
         common = [column for column in common if column != "other_settings"]
     differing, compared = {}, {}
     for column in common:

@@ -45,11 +45,6 @@ class Side:
     rows: Sequence[Row]
     left_out: Counter[str]
 
-    @property
-    def is_of_records(self) -> bool:
-        """Whether all rows are from records, which have every setting."""
-        return all(UNCOMMITTED in row for row in self.rows)
-
     def describe_left_out(self) -> str:
         """The rows left out, e.g. ``2 x oom, 1 x failed``."""
         return ", ".join(f"{number} x {reason}" for reason, number in self.left_out.items())

@@ -96,7 +96,7 @@ def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
         name=folder.resolve().name,
         step=run.last_step,
         work=describe_run(run.record),
-        made_utc=_without_zone(utc_now()),
+        made_utc=utc_now().removesuffix("+00:00"),
         refresh_s=None if refresh_s is None or is_over else f"{refresh_s:g}",
         history=Section(
             "History", "The newest rows of each table.", [table for table in tables if table.rows]
@@ -165,7 +165,7 @@ def _make_validations(run: TrainingRun) -> Table:
 def _make_events(run: TrainingRun) -> Table:
     rows = [
         {
-            "time, UTC": _without_zone(one["time_utc"]),
+            "time, UTC": one["time_utc"].removesuffix("+00:00"),
             "step": one["step"],
             "event": "restart" if one in run.restarts else EVENTS[one["event"]],
             "details": _describe_event(one, is_restart=one in run.restarts),
@@ -204,7 +204,3 @@ def _duration(seconds: float) -> str:
     if seconds > MAX_DURATION_S:
         return f"more than {_duration(MAX_DURATION_S)}"
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _without_zone(time_utc: str) -> str:
-    return time_utc.removesuffix("+00:00")
