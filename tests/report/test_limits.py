@@ -13,19 +13,6 @@ from tests.report.results_folder import RESULTS, make_results
 PAGE = "# Limits\n<!-- begin generated: limits -->\n<!-- end generated: limits -->\n"
 
 
-def make_page(tmp_path, *, step, **changes):
-    """The page of a results folder with one profile, changed, and the exit code."""
-    results = make_results(tmp_path, quoted=False)
-    (results / "limits.md").write_text(PAGE)
-    folder = results / "profiles" / "one"
-    folder.mkdir(parents=True)
-    content = json.loads(ONLINE.read_text())
-    content["step"] |= step
-    (folder / "profile.json").write_text(json.dumps(content | changes))
-    exit_code = main(["report", "--folder", str(results)])
-    return (results / "limits.md").read_text(), exit_code
-
-
 def row(phase, operator, time_ms, gflop=0.0):
     return {"phase": phase, "operator": operator, "time_ms": time_ms, "gflop": gflop}
 
@@ -49,9 +36,15 @@ def test_the_parts_above_the_floor_add_up_to_it(tmp_path):
         "profiled_step_ms": 110.0,
         "outside_operators_ms": 4.0,
     }
-    page, exit_code = make_page(tmp_path, operators=operators, step=step)
-    assert exit_code == 0
-    floors, rest = (line for line in page.splitlines() if line.startswith("| 1 x AMD EPYC"))
+    results = make_results(tmp_path, quoted=False)
+    (results / "limits.md").write_text(PAGE)
+    (results / "profiles" / "one").mkdir(parents=True)
+    profile = json.loads(ONLINE.read_text())
+    profile |= {"operators": operators, "step": profile["step"] | step}
+    (results / "profiles" / "one" / "profile.json").write_text(json.dumps(profile))
+    assert main(["report", "--folder", str(results)]) == 0
+    lines = (results / "limits.md").read_text().splitlines()
+    floors, rest = (line for line in lines if line.startswith("| 1 x AMD EPYC"))
     # 60 of 100 ms; of the 50 ms above: 80 - 50, 6, 5 + 8 + 4 - 10, 3 and 4.
     assert floors.endswith("| 50 | 60 | 100 | 20 | 60 |")
     assert rest.endswith("| 50 | 30 | 6 | 7 | 3 | 4 |")
