@@ -129,26 +129,6 @@ def test_settings_that_only_work_together_are_one_rung():
     assert not is_one_rung({"precision": "bf16", "optimizer": "adamw_fused"})
 
 
-def test_a_rung_that_needs_another_is_alone_with_it():
-    last = {"memory_format": "channels_last"}
-    both = {**last, "convolution": "matmul"}
-    rows = ladder_of(
-        make_recipe(1.0),
-        make_recipe(2.0, precision="amp_bf16"),
-        make_recipe(3.0, precision="amp_bf16", **last),
-        make_recipe(6.0, precision="amp_bf16", **both),
-        make_recipe(1.5, **both),
-        make_recipe(8.0, preset="fast"),
-        make_recipe(4.0, preset="fast", memory_format="contiguous", convolution="torch"),
-    )
-    row = rows["--convolution matmul"]
-    assert (row["alone, over seed"], row["over the one above"]) == ("1.50x", "2.00x")
-    assert row["from"] == "this suite"
-    assert "--memory_format channels_last --convolution matmul" not in rows
-    without = rows["--preset fast --memory_format contiguous --convolution torch"]
-    assert (without["over the one above"], without["from"]) == ("0.50x", "this suite")
-
-
 def test_engines_are_compared_at_the_same_settings_only():
     fast = {"preset": "fast", "on_gpu": True}
     rows = pairs_of(
