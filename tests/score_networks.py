@@ -104,3 +104,26 @@ def write_dino(folder: Path) -> Path:
     side = {"height": 14, "width": 14}
     BitImageProcessor(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
     return folder
+
+
+def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:
+    """Noise of a contrast and a colour of each picture's own."""
+    generator = np.random.default_rng(seed)
+    pictures = []
+    for _ in range(num):
+        colour, contrast = generator.uniform(60, 190, 3), generator.uniform(5, 60)
+        noise = generator.normal(colour, contrast, (SIDE_PX, SIDE_PX, 3))
+        pictures.append(noise.clip(0, 255).astype(np.uint8))
+    return pictures
+
+
+def write_pictures(folder: Path, pictures: list[np.ndarray], captions: list[str]) -> Path:
+    """A data set with a table of captions."""
+    folder.mkdir()
+    with (folder / "captions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("file", "caption"))
+        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+            Image.fromarray(picture).save(folder / f"{number:02d}.png")
+            table.writerow((f"{number:02d}.png", caption))
+    return folder

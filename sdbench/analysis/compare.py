@@ -151,11 +151,7 @@ class CompareFlags:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the comparison; exit with 1 if --fail_if_slower finds a slower or an untested row."""
     flags = parse(
-        CompareFlags,
-        argv,
-        prog="python -m sdbench compare",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        CompareFlags, argv, prog="python -m sdbench compare", description=DESCRIPTION, epilog=EPILOG
     ).config
     loaded = [load_rows(path) for path in flags.sides]
     baseline, candidate = _make_sides(flags, loaded)
@@ -184,11 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find_failures(match: Match, *, threshold: float) -> list[str]:
-    """Find the reasons why the candidate does not pass --fail_if_slower.
-
-    A row fails if its whole interval lies below the bound, if it has no interval, and if the
-    candidate has no figure of it, since that run may have crashed.
-    """
+    """Why the candidate fails --fail_if_slower: a run without a figure may have crashed."""
     judged = [row for row in match.rows if row["row"] != ONLY_CANDIDATE]
     columns = _varying_columns(match, judged[:-1])
     failures = []
@@ -210,10 +202,7 @@ def _make_sides(flags: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side,
     loaded = [select_rows(rows, flags.where) for rows in loaded]
     if len(loaded) == 1 and len(flags.between) == 1:
         return split(
-            loaded[0],
-            column=flags.between[0],
-            baseline=flags.baseline,
-            candidate=flags.candidate,
+            loaded[0], column=flags.between[0], baseline=flags.baseline, candidate=flags.candidate
         )
     if len(loaded) == 2 and flags.baseline is None and flags.candidate is None:
         return tuple(map(make_side, map(str, flags.sides), loaded))

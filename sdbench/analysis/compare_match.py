@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sdbench.analysis.compare_sides import (
     POWER_LIMIT,
@@ -59,7 +59,7 @@ MAX_VALUES = 3
 MACHINES = frozenset(("gpu", "device", "num_cpu_cores"))
 # The matrix product that is timed before a run depends on these; Ray gives a rank fewer threads.
 SET_MATRIX_PRODUCT = MACHINES | {
-    *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine"),
+    *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine")
 }
 MAX_MACHINE_CHANGE = 0.05
 MATCHED, MEAN = "matched", "geometric mean"
@@ -77,8 +77,7 @@ class Match:
         compared: Values of baseline and candidate of each setting that is compared.
         missing_on: Settings that only the other side has, by name of the side that lacks them.
         origins: Values of baseline and candidate of what differs beside settings.
-        rows: One for each configuration, in the order of the baseline, and one for the mean ratio.
-            Each has its kind as ``row``: `MATCHED`, `ONLY_BASELINE`, `ONLY_CANDIDATE` or `MEAN`.
+        rows: One for each configuration and one for the mean ratio, each with its kind as ``row``.
     """
 
     baseline: Side
@@ -94,21 +93,6 @@ class Match:
         return [row for row in self.rows if row["row"] == kind]
 
 
-class _Judged(NamedTuple):
-    """The comparison of the runs of one configuration.
-
-    Attributes:
-        comparison: Rate of the candidate over that of the baseline.
-        num_occasions: Number of occasions of the baseline and of the candidate.
-        product_ratio: Ratio of the machine's matrix products; None if it is unknown or differs by
-            no more than 5 % or chance.
-    """
-
-    comparison: Comparison
-    num_occasions: tuple[int, int]
-    product_ratio: float | None
-
-
 def match(
     baseline: Side, candidate: Side, *, between: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> Match:
@@ -120,8 +104,8 @@ def match(
     sides = (baseline, candidate)
     known = [_known_settings(side.rows) for side in sides]
     common = [column for column in known[0] if column in known[1]]
-    if baseline.is_of_records and candidate.is_of_records:
-        # Each of them has a column of its own; this one also says who chose a value.
+    if all(UNCOMMITTED in row for side in sides for row in side.rows):
+        # In records each has a column of its own; this one also says who chose a value.
         common = [column for column in common if column != "other_settings"]
     differing, compared = {}, {}
     for column in common:
@@ -170,22 +154,22 @@ def _make_rows(
     """The rows of `Match` of the runs of baseline and candidate, grouped by configuration."""
     pairs = [(runs, theirs[key]) for key, runs in ours.items() if key in theirs]
     judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
-    comparisons = correct_verdicts([one.comparison for one in judged])
+    comparisons = correct_verdicts([comparison for comparison, _, _ in judged])
     num_tests = sum(comparison.interval is not None for comparison in comparisons)
     rows, independent = [], []
-    for pair, one, comparison in zip(pairs, judged, comparisons, strict=True):
+    for pair, (_, occasions, product), comparison in zip(pairs, judged, comparisons, strict=True):
         change = detectable_change(comparison, num_tests=num_tests)
         rows.append(
             _make_row(MATCHED, *pair, columns=columns)
             | _comparison_values(comparison)
             | {
-                "num_baseline_occasions": one.num_occasions[0],
-                "num_candidate_occasions": one.num_occasions[1],
+                "num_baseline_occasions": occasions[0],
+                "num_candidate_occasions": occasions[1],
                 "detectable_percent": None if change is None else 100 * change,
-                "matrix_product_ratio": one.product_ratio,
+                "matrix_product_ratio": product,
             }
         )
-        if one.num_occasions != tuple(map(len, pair)):
+        if occasions != tuple(map(len, pair)):
             # An occasion affects all rows alike, so they are not independent.
             comparison = Comparison(comparison.ratio, None, NOT_TESTED)
         independent.append(comparison)
@@ -227,15 +211,9 @@ def _comparison_values(comparison: Comparison) -> Row:
 
 
 def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Comparison:
-    """Compare the runs of two configurations, whatever they differ in.
+    """Compare the runs of two configurations, whatever they differ in, as `match` does.
 
-    Args:
-        baseline: Runs of one configuration that ended well, by `row_of_run`.
-        candidate: Runs of the other.
-
-    Returns:
-        The comparison of such a pair in `match`; but if a side has a single run and the runs are of
-        several occasions, they count as measured apart.
+    But if a side has a single run and the runs are of several occasions, they are measured apart.
     """
     rows = [*baseline, *candidate]
     compared = [
@@ -244,7 +222,7 @@ def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Compariso
         if set(_distinct(baseline, column)) != set(_distinct(candidate, column))
     ]
     origins = _differing_origins(baseline, candidate)
-    comparison = _compare_runs(baseline, candidate, compared=compared, origins=origins).comparison
+    comparison, *_ = _compare_runs(baseline, candidate, compared=compared, origins=origins)
     if comparison.verdict == NOT_TESTED and len(find_occasions([row[WHEN] for row in rows])) > 1:
         return Comparison(comparison.ratio, None, APART)
     return comparison
@@ -256,8 +234,12 @@ def _compare_runs(
     *,
     compared: Collection[str],
     origins: Mapping[str, Texts],
-) -> _Judged:
-    """Compare the runs of one configuration; without a verdict if the machine may differ."""
+) -> tuple[Comparison, tuple[int, int], float | None]:
+    """Compare the runs of one configuration; without a verdict if the machine may differ.
+
+    Also returns the numbers of occasions of both sides, and the ratio of the machine's matrix
+    products, None if it is unknown or differs by no more than 5 % or chance.
+    """
     sides = (candidate, baseline)
     times, other_times = ([row[WHEN] for row in side] for side in sides)
     if not MACHINES.isdisjoint(compared):
@@ -285,7 +267,7 @@ def _compare_runs(
             comparison = Comparison(comparison.ratio, None, APART)
     elif product_ratio is not None and not is_explained:
         comparison = Comparison(comparison.ratio, None, MACHINE_CHANGED)
-    return _Judged(comparison, (len(occasions[1]), len(occasions[0])), product_ratio)
+    return comparison, (len(occasions[1]), len(occasions[0])), product_ratio
 
 
 def _known_settings(rows: Sequence[Row]) -> list[str]:
@@ -357,10 +339,8 @@ def _check_same_work(
 
 
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
-    """Check that replicates have one value of each compared setting, and one source.
-
-    Measured ones may have several sources, which are their run ids.
-    """
+    """Check that replicates have one value of each compared setting, and one source."""
+    # The sources of measured rows are their run ids.
     are_measured = all(row.get("kind") == MEASURED for row in rows)
     for column in [*compared, *([] if are_measured else ["source"])]:
         values = _distinct(rows, column)

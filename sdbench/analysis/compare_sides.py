@@ -45,11 +45,6 @@ class Side:
     rows: Sequence[Row]
     left_out: Counter[str]
 
-    @property
-    def is_of_records(self) -> bool:
-        """Whether all rows are from records, which have every setting."""
-        return all(UNCOMMITTED in row for row in self.rows)
-
     def describe_left_out(self) -> str:
         """The rows left out, e.g. ``2 x oom, 1 x failed``."""
         return ", ".join(f"{number} x {reason}" for reason, number in self.left_out.items())
@@ -114,10 +109,7 @@ def check_distinct(baseline: Side, candidate: Side) -> None:
 def split(
     rows: Sequence[Row], *, column: str, baseline: str | None, candidate: str | None
 ) -> tuple[Side, Side]:
-    """Split rows into two sides by the value in a column.
-
-    Without `baseline` and `candidate`, values or their beginnings, the column must have two values.
-    """
+    """Split rows into two sides by the value in a column, given by its beginning or one of two."""
     names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
     if not names:
         raise ConfigError(

@@ -28,16 +28,13 @@ COLUMNS = (
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """Format the result of data.py that ended well as lines of name and value.
-
-    The last line answers --target_images_per_second, if given.
-    """
+    """Format the result of data.py that ended well as lines of name and value."""
     config, summary = record["config"], record["summary"]
     stages, target = summary.get("ray"), config["target_images_per_second"]
     megabytes, split_ms = summary["megabytes_per_second"], summary["ms_per_image"]
     kilobytes_per_image = 1000 * megabytes / summary["images_per_second"]
     parts = ", ".join(f"{phase} {split_ms[phase]:.3g}" for phase in PHASES)
-    num_samples = summary["num_images"], summary["num_bad_samples"], summary["num_dropped_samples"]
+    samples = "{num_images} delivered, {num_bad_samples} bad; {num_dropped_samples} of the data set"
     if config["emulate_step_seconds"]:
         rows = [("images/s of the trainer", format_rate(summary))]
         rows.append(("it waits for data", _describe_wait(record)))
@@ -53,10 +50,7 @@ def format_feed(record: dict[str, Any]) -> str:
             f"{format_number(megabytes)} MB/s, {format_number(kilobytes_per_image)} kB per image",
         ),
         ("time per image", f"{sum(split_ms.values()):.3g} ms of a process: {parts}"),
-        (
-            "samples",
-            "{} delivered, {} bad; {} of the data set are left out".format(*num_samples),
-        ),
+        ("samples", f"{samples.format_map(summary)} are left out"),
     ]
     if stages and (target := stages["target_images_per_second"]) is not None:
         rows.append((f"{target:.4g} images/s?", _needed(stages)))
@@ -135,9 +129,10 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "source": record["run_id"],
         "kind": "measured",
         "job": kind_of(record),
-        "device": _name_device(record),
+        # data.py loads on the CPU.
+        "device": machine["cpu_name" if kind_of(record) == FEED else "device_name"],
         "num_cpu_cores": machine["num_cpu_cores"],
-        "data": _name_data(config),
+        "data": config.get("streams") or config.get("remote") or config.get("local"),
         "images_per_second_low": interval.get("low"),
         "images_per_second_high": interval.get("high"),
         "git_commit": record["git"]["commit"],
@@ -186,16 +181,6 @@ def _name_job(record: dict[str, Any]) -> str:
         return kind_of(record)
     actors = ", ".join(_count(stages[f"num_{one}s"], one) for one in ("trainer", *STAGES))
     return f"{kind_of(record)}, {actors}"
-
-
-def _name_device(record: dict[str, Any]) -> str:
-    """The device that did the work: data.py loads on the CPU."""
-    return record["machine"]["cpu_name" if kind_of(record) == FEED else "device_name"]
-
-
-def _name_data(config: dict[str, Any]) -> str | None:
-    """The data set as the user named it."""
-    return next((config[name] for name in ("streams", "remote", "local") if config.get(name)), None)
 
 
 def _median(runs: Iterable[dict[str, Any]], name: str) -> Cell:

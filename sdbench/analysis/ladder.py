@@ -66,9 +66,7 @@ class Ladder:
     Attributes:
         base: The preset seed.
         alone: Configurations with one rung.
-        chain: Configurations with one more rung each, without the base. It ends with the preset
-            fast if a chain reaches it.
-        fast: The preset fast; None if it was not measured.
+        chain: Configurations with one more rung each, up to the preset fast if a chain reaches it.
         beyond: Configurations outside the chain with one rung more or less than fast.
     """
 
@@ -211,9 +209,8 @@ def families(
     names = set(without)
 
     def key_of(one: Configuration) -> tuple[Any, ...]:
-        return tuple(
-            as_key({name: value for name, value in settings.items() if name not in names})
-            for settings in (one.context, one.added)
-        )
+        # A setting is part of the context or a speed-up, never both.
+        settings = {**one.context, **one.added}
+        return as_key({name: value for name, value in settings.items() if name not in names})
 
     return list(group(configurations, key_of=key_of).values())

@@ -82,10 +82,7 @@ def make_pending_tables(configurations: Sequence[Configuration]) -> list[Table]:
 
 
 def make_pair_tables(configurations: Sequence[Configuration]) -> dict[str, Table]:
-    """The tables by the names of their places; one may have no rows.
-
-    Each compares configurations that differ in its subject only.
-    """
+    """The tables by the names of their places; one may have no rows."""
     tables = (
         ("engines", "Composer and the lean engine", ENGINES, _pair_engines),
         ("ema", "A step with and without the EMA", EMAS, _pair_emas),
@@ -233,10 +230,7 @@ def _acting_with(condition: str) -> list[str]:
 
 
 def _ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cell:
-    """Rate over that of a baseline, with how sure that is.
-
-    Empty if one of the two is missing, and for the baseline itself.
-    """
+    """Rate over that of a baseline, with how sure that is; empty for the baseline itself."""
     if one is None or baseline is None or one is baseline:
         return EMPTY
     return _comparison_cell(one, baseline, lambda ratio: f"{ratio:.2f}", unit="x")

@@ -25,14 +25,7 @@ def load_profile(path: Path) -> dict[str, Any]:
         if profile.get("kind") != PROFILE or not isinstance(profile.get("step"), dict):
             raise ValueError("it is not the profile of a step")
         make_limit_tables([profile])
-    except (
-        OSError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        ZeroDivisionError,
-    ) as error:
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"a profile cannot be read ({error})",
             value=str(path),
@@ -48,14 +41,11 @@ def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
     if not known:
         return []
     return [
-        make_table(
-            [_work(one) | _floors(one) for one in known], name="floors", caption="Floors of a step"
-        ),
-        make_table(
-            [_work(one) | _rest(one) for one in known],
-            name="above-the-floor",
-            caption="The profiled step above the floor that it needs, in ms",
-        ),
+        make_table((_work(one) | part(one) for one in known), name=name, caption=caption)
+        for name, caption, part in (
+            ("floors", "Floors of a step", _floors),
+            ("above-the-floor", "The profiled step above the floor that it needs, in ms", _rest),
+        )
     ]
 
 
@@ -90,7 +80,13 @@ def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
     step = profile["step"]
     times_ms: dict[str, float] = collections.defaultdict(float)
     for row in profile["operators"]:
-        times_ms[_part_of(row)] += row["time_ms"] or 0.0
+        if row["phase"] == "optimizer" or row["operator"] == ONE_PASS:
+            part = "update"
+        elif row["gflop"]:
+            part = "products"
+        else:
+            part = "casts" if row["operator"] in CASTS else "others"
+        times_ms[part] += row["time_ms"] or 0.0
     one_pass_ms = step["needed_floor_ms"] - step["ideal_floor_ms"]
     return {
         "above the floor": step["profiled_step_ms"] - step["needed_floor_ms"],
@@ -100,11 +96,3 @@ def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
         "other operators": times_ms["others"],
         "no operator: Python, autograd": step["outside_operators_ms"],
     }
-
-
-def _part_of(row: Mapping[str, Any]) -> str:
-    if row["phase"] == "optimizer" or row["operator"] == ONE_PASS:
-        return "update"
-    if row["gflop"]:
-        return "products"
-    return "casts" if row["operator"] in CASTS else "others"

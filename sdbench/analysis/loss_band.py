@@ -56,10 +56,7 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
 
 
 def make_tables(runs: Sequence[LossRun]) -> list[Table]:
-    """A table for each device and size that has a reference.
-
-    Its rows are the reference, the runs with other weights, then the recipes.
-    """
+    """A table for each device and size with a reference, the other weights, then the recipes."""
     tables: list[Table] = []
     for alike in group(runs, key_of=lambda run: as_key(_same_for_all(run.record))).values():
         references = [run for run in alike if _is_eager_fp32(run) and not _has_other_weights(run)]

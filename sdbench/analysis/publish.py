@@ -7,6 +7,7 @@ these records.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -62,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     kind = NUMERICS if flags.numerics else RUNS
-
-    def publish_one(run: Path) -> tuple[Path, bool]:
-        return publish(run, results=flags.folder, kind=kind)
-
+    publish_one = functools.partial(publish, results=flags.folder, kind=kind)
     if len(flags.runs) == 1:  # what is wrong with it is bad input
         published, refused = [publish_one(flags.runs[0])], []
     else:

@@ -6,7 +6,7 @@ The seed's ratio of two GPUs has a table of its own; all other figures are folde
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,7 @@ SETTINGS = ("micro_batch", "num_workers", "ema")
 
 
 def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
-    """Read the tables of a folder, by name; those that cannot be read are named and left out.
-
-    Rows without a kind get this one.
-    """
+    """Read the tables of a folder, by name; rows without a kind get this one."""
 
     def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
         return path.stem, [{**row, "kind": row.get("kind") or kind} for row in read_figures(path)]
@@ -54,14 +51,12 @@ def make_seed_table(
     if SEED_TABLE not in quoted:
         return None
     printed = {_settings(row): row.get("printed_ratio") for row in quoted.get(SEED_RATIOS, ())}
-    rates = _rates_by_settings(quoted[SEED_TABLE], lambda row: row.get("gpu"))
-    gpus = list(rates)
-    is_whole = all(
-        len(of_settings) == 1 and None not in of_settings
-        for by_settings in rates.values()
-        for of_settings in by_settings.values()
-    )
-    if len(gpus) != 2 or not is_whole or rates[gpus[0]].keys() != rates[gpus[1]].keys():
+    rows = quoted[SEED_TABLE]
+    rates = {(row.get("gpu"), _settings(row)): row.get("images_per_second") for row in rows}
+    gpus = list(dict.fromkeys(gpu for gpu, _ in rates))
+    all_settings = dict.fromkeys(settings for _, settings in rates)
+    is_whole = len(rows) == len(rates) == 2 * len(all_settings) and None not in rates.values()
+    if len(gpus) != 2 or not is_whole:
         raise ConfigError(
             f"quoted/{SEED_TABLE}.csv is no table of two GPUs",
             value=gpus,
@@ -74,38 +69,26 @@ def make_seed_table(
         for row in measured
         if row["gpu"] and all(row[name] == value for name, value in SEED_CONDITIONS.items())
     ]
-    ours = _rates_by_settings(
+    ours = group(
         under_seed_conditions,
-        lambda row: f"{row['gpu']}, preset {row['preset']}, {row['precision']}",
+        key_of=lambda row: f"{row['gpu']}, preset {row['preset']}, {row['precision']}",
     )
-    rows = []
-    for settings in rates[p4de]:
-        of_gpu = {gpu: rates[gpu][settings][0] for gpu in gpus}
+    table = []
+    for settings in all_settings:
+        of_gpu = {gpu: rates[gpu, settings] for gpu in gpus}
         row = dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True))
         row["ratio"] = _times_cell(of_gpu[p5] / of_gpu[p4de])
         for gpu, rate in of_gpu.items():
             row[f"8 x {gpu.partition('-')[0]}, images/s"] = make_cell(rate, num_digits=6)
         row |= {"ratio printed there": _times_cell(printed.get(settings)), "tested": "no (n=1)"}
-        for name, by_settings in ours.items():
-            row[f"measured: 8 x {name}, images/s"] = median_cell(by_settings.get(settings, ()))
-        rows.append(row)
+        for name, alike in ours.items():
+            known = (one["images_per_second"] for one in alike if _settings(one) == settings)
+            row[f"measured: 8 x {name}, images/s"] = median_cell(known)
+        table.append(row)
     caption = (
         f"8 x {p5} over 8 x {p4de}: AWS (2024), MosaicML Stable Diffusion, section 1.5, reproduced"
     )
-    return make_table(rows, name="p4de-p5", caption=caption)
-
-
-def _rates_by_settings(
-    rows: Iterable[dict[str, Any]], name_of: Callable[[dict[str, Any]], str]
-) -> dict[str, dict[tuple[Any, ...], list[float]]]:
-    """Images/s by name, and then by settings."""
-    return {
-        name: {
-            settings: [row.get("images_per_second") for row in alike]
-            for settings, alike in group(named, key_of=_settings).items()
-        }
-        for name, named in group(rows, key_of=name_of).items()
-    }
+    return make_table(table, name="p4de-p5", caption=caption)
 
 
 def _times_cell(ratio: Any) -> Cell:

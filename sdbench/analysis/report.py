@@ -13,20 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sdbench.analysis import (
-    feed_table,
-    loss_band,
-    result_page,
-    throughput_plots,
-    training_times,
-)
+from sdbench.analysis import feed_table, loss_band, result_page, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
-from sdbench.analysis.ladder_tables import (
-    make_ladder_tables,
-    make_pair_tables,
-    make_pending_tables,
-)
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
 from sdbench.analysis.limits import load_profile, make_limit_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
@@ -39,7 +29,7 @@ from sdbench.report import run_plots
 from sdbench.report.figures import write_out
 from sdbench.report.markers import BEGIN, END, fill_blocks
 from sdbench.report.page import Section, format_page
-from sdbench.report.plots import Plot, plain_style, save
+from sdbench.report.plots import plain_style, save
 from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
 from sdbench.settings.kinds import PATH
@@ -212,16 +202,10 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
 
 
 def rebuild(results: Path) -> tuple[str, list[Path]]:
-    """Make the tables, plots and pages of a results folder.
+    """Make the tables, plots and pages of a results folder; returns a summary and what is left out.
 
-    A record or a table that cannot be read is named on stderr and left out.
-
-    The folder may have README.md, runs/, quoted/, modelled/, numerics/, profiles/, pages/,
-    ladder.md and limits.md. A folder with runs gets a README.md if it has none. If a text with
-    places for tables cannot be used, nothing is written.
-
-    Returns:
-        What was made, and which plots have no data, in words; and the files that are left out.
+    A record or a table that cannot be read is named on stderr and left out. A folder with runs gets
+    a README.md if it has none. If a text with places for tables cannot be used, nothing is written.
     """
     files = sorted(results.glob(f"{RUNS}/*/{RECORD_NAME}"))
     records, left_out = use_each(files, _load_record)
@@ -316,9 +300,19 @@ def _make_sections(
     times = training_times.collect(
         _of_kind(records, TRAIN), [row for rows in quoted.values() for row in rows]
     )
+    measured = [
+        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
+    ]
+    rows = [*measured, *_figures_of(quoted, modelled)]
     with plain_style():
-        drawn, bad_steps = _draw_plots(ended_well, _figures_of(quoted, modelled), folders)
-        plots = [*drawn, *training_times.draw(times)]
+        step_times, bad_steps = run_plots.draw_step_times(ended_well, folders)
+        plots = [
+            *throughput_plots.draw_micro_batch(rows),
+            *throughput_plots.draw_scaling(rows),
+            *run_plots.draw_breakdown(ended_well),
+            *step_times,
+            *training_times.draw(times),
+        ]
     ladder = _make_ladder(ended_well, losses)
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
@@ -371,26 +365,6 @@ def _begin_readme() -> str:
         heading, help_text, _ = SECTIONS[place]
         parts += [f"## {heading}", help_text, f"{BEGIN.format(place)}\n{END.format(place)}"]
     return "\n\n".join(parts) + "\n"
-
-
-def _draw_plots(
-    ended_well: Sequence[dict[str, Any]],
-    figures: Sequence[dict[str, Any]],
-    folders: Mapping[str, Path],
-) -> tuple[list[Plot], list[Path]]:
-    """The plots of throughput and of runs, and the tables of steps that cannot be read."""
-    measured = [
-        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
-    ]
-    rows = [*measured, *figures]
-    step_times, left_out = run_plots.draw_step_times(ended_well, folders)
-    drawn = [
-        *throughput_plots.draw_micro_batch(rows),
-        *throughput_plots.draw_scaling(rows),
-        *run_plots.draw_breakdown(ended_well),
-        *step_times,
-    ]
-    return drawn, left_out
 
 
 def _make_ladder(

@@ -41,10 +41,19 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
             flag="--folder",
         )
     runs = _select(records, patterns=marker["patterns"].split(), path=path)
+    versions = [
+        {
+            "this suite, commit": run["git"]["commit"],
+            "uncommitted changes": run["git"]["dirty"],
+            "date of the runs": run["started_utc"][:10],
+            **run["versions"],
+        }
+        for run in runs
+    ]
     contents = {
         "dates": _describe_dates(runs),
         marker["name"]: _format_runs(runs),
-        "versions": _format_versions(runs),
+        "versions": to_markdown(_facts_table(versions, heading="version")),
     }
     return fill_blocks(text, contents, path=path)
 
@@ -52,19 +61,17 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
 def _select(
     records: Sequence[dict[str, Any]], *, patterns: Sequence[str], path: Path
 ) -> list[dict[str, Any]]:
-    fitting = {
-        pattern: fnmatch.filter([record["run_id"] for record in records], pattern)
-        for pattern in patterns
-    }
-    for pattern, run_ids in fitting.items():
-        if not run_ids:
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = fnmatch.filter((record["run_id"] for record in records), pattern)
+        if not fitting:
             raise ConfigError(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
                 allowed="names of folders in results/runs, with * for any text",
                 flag="--folder",
             )
-    chosen = {run_id for run_ids in fitting.values() for run_id in run_ids}
+        chosen.update(fitting)
     return [record for record in records if record["run_id"] in chosen]
 
 
@@ -251,19 +258,6 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
 def _num_warmup_steps(run: dict[str, Any]) -> int:
     """Steps before the measured window. Old records have only the setting, which was kept."""
     return run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"])
-
-
-def _format_versions(runs: Sequence[dict[str, Any]]) -> str:
-    facts = [
-        {
-            "this suite, commit": run["git"]["commit"],
-            "uncommitted changes": run["git"]["dirty"],
-            "date of the runs": run["started_utc"][:10],
-            **run["versions"],
-        }
-        for run in runs
-    ]
-    return to_markdown(_facts_table(facts, heading="version"))
 
 
 def _join(values: Any) -> str:

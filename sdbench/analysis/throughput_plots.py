@@ -53,8 +53,7 @@ LEGEND_LINE_INCHES = 0.17
 class Point(NamedTuple):
     """The median images/s at one micro-batch or number of GPUs.
 
-    `low` and `high` are the outermost ends of the intervals of the runs; `note` has the figure in
-    words, and its runs with the command of the first, or its source.
+    `low` and `high` are the outermost ends of the intervals of the runs.
     """
 
     rate: float
@@ -64,10 +63,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Figures that differ only in the micro-batch or the number of GPUs, by which they are sorted.
-
-    `has_ema` is None if it is unknown.
-    """
+    """Figures that differ only in the micro-batch or the number of GPUs, in ascending order."""
 
     device: str
     settings: str
@@ -93,10 +89,9 @@ Panels = dict[str, list[Series]]
 
 
 def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Draw throughput against micro-batch, from rows of results/throughput.csv.
+    """Draw throughput against micro-batch: a chart of the seed's work and one of other work.
 
-    Measured rows also have the ``command`` of their run. There is a chart of the seed's work and
-    one of other work, if a series has two micro-batches.
+    Rows are those of results/throughput.csv; measured ones also have the ``command`` of their run.
     """
     seed_panels: Panels = {}
     other_panels: Panels = {}
@@ -118,10 +113,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Draw speed-up, with the ideal line, and throughput against the number of GPUs.
-
-    There is no chart if no series has two numbers of GPUs.
-    """
+    """Draw speed-up, with the ideal line, and throughput against the number of GPUs."""
     found = _collect(
         _label_batches([row for row in rows if row.get("num_gpus")]),
         x_of=lambda row: row["num_gpus"],
@@ -154,11 +146,7 @@ def _collect(
     panel_of: Callable[[dict[str, Any]], tuple[Any, ...]],
     settings_of: Callable[[dict[str, Any]], list[str | None]],
 ) -> list[tuple[tuple[Any, ...], list[Series]]]:
-    """Sort rows into panels and series.
-
-    Series without a line are left out. Panels are in descending order of their number of points,
-    after that of the seed's work.
-    """
+    """Sort rows into panels and series with a line: the seed's work, then by number of points."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(filter(None, settings_of(row)))

@@ -70,18 +70,7 @@ RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
 SETTINGS = tuple(
     field._replace(is_extra=True) for field in (*MODEL, PRESET, *RECIPE, OTHER_SETTINGS)
 )
-MEASURED = (
-    *WHO,
-    CONFIGURATION,
-    *RATES,
-    NUM_RUNS,
-    *SETTINGS,
-    *STEP,
-    *USE,
-    NOTES,
-    SOURCE,
-    *RUNS,
-)
+MEASURED = (*WHO, CONFIGURATION, *RATES, NUM_RUNS, *SETTINGS, *STEP, *USE, NOTES, SOURCE, *RUNS)
 QUOTED = (*WHO, PRESET, OTHER_SETTINGS, *RATES, *MODEL, *RECIPE, *STEP, *USE, NOTES, SOURCE)
 HEADLINE = (
     Field("machine", "machine"),
@@ -98,29 +87,22 @@ HEADLINE = (
 
 
 def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
-    """Make a table of measured throughput for each resolution and place of the encoders.
-
-    The runs of one configuration are one row: three or more have a between-runs interval, fewer
-    the within-run interval of each.
-    """
+    """A table for each resolution and place of the encoders, with a row for each configuration."""
     groups = group_runs(records)
     scalings = _describe_scalings([runs[0] for runs in groups])
     works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
     rows = {}
     for work, items in works.items():
-        names = _name_apart([runs[0] for runs, _ in items])
+        first = [runs[0] for runs, _ in items]
+        if len(first) == 1:
+            names = [f"{describe_model(first[0])}, {describe_configuration(first[0])}"]
+        else:
+            names = tell_apart(first, without=["device"])[1]
         rows[work] = [
             _measured_row(runs) | {"configuration": name, "scaling": scaling}
             for (runs, scaling), name in zip(items, names, strict=True)
         ]
     return _make_work_tables(rows, MEASURED)
-
-
-def _name_apart(records: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each configuration of a table; the only one is named in full."""
-    if len(records) == 1:
-        return [f"{describe_model(records[0])}, {describe_configuration(records[0])}"]
-    return tell_apart(records, without=["device"])[1]
 
 
 def _work_of(record: dict[str, Any]) -> tuple[int, str]:
@@ -214,10 +196,9 @@ def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[bool, float, float]:
 
 
 def _describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
-    """Whether each configuration shows strong or weak scaling, or both, together with others.
+    """Whether each configuration shows scaling together with others.
 
-    Strong: another has the same global batch on another number of devices. Weak: another has the
-    same batch per device.
+    Strong: the same global batch on another number of devices. Weak: the same batch per device.
     """
     sized = ("num_devices", "num_nodes", "batch_size")
     series: dict[tuple[Any, ...], set[int]] = {}
@@ -247,6 +228,8 @@ def _other_settings(record: dict[str, Any]) -> str | None:
 def _measured_row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The runs of one configuration as a row: its settings, and figures over the runs."""
     first = records[0]
+    dates = sorted({record["started_utc"][:10] for record in records})
+    commits = sorted({(record["git"]["commit"] or "unknown")[:7] for record in records})
     return {
         **make_row(first),
         "device": describe_device(first),
@@ -262,17 +245,10 @@ def _measured_row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             (record["summary"].get("gpu") or {}).get("power_w") for record in records
         ),
         "notes": notes_cell(records),
-        "source": _source_of(records),
+        "source": f"{' and '.join(dates)}, code {' and '.join(commits)}",
         "run ids": name_runs([record["run_id"] for record in records]),
         "command": shlex.join(first["command"]),
     }
-
-
-def _source_of(records: Sequence[dict[str, Any]]) -> str:
-    """The dates of the runs and the commits of their code."""
-    dates = sorted({record["started_utc"][:10] for record in records})
-    commits = sorted({(record["git"]["commit"] or "unknown")[:7] for record in records})
-    return f"{' and '.join(dates)}, code {' and '.join(commits)}"
 
 
 def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:

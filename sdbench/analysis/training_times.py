@@ -37,11 +37,8 @@ def collect(
 ) -> list[list[dict[str, Any]]]:
     """Sort runs and quoted figures into series that differ only in the number of workers.
 
-    Resumed runs are left out: their records have the time of the last process only. So are figures
-    without a `run_time_s` or a number of workers.
-
-    Returns:
-        Series, quoted ones first, each with a row for each number of workers, in ascending order.
+    Each has a row for each number of workers, in ascending order. Resumed runs are left out: their
+    records have the time of the last process only.
     """
     quoted = [row for row in figures if row.get(TIME) and row.get("num_gpus")]
     measured = [_make_row(record) for record in records if _is_whole(record)]
@@ -113,9 +110,8 @@ def _draw_panel(ax: Axes, points: Sequence[dict[str, Any]], *, gid: str) -> str:
     ax.plot(numbers, medians_s, color=colour, marker=MARKERS[kind], label=kind, gid=gid)
     for number, point in zip(numbers, points, strict=True):
         ax.vlines(number, min(point["times_s"]), max(point["times_s"]), color=colour, linewidth=1)
-    for number, median_s in zip(numbers, medians_s, strict=True):
-        text = format_number(median_s, num_digits=5)
-        ax.annotate(text, (number, median_s), (4, 5), textcoords="offset points", fontsize=8)
+        text, place = format_number(point["median_s"], num_digits=5), (number, point["median_s"])
+        ax.annotate(text, place, (4, 5), textcoords="offset points", fontsize=8)
     ax.set_xticks(numbers)
     ax.set_ylim(0, 1.15 * max(medians_s))
     ax.set_xlabel("workers, one device each")

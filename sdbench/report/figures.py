@@ -45,18 +45,10 @@ MAX_NAMES = 8
 
 
 def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read a table of figures.
+    """Read the rows of a table of figures, each with every column of the header as a key.
 
-    Args:
-        path: The CSV file, UTF-8.
-        required: Columns that the table must have.
-
-    Returns:
-        The rows in order, each with every column of the header as a key; an empty cell is None,
-        numbers are int or float within bounds, ``true`` and ``false`` are bool.
-
-    Raises:
-        ConfigError: If the file cannot be read or is no such table.
+    An empty cell is None, numbers are int or float within bounds, ``true`` and ``false`` are bool.
+    Raises ConfigError if the file cannot be read or is no such table.
     """
     try:
         reader = csv.DictReader(open_table(path), strict=True)
@@ -131,10 +123,7 @@ def describe_origin(row: Mapping[str, Any]) -> str:
 
 
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give all rows of a run but the first the status `COPY`, so that the run counts once.
-
-    Raises ConfigError if two rows of one run differ in a column that both have.
-    """
+    """Give all rows of a run but the first the status `COPY`; those that differ are refused."""
     first: dict[str, dict[str, Any]] = {}
     marked = []
     for row in rows:
@@ -169,10 +158,7 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
 
 
 def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
-    """Keep the rows that meet every condition of --where.
-
-    A condition is ``COLUMN=VALUE``, with a value of the column or the beginning of exactly one.
-    """
+    """Keep the rows that meet every condition of --where: a value, or the beginning of one."""
     for column, value in parse_conditions(conditions, flag="--where").items():
         columns = sorted({name for row in rows for name in row})
         if column not in columns:
@@ -189,10 +175,7 @@ def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> li
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """Find the name that equals this text, or the only one that begins with it.
-
-    Otherwise raises ConfigError, which says `what` if no name begins with it.
-    """
+    """The name that equals this text, or the only one that begins with it; else a ConfigError."""
     if name in names:
         return name
     beginning = [one for one in names if name and one.lower().startswith(name.lower())]

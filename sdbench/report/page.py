@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.report.plots import Plot
+from sdbench.report.plots import MARKERS, Plot
 from sdbench.report.tables import Fold, Table
-
-RESULTS_TEMPLATE = "page.html.j2"
-KINDS = ("measured", "quoted", "modelled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Section:
 
 
 def format_page(
-    sections: Sequence[Section], *, template: str = RESULTS_TEMPLATE, **values: Any
+    sections: Sequence[Section], *, template: str = "page.html.j2", **values: Any
 ) -> str:
     """Render a page from a template beside this file, with values for its blocks."""
     import jinja2
@@ -48,11 +45,8 @@ def format_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    notes = {
-        gid: texts
-        for section in sections
-        for plot in section.plots
-        for gid, texts in plot.notes.items()
-    }
+    notes: dict[str, Sequence[str]] = {}
+    for plot in (plot for section in sections for plot in section.plots):
+        notes |= plot.notes
     page = environment.get_template(template)
-    return page.render(sections=sections, notes=notes, kinds=KINDS, **values) + "\n"
+    return page.render(sections=sections, notes=notes, kinds=tuple(MARKERS), **values) + "\n"

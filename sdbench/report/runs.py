@@ -39,11 +39,7 @@ MAX_NAMED_RUNS = 5
 
 
 def read_record(path: Path, *, flag: str) -> dict[str, Any]:
-    """Read a record, given by its file or the folder of its run.
-
-    Raises:
-        ConfigError: If it cannot be read, or this version of the suite cannot use it; has `flag`.
-    """
+    """Read a record, given by its file or the folder of its run, or raise ConfigError."""
     try:
         return load_record(path)
     except (OSError, ValueError) as error:
@@ -56,13 +52,9 @@ def read_record(path: Path, *, flag: str) -> dict[str, Any]:
 
 
 def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[str, Any]]:
-    """Read columns of a steps.csv: the phase as text, and numbers.
+    """Read columns of a steps.csv, the phase as text and others as numbers, or raise ConfigError.
 
     A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN.
-
-    Raises:
-        ConfigError: If it cannot be read, lacks a column, or has a number that no step can have;
-            has `flag`.
     """
     steps = []
     try:
@@ -89,11 +81,7 @@ def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[st
 
 
 def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
-    """Use files or folders of runs; each for which `use` raises ConfigError is named on stderr.
-
-    Returns:
-        The results in order, and the paths that are left out.
-    """
+    """The results of `use`, and the paths for which it raised ConfigError, named on stderr."""
     whole, left_out = [], []
     for path in paths:
         try:

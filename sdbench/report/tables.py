@@ -30,9 +30,7 @@ class Field(NamedTuple):
     """A column of a table.
 
     Attributes:
-        name: Its heading.
-        value: Key of the value in a record, or a function of the record. A `Cell` is shown as it
-            is.
+        value: Key of the value in a record, or a function of the record.
         digits: Significant figures of a float.
         unknown: Text of None.
         is_left: Whether its cells are left-aligned; those of a column with a text always are.
@@ -56,14 +54,7 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with a caption.
-
-    Attributes:
-        name: Anchor of the table in an HTML page, e.g. ``512px-online``.
-        caption: One line of plain text.
-        columns: One for each cell of a row.
-        rows: Cells by row.
-    """
+    """A table with a caption; its name is its anchor in an HTML page, e.g. ``512px-online``."""
 
     name: str
     caption: str
@@ -145,10 +136,7 @@ class Fold:
 def tabulate(
     fields: Sequence[Field], records: Iterable[Any], *, name: str = "", caption: str = ""
 ) -> Table:
-    """Make a table with a column for each field and a row for each record.
-
-    Records are mappings, or whatever the functions of the fields take.
-    """
+    """Make a table with a column for each field and a row for each record."""
     rows = [[field.cell_of(record) for field in fields] for record in records]
     columns = [
         field._replace(
@@ -168,8 +156,7 @@ def make_table(
 ) -> Table:
     """Make a table of rows by heading, in the order in which the headings first occur.
 
-    A row has cells, or values for `make_cell`; a heading that it lacks is an unknown value. `left`
-    has headings of columns of numbers to left-align.
+    A heading that a row lacks is an unknown value. `left` has columns of numbers to left-align.
     """
     rows = list(rows)
     headings = dict.fromkeys(heading for row in rows for heading in row)
@@ -178,10 +165,7 @@ def make_table(
 
 
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
-    """Make a cell of a text, a number, a bool or None, whose text is `unknown`.
-
-    A float has `num_digits` significant figures, an integer is shown in full.
-    """
+    """Make a cell of a text, a bool, a number (significant figures of a float), or None."""
     if value is None:
         return Cell(unknown, None)
     if isinstance(value, bool):

@@ -65,7 +65,12 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [(name, format_breakdown(breakdown)), ("largest part", summary["bottleneck"])]
     if summary.get("attention_kernels"):
         rows.append(("attention kernels", _attention_kernels(summary["attention_kernels"])))
-    rows += [("straggler", _straggler(rank)) for rank in summary.get("stragglers") or []]
+    for rank in summary.get("stragglers") or []:
+        who = f"rank {rank['rank']} on node {rank['node']}"
+        own = f"{rank['own_step_time_s']:.3g} s a step without its waits for others"
+        rows.append(
+            ("straggler", f"{who}: {own}, {rank['times_median']:.2f} times the median rank")
+        )
     if summary.get("startup") is not None:
         rows.append(("start-up", _startup(summary["startup"])))
     num_outliers = summary.get("num_outliers")
@@ -104,13 +109,6 @@ def _attention_kernels(kernels: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _straggler(rank: dict[str, Any]) -> str:
-    return (
-        f"rank {rank['rank']} on node {rank['node']}: {rank['own_step_time_s']:.3g} s a step "
-        f"without its waits for others, {rank['times_median']:.2f} times the median rank"
-    )
-
-
 def _startup(startup: dict[str, Any]) -> str:
     """Seconds to the first measured step by phase, without those below 0.01 s."""
     parts = [
@@ -146,11 +144,7 @@ def format_rate(summary: dict[str, Any]) -> str:
 
 
 def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
-    """Images/s of runs of one configuration.
-
-    Three or more runs: the median and a between-runs interval. Fewer: each with its within-run
-    interval.
-    """
+    """The median of three or more runs with its interval; of fewer, each run with its own."""
     # A run that encoded too few batches has none.
     summaries = [summary for summary in summaries if summary["images_per_second"] is not None]
     if not summaries:

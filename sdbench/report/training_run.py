@@ -35,11 +35,8 @@ DASHED = {"color": "#666666", "linestyle": "--", "linewidth": 1}
 class TrainingRun:
     """A training run, which may still be going on.
 
-    Attributes:
-        record: Of the newest process.
-        steps: A row for each step with `TRAIN_STEP_COLUMNS` and ``smooth_loss``, the exponentially
-            weighted mean of the losses.
-        events: Of all processes, in order.
+    The record is that of the newest process, and the events are those of all. A row of `steps` has
+    `TRAIN_STEP_COLUMNS` and ``smooth_loss``, the exponentially weighted mean of the losses.
     """
 
     folder: Path

@@ -32,17 +32,8 @@ MAX_DURATION_S = 100 * 365.25 * 86_400
 MAX_ROWS = 12
 HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
 # Events that pause training.
-PAUSES = {
-    "validation": "validating",
-    "samples": "drawing pictures",
-    "scores": "scoring pictures",
-}
-EVENTS = {
-    "begin": "start",
-    "save": "checkpoint",
-    "end": "end",
-    "bad_loss": "loss not finite",
-}
+PAUSES = {"validation": "validating", "samples": "drawing pictures", "scores": "scoring pictures"}
+EVENTS = {"begin": "start", "save": "checkpoint", "end": "end", "bad_loss": "loss not finite"}
 SCORES = (
     Field("step", "step"),
     Field("pictures", "num_pictures"),
@@ -87,22 +78,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
-    """Write the page into the folder of the run, and return the run.
-
-    While the run goes on, the browser reloads the page every `refresh_s` seconds.
-    """
+    """Write the page of a run into its folder; the browser reloads it while the run goes on."""
     run = read_run(folder)
     is_over = run.record["status"] == OK
     with plain_style():
         plot = draw_run(run)
-    tables = [_make_validations(run), _make_scores(run), _make_events(run)]
+    scores = tabulate(
+        SCORES,
+        _newest(run.of("scores")),
+        name="scores",
+        caption="Scores of pictures drawn for held-out captions",
+    )
+    tables = [_make_validations(run), scores.without_empty_columns(), _make_events(run)]
     page = format_page(
         [Section("Where it is", HELP, [_make_state(run)], plots=[] if plot is None else [plot])],
         template="watch.html.j2",
         name=folder.resolve().name,
         step=run.last_step,
         work=describe_run(run.record),
-        made_utc=_without_zone(utc_now()),
+        made_utc=utc_now().removesuffix("+00:00"),
         refresh_s=None if refresh_s is None or is_over else f"{refresh_s:g}",
         history=Section(
             "History", "The newest rows of each table.", [table for table in tables if table.rows]
@@ -168,16 +162,10 @@ def _make_validations(run: TrainingRun) -> Table:
     return make_table(rows, name="validation", caption=caption).without_empty_columns()
 
 
-def _make_scores(run: TrainingRun) -> Table:
-    caption = "Scores of pictures drawn for held-out captions"
-    table = tabulate(SCORES, _newest(run.of("scores")), name="scores", caption=caption)
-    return table.without_empty_columns()
-
-
 def _make_events(run: TrainingRun) -> Table:
     rows = [
         {
-            "time, UTC": _without_zone(one["time_utc"]),
+            "time, UTC": one["time_utc"].removesuffix("+00:00"),
             "step": one["step"],
             "event": "restart" if one in run.restarts else EVENTS[one["event"]],
             "details": _describe_event(one, is_restart=one in run.restarts),
@@ -216,7 +204,3 @@ def _duration(seconds: float) -> str:
     if seconds > MAX_DURATION_S:
         return f"more than {_duration(MAX_DURATION_S)}"
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _without_zone(time_utc: str) -> str:
-    return time_utc.removesuffix("+00:00")

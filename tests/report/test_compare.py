@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import itertools
@@ -17,6 +16,7 @@ from scipy import stats
 from sdbench.analysis.compare import EPILOG
 from sdbench.cli import main
 from tests.refusals import refusal_of
+from tests.report.results_folder import make_record
 from tests.runs import follow_rate
 
 HOSTILE = "=cmd|' /C calc'!A0\n<script>alert(1)</script> \u4e2d\u6587 \x1b[2J"
@@ -25,15 +25,8 @@ SLOWER = (90.0, 91.0, 89.0)
 APART = "not comparable: measured apart"
 
 
-@pytest.fixture(scope="module")
-def a_record(repository):
-    """A committed record of a run on two cores."""
-    folder = next((repository / "results" / "runs").glob("*_sd2-base-256px-fast"))
-    return json.loads((folder / "record.json").read_text())
-
-
 @pytest.fixture
-def write_runs(tmp_path, a_record):
+def write_runs(tmp_path):
     """Write one record per rate, at different depths below a folder, and return the folder.
 
     The first runs of two sides begin at the same time, and so on: they take turns. `facts` are
@@ -44,16 +37,17 @@ def write_runs(tmp_path, a_record):
     def write(name, *rates, status="ok", minutes=None, facts=None, **config):
         minutes = minutes or [5 * index for index in range(len(rates))]
         for index, (rate, minute) in enumerate(zip(rates, minutes, strict=True)):
-            record = copy.deepcopy(a_record)
-            record["started_utc"] = at_minute(minute)
-            record["summary"]["images_per_second"] = rate
+            number = next(numbers)
+            record = make_record(
+                run_id=f"20261121T{number:06d}Z_x_any-name",
+                started_utc=at_minute(minute),
+                summary__images_per_second=rate,
+            )
             for part, values in {"config": config, **(facts or {})}.items():
                 if isinstance(values, dict):
                     record[part] |= values
                 else:
                     record[part] = values
-            number = next(numbers)
-            record["run_id"] = f"20261121T{number:06d}Z_x_any-name"
             if status != "ok":
                 record |= {"status": status, "reason": "it did not end well", "summary": None}
             run = tmp_path / name / ("deep/" * index) / f"run-{number}"
@@ -228,9 +222,9 @@ def test_rows_without_a_figure_are_counted_and_flags_are_shown(compare, reposito
     assert "no setting differs, only the runs" in text
 
 
-def test_what_differs_beside_the_settings_is_named(compare, compare_as_json, write_runs, a_record):
+def test_what_differs_beside_the_settings_is_named(compare, compare_as_json, write_runs):
     a = write_runs("a", *RATES)
-    write_runs("a", 98.0, minutes=[15], facts={"versions": {**a_record["versions"], "ray": "3"}})
+    write_runs("a", 98.0, minutes=[15], facts={"versions": {"ray": "3"}})
     b = write_runs(
         "b",
         *SLOWER,
@@ -246,7 +240,7 @@ def test_what_differs_beside_the_settings_is_named(compare, compare_as_json, wri
     found = compare_as_json(a, b)
     assert (found["rows"][0]["verdict"], found["compared"]) == ("slower", {})
     assert found["other_differences"] == {
-        "git_commit": [a_record["git"]["commit"], "1" * 40],
+        "git_commit": [make_record()["git"]["commit"], "1" * 40],
         "version of torch": ["2.7.0", "2.8.0"],
         "version of diffusers": ["0.39.0", "not installed"],
         "version of ray": ["not told, 3", "not told"],  # within a side
@@ -267,59 +261,46 @@ def rows_of(**columns):
     return [{"num_gpus": gpus, "images_per_second": 10 * gpus, **columns} for gpus in (8, 16)]
 
 
+def of_sizes(*micro_batches):
+    return [row for size in micro_batches for row in rows_of(micro_batch=size)]
+
+
 @pytest.mark.parametrize(
-    ("setting", "ours", "theirs"),
+    ("ours", "theirs", "value", "flag"),
     [
-        ("latents", ["online"], ["precomputed"]),
-        ("latents", ["online"], ["moments", "precomputed"]),
-        ("image_size", [256], [512]),
-        ("precision", ["amp_fp16"], ["amp_bf16"]),
-        ("model", ["sd1-base"], ["sd2-base"]),
+        (rows_of(latents="online"), rows_of(latents="subject"), "online and subject", "--allow l"),
+        (
+            rows_of(latents="online"),
+            [*rows_of(latents="moments"), *rows_of(latents="precomputed")],
+            *("online and moments, precomputed", "--allow latents"),
+        ),
+        (rows_of(image_size=256), rows_of(image_size=512), "256 and 512", "--allow image_size"),
+        (rows_of(precision="a"), rows_of(precision="b"), "a and b", "--allow precision"),
+        (rows_of(model="sd1"), rows_of(model="sd2"), "sd1 and sd2", "--allow model"),
+        (rows_of(latents="online"), rows_of(), "b.csv", "--allow latents"),
+        (rows_of(), rows_of(image_size=512), "a.csv", "--allow image_size"),
+        (of_sizes(4, 8), of_sizes(16), "micro_batch: 4, 8 and 16", "--between micro_batch"),
+        ([*rows_of(source="x"), *rows_of(source="y")], rows_of(), "x and y", "--where source"),
     ],
 )
-def test_different_work_is_not_compared_unless_allowed(compare, write_table, setting, ours, theirs):
-    a, b = (
-        write_table(name, *(row for value in values for row in rows_of(**{setting: value})))
-        for name, values in (("a.csv", ours), ("b.csv", theirs))
-    )
-    error = refusal_of("compare", a, b)
-    values = [", ".join(map(str, side)) for side in (ours, theirs)]
-    assert error.value == " and ".join(values)
-    assert f"--allow {setting}" in error.flag
-    if len(theirs) == 1:
-        text = compare(a, b, "--allow", setting)
-        assert f"compared: {setting}: {values[0]} -> {values[1]}" in text
+def test_different_work_is_not_compared_unless_allowed(write_table, ours, theirs, value, flag):
+    error = refusal_of("compare", write_table("a.csv", *ours), write_table("b.csv", *theirs))
+    assert error.value.endswith(value) and flag in error.flag
 
 
-@pytest.mark.parametrize("column", ["latents", "image_size"])
-def test_work_that_one_side_does_not_tell_is_not_compared_unless_allowed(
-    compare, write_table, column
-):
-    told = {"gpu": "A", "latents": "online", "image_size": 512, "images_per_second": 10}
-    silent = {name: value for name, value in told.items() if name != column}
-    a, b = write_table("a.csv", told), write_table("b.csv", silent)
-    error = refusal_of("compare", a, b)
-    assert (error.value, error.flag) == (str(b), f"--allow {column}")
-    text = compare(a, b, "--allow", column)
-    assert "1.00x" in text and f"as {b} lacks them: {column}" in text
-
-
-def test_rows_that_do_not_meet_are_refused_with_the_setting_that_keeps_them_apart(write_table):
-    a = write_table("a.csv", *rows_of(micro_batch=4), *rows_of(micro_batch=8))
-    b = write_table("b.csv", *rows_of(micro_batch=16))
-    error = refusal_of("compare", a, b)
-    assert (error.value, error.flag) == ("micro_batch: 4, 8 and 16", "--between micro_batch")
-    # And dropping it would take rows of two micro-batches for runs of one configuration.
+def test_what_may_be_compared_nevertheless(compare, write_table):
+    a, b = write_table("a.csv", *rows_of(latents="a")), write_table("b.csv", *rows_of(latents="b"))
+    assert "compared: latents: a -> b" in compare(a, b, "--allow", "latents")
+    silent = write_table("silent.csv", *rows_of())
+    text = compare(a, silent, "--allow", "latents")
+    assert "1.00x" in text and f"as {silent} lacks them: latents" in text
+    # Measured rows may have several sources.
+    rows = [*rows_of(kind="measured", source="x"), *rows_of(kind="measured", source="y")]
+    assert "2 and 1" in compare(write_table("runs.csv", *rows), silent)
+    # Rows of two micro-batches are no runs of one configuration.
+    a, b = write_table("a.csv", *of_sizes(4, 8)), write_table("b.csv", *of_sizes(16))
     error = refusal_of("compare", a, b, "--between", "micro_batch")
     assert (error.value, error.flag) == ("4 and 8", "--where micro_batch=...")
-
-
-def test_replicates_need_one_source_unless_measured(compare, write_table):
-    rows = [{**row, "source": source} for source in "xy" for row in rows_of()]
-    a, b = write_table("a.csv", *rows), write_table("b.csv", *rows_of())
-    assert refusal_of("compare", a, b).value == "x and y"
-    measured = write_table("c.csv", *({**row, "kind": "measured"} for row in rows))
-    assert "2 and 1" in compare(measured, b)
 
 
 SCALING = "results/quoted/aws_p5_scaling.csv"

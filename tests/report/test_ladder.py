@@ -15,13 +15,12 @@ from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
 from sdbench.analysis.ladder_tables import (
     make_ladder_tables,
     make_pair_tables,
-    make_pending_tables,
 )
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE
 from sdbench.settings.setting import of_device
-from tests.report.results_folder import RESULTS, make_recipe, make_record, rows_of
+from tests.report.results_folder import RESULTS, make_recipe, rows_of
 
 REPOSITORY = RESULTS.parent
 
@@ -45,11 +44,6 @@ def ladder_of(*records):
 
 def pairs_of(name, *records):
     return rows_of(make_pair_tables(read_configurations(records))[name])
-
-
-def climb(*names):
-    """Settings of fast, as many as named."""
-    return {name: FAST_ON_CPU[name] for name in names}
 
 
 def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
@@ -76,18 +70,6 @@ def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
     assert (other["alone, over seed"], other["over the one above"]) == ("1.10x", "")
 
 
-def test_the_longest_chain_is_the_ladder_and_names_do_not_matter():
-    chain = ("precision", "image_dtype", "optimizer", "unit_divisions")
-    records = [make_recipe(1.0)]
-    records += [make_recipe(2.0 + n, **climb(*chain[:n])) for n in range(1, 5)]
-    records += [make_recipe(1.2, attention="eager")]
-    records += [make_recipe(1.3, attention="eager", compile="unet")]
-    for number, record in enumerate(records):
-        record["run_id"] = f"20261121T000000Z_x_any-name-{number}"
-    (found,) = find_ladders(read_configurations(reversed(records)))
-    assert [sorted(one.added) for one in found.chain] == [sorted(chain[:n]) for n in range(1, 5)]
-
-
 def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
     by_hand = make_recipe(4.0, **FAST_ON_CPU)
     configurations = read_configurations(
@@ -97,22 +79,6 @@ def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
     assert configurations[1].preset == "fast"
     rows = ladder_of(make_recipe(1.0), make_recipe(4.0, preset="fast"))
     assert rows["--preset fast"]["over seed"] == "4.00x"
-
-
-def test_switches_that_do_nothing_in_a_run_set_it_apart_from_no_other():
-    records = [
-        make_recipe(1.0),
-        make_recipe(1.0, ema_impl="foreach", static_graph=True, compile_mode="max-autotune"),
-        make_recipe(2.0, latents="precomputed"),
-        make_recipe(2.0, latents="precomputed", encoder_dtype="bf16", image_dtype="uint8"),
-        make_recipe(1.0, use_ema=True, ema_impl="foreach"),
-    ]
-    configurations = read_configurations(records)
-    assert [(len(one.runs), dict(one.added)) for one in configurations] == [
-        (2, {}),
-        (2, {}),
-        (1, {"ema_impl": "foreach"}),
-    ]
 
 
 def at(time, record):
@@ -163,79 +129,6 @@ def test_settings_that_only_work_together_are_one_rung():
     assert not is_one_rung({"precision": "bf16", "optimizer": "adamw_fused"})
 
 
-def test_a_rung_that_needs_another_is_alone_with_it():
-    last = {"memory_format": "channels_last"}
-    both = {**last, "convolution": "matmul"}
-    rows = ladder_of(
-        make_recipe(1.0),
-        make_recipe(2.0, precision="amp_bf16"),
-        make_recipe(3.0, precision="amp_bf16", **last),
-        make_recipe(6.0, precision="amp_bf16", **both),
-        make_recipe(1.5, **both),
-        make_recipe(8.0, preset="fast"),
-        make_recipe(4.0, preset="fast", memory_format="contiguous", convolution="torch"),
-    )
-    row = rows["--convolution matmul"]
-    assert (row["alone, over seed"], row["over the one above"]) == ("1.50x", "2.00x")
-    assert row["from"] == "this suite"
-    assert "--memory_format channels_last --convolution matmul" not in rows
-    without = rows["--preset fast --memory_format contiguous --convolution torch"]
-    assert (without["over the one above"], without["from"]) == ("0.50x", "this suite")
-
-
-def test_a_rung_on_top_of_fast_or_taken_from_it_is_set_against_fast():
-    rows = ladder_of(
-        make_recipe(1.0),
-        make_recipe(4.0, preset="fast"),
-        make_recipe(5.0, preset="fast", attention="eager"),
-        make_recipe(2.0, preset="fast", precision="bf16", master_weights="fp32"),
-        make_recipe(3.0, preset="fast", unit_divisions="keep"),
-    )
-    gains = {name: row["over the one above"] for name, row in rows.items()}
-    assert gains == {
-        "--preset seed": "",
-        "--preset fast": "",
-        "--preset fast --attention eager": "1.25x",
-        "--preset fast --precision bf16 --master_weights fp32": "0.50x",
-        "--preset fast --unit_divisions keep": "0.75x",
-    }
-
-
-def test_different_work_has_ladders_of_its_own():
-    records = [
-        make_recipe(rate, **work, **rung)
-        for work in ({}, {"latents": "precomputed"}, {"engine": "torch"}, {"image_size": 512})
-        for rate, rung in ((1.0, {}), (2.0, {"precision": "amp_bf16"}))
-    ]
-    tables = make_ladder_tables(read_configurations(records))
-    assert [len(table.rows) for table in tables] == [2, 2, 2, 2]
-    captions = [table.caption for table in tables]
-    assert "256 px, the encoders run in the step (online)" in captions[0]
-    assert "precomputed" in captions[1] and "engine torch" in captions[2]
-
-
-def test_a_record_that_does_not_tell_all_switches_is_on_no_ladder():
-    assert read_configurations([make_record()]) == []
-
-
-def test_rungs_that_nobody_measured_are_listed_without_a_number():
-    configurations = read_configurations(
-        [make_recipe(1.0), make_recipe(4.0, preset="fast"), make_recipe(1.0, num_threads=1)]
-    )
-    tables = {table.caption: cells_of(table) for table in make_pending_tables(configurations)}
-    assert list(tables) == [
-        f"{device}, {who}" for device in ("CPU", "GPU") for who in ("one rank", "several ranks")
-    ]
-    on_cpu = tables["CPU, one rank"]
-    assert "--precision amp_bf16" not in on_cpu  # a part of fast
-    assert "--num_threads N" not in on_cpu
-    assert on_cpu["--attention eager"]["gain"] == "not measured"
-    assert "--cuda_graph" not in on_cpu
-    assert "--cuda_graph" in tables["GPU, one rank"]
-    assert "--grad_compression bf16" in tables["GPU, several ranks"]
-    assert "--grad_compression bf16" not in tables["GPU, one rank"]
-
-
 def test_engines_are_compared_at_the_same_settings_only():
     fast = {"preset": "fast", "on_gpu": True}
     rows = pairs_of(
@@ -249,61 +142,6 @@ def test_engines_are_compared_at_the_same_settings_only():
         ("--preset fast", ""),
         ("--preset fast", "1.10x"),
         ("--preset fast --cuda_graph", "1.50x"),
-    ]
-
-
-def test_the_ema_is_set_beside_the_same_run_without_it():
-    small = {"preset": "fast", "batch_size": 1, "device_train_microbatch_size": 1}
-    every_step = {"use_ema": True, "ema_interval_batches": 1}
-    rows = pairs_of(
-        "ema",
-        make_recipe(1.0, **small),
-        make_recipe(1 / 1.04, **small, **every_step),
-        make_recipe(1 / 1.25, **small, **every_step, ema_impl="composer"),
-        make_recipe(1 / 1.01, **small, use_ema=True, ema_interval_batches=10),
-        make_recipe(9.0, preset="fast", use_ema=True),
-    )
-    assert [(row["EMA"], row["adds to a step, %"]) for row in rows] == [
-        ("none", ""),
-        ("foreach", "4.0"),
-        ("composer", "25.0"),
-        ("foreach, every 10 steps", "1.0"),
-    ]
-    assert {(row["images per rank and step"], row["recipe"]) for row in rows} == {
-        ("1", "--preset fast")
-    }
-
-
-def test_micro_batches_and_checkpointing_are_one_family():
-    fast = {"preset": "fast"}
-    rows = pairs_of(
-        "micro-batches",
-        make_recipe(74.0, **fast, device_train_microbatch_size=64),
-        make_recipe(12.0, **fast, device_train_microbatch_size=2),
-        make_recipe(
-            50.0, **fast, device_train_microbatch_size=128, activation_checkpointing="full"
-        ),
-    )
-    assert [(row["activation checkpointing"], row["micro-batch"]) for row in rows] == [
-        ("full", "128"),
-        ("none", "2"),
-        ("none", "64"),
-    ]
-
-
-def test_ranks_are_set_beside_one_rank_with_as_many_threads():
-    fast = {"preset": "fast"}
-    rows = pairs_of(
-        "ranks",
-        make_recipe(1.0, **fast),
-        make_recipe(0.6, **fast, num_threads=1),
-        make_recipe(1.2, **fast, num_ranks=2, num_threads=1, sharding="full"),
-    )
-    names = ("ranks", "threads per rank", "over one rank with as many threads")
-    assert [tuple(row[name] for name in names) for row in rows] == [
-        ("1", "2", ""),
-        ("1", "1", ""),
-        ("2", "1", "1.20x"),
     ]
 
 

@@ -73,16 +73,6 @@ def test_a_recipe_is_inside_unless_one_step_leaves_the_band():
     assert found["--preset seed --precision bf16"]["at step"] == "7"
 
 
-def test_the_spread_is_the_root_mean_square_over_the_steps():
-    # Half of the steps without any spread: the mean of the variances is halved.
-    runs = [make_run(CURVE)]
-    for number, by in enumerate(OTHERS):
-        losses = [loss + (by if step % 2 else 0.0) for step, loss in enumerate(CURVE)]
-        runs.append(make_run(losses, weights_seed=18 + number))
-    (table,) = make_tables(runs)
-    assert "the band is 3 x 0.01118 = 0.03354 to either side" in table.caption
-
-
 def test_four_runs_make_no_band():
     (table,) = make_tables([*make_band_runs()[:-1], make_run(CURVE, preset="fast")])
     assert rows_of(table)[-1]["verdict"] == NO_BAND

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import html.parser
 import json
 import re
 import shutil
@@ -32,59 +31,30 @@ def in_browser(test):
 
 
 # What a person does: sort the seed's table by its sixth column, downwards, and hide quoted rows.
-# Then the page writes down how wide it is in a frame as wide as a phone (a window of this browser
-# is never narrower than 500).
-ACTIONS = """<script>
+# Then the page writes down what it shows, and how wide it is in a frame as wide as a phone (a
+# window of this browser is never narrower than 500).
+ACTIONS = """<pre id="seen"></pre><script>
 const heading = document.querySelectorAll("#p4de-p5 thead button")[5];
 heading.click(); heading.click();
 document.querySelector("#kinds input[value=quoted]").click();
 const frame = document.createElement("iframe");
 frame.style = "width: 360px; height: 800px; border: 0";
 frame.srcdoc = document.documentElement.outerHTML.replaceAll("<script", "<template");
+const texts = (cells) => [...cells].map((cell) => cell.textContent);
 addEventListener("load", () => {
   const inside = frame.contentDocument.documentElement;
-  document.body.dataset.width = `${inside.scrollWidth} of ${inside.clientWidth}`;
+  const seen = {width: [inside.scrollWidth, inside.clientWidth], rows: {}, orders: {}};
   frame.remove();
+  for (const table of document.querySelectorAll("main table")) {
+    const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden);
+    seen.rows[table.id] = shown.map((row) => texts(row.cells));
+    const headings = [...table.tHead.rows[0].cells];
+    seen.orders[table.id] = headings.map((cell) => cell.getAttribute("aria-sort"));
+  }
+  document.getElementById("seen").textContent = JSON.stringify(seen);
 });
 document.body.append(frame);
 </script>"""
-
-
-class Tables(html.parser.HTMLParser):
-    """Cells of the rows that are shown, and the headings' order, by table."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.orders, self.body = {}, {}, {}
-        self._table, self._row, self._is_cell = None, None, False
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        if tag == "input":
-            return  # the tick in a row's first cell
-        if tag == "body":
-            self.body = attributes
-        elif tag == "table":
-            self._table = attributes["id"]
-            self.rows[self._table], self.orders[self._table] = [], []
-        elif tag == "th":
-            self.orders[self._table].append(attributes["aria-sort"])
-        elif tag == "tr" and "hidden" not in attributes:
-            self._row = []
-        elif tag == "td" and self._row is not None:
-            self._row.append("")
-        self._is_cell = tag == "td" and self._row is not None
-
-    def handle_endtag(self, tag):
-        self._is_cell = False
-        if tag == "tr" and self._row:
-            self.rows[self._table].append(self._row)
-        if tag == "tr":
-            self._row = None
-
-    def handle_data(self, data):
-        if self._is_cell:
-            self._row[-1] += data
 
 
 @pytest.fixture(scope="module")
@@ -118,31 +88,31 @@ def test_the_page_loads_nothing(page):
 
 
 def opened(address, tmp_path):
-    """The page as a browser has it once it is loaded."""
+    """What a page has written down as JSON once a browser has loaded it."""
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
     process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return process.stdout
+    return json.loads(html.unescape(re.findall(r'<pre id="seen">(.*?)</pre>', process.stdout)[-1]))
 
 
 @in_browser
 def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", f"{ACTIONS}</body>"), encoding="utf-8")
-    tables = Tables()
-    tables.feed(opened(f"{page.as_uri()}#sort=512px-online:5:descending", tmp_path))
+    seen = opened(f"{page.as_uri()}#sort=512px-online:5:descending", tmp_path)
+    rows, orders = seen["rows"], seen["orders"]
 
     # By a click on its heading: P5 from the fastest to the slowest.
-    rates = [float(row[5]) for row in tables.rows["p4de-p5"]]
+    rates = [float(row[5]) for row in rows["p4de-p5"]]
     assert rates == [385.31, 361.15, 358.68, 353.81, 329.55, 289.19, 189.28]
-    assert tables.orders["p4de-p5"][:7] == [*["none"] * 5, "descending", "none"]
+    assert orders["p4de-p5"][:7] == [*["none"] * 5, "descending", "none"]
     # By the address: 1000 before 90, as numbers; quoted rows are hidden, the name is unharmed.
-    shown = tables.rows["512px-online"]
+    shown = rows["512px-online"]
     assert [row[0] for row in shown] == ["measured", "measured"]
     assert [row[1] for row in shown] == ["NVIDIA H200", HOSTILE]
-    assert tables.orders["512px-online"].count("descending") == 1
-    assert [row[0] for row in tables.rows["256px-online"]] == ["measured"]
-    assert tables.rows["source-5-512px-precomputed"] == []
-    assert tables.body["data-width"] == "360 of 360"
+    assert orders["512px-online"].index("descending") == 4
+    assert [row[0] for row in rows["256px-online"]] == ["measured"]
+    assert rows["source-5-512px-precomputed"] == []
+    assert seen["width"] == [360, 360]
 
 
 def seen_in_frames(page, script, tmp_path, *, sizes):
@@ -161,8 +131,7 @@ def seen_in_frames(page, script, tmp_path, *, sizes):
         "  const seen = look(frame.contentWindow); frame.remove(); return seen; })); });</script>",
         encoding="utf-8",
     )
-    text = opened(outside.as_uri(), tmp_path)
-    return json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text, re.S)[1]))
+    return opened(outside.as_uri(), tmp_path)
 
 
 @in_browser

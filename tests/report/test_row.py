@@ -7,35 +7,13 @@ import fcntl
 import multiprocessing
 import time
 
-from sdbench.record.row import COLUMNS, append_row, format_csv, make_row
-from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
+from sdbench.record.row import COLUMNS, append_row, make_row
+from tests.report.results_folder import make_gpu_record, make_record
 
 
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_record_without_the_newer_figures_has_empty_cells():
-    (row,) = csv.DictReader(format_csv([make_row(make_record())], columns=COLUMNS).splitlines())
-    for name in ("stability", "flags", "matmul_tflops", "power_w", "energy_j_per_image"):
-        assert row[name] == ""
-    assert (row["kind"], row["ema"], row["num_gpus"], row["gpu"]) == ("measured", "false", "0", "")
-
-
-def test_what_a_user_chose_beyond_the_columns_is_a_column():
-    origin = {**make_record()["origin"], "attention": "flag", "seed": "flag", "lr": "file"}
-    record = make_record(origin=origin, config__attention="eager", config__lr=0.0002)
-    row = make_row(record)
-    assert "attention eager" in row["other_settings"] and "lr 0.0002" in row["other_settings"]
-    assert "seed" not in row["other_settings"]  # it says how to measure
-    assert (row["num_cpu_cores"], row["num_nodes"]) == (2, 1)
-
-
-def test_a_model_of_which_lora_alone_is_trained_is_another_model():
-    whole = make_row(make_record())["model"]
-    assert make_row(make_record(config__lora_rank=None))["model"] == whole
-    assert make_row(make_record(config__lora_rank=4))["model"] == f"{whole}, LoRA 4"
 
 
 def test_flags_power_and_energy_are_columns():
@@ -47,14 +25,6 @@ def test_flags_power_and_energy_are_columns():
     assert (row["flags"], row["stability"], row["power_w"]) == ("drift;noisy", "drift", 650.0)
     # 10 measured steps of 2048 images: 40960 J over 20480 images.
     assert row["energy_j_per_image"] == 2.0
-
-
-def test_rows_are_appended_under_one_header(tmp_path):
-    path = tmp_path / "runs.csv"
-    for rate in (1.0, 2.0):
-        append_row(path, make_record(summary__images_per_second=rate))
-    assert [row["images_per_second"] for row in read(path)] == ["1.0", "2.0"]
-    assert path.read_text().count("images_per_second,") == 1
 
 
 def append_often(path, writer):
@@ -79,15 +49,6 @@ def test_rows_of_processes_that_write_at_once_are_whole(tmp_path):
     assert all(None not in row and None not in row.values() for row in rows)
     rates = sorted(float(row["images_per_second"]) for row in rows)
     assert rates == [100.0 * writer + number for writer in range(1, 9) for number in range(10)]
-
-
-def test_a_hostile_name_is_one_cell_and_no_formula(tmp_path):
-    path = tmp_path / "runs.csv"
-    append_row(path, make_record(machine__device_name=HOSTILE, status="failed", reason="+1"))
-    append_row(path, make_record())
-    first, second = read(path)
-    assert (first["device"], first["reason"]) == (f"'{HOSTILE}", "'+1")
-    assert second["device"] == "Intel Xeon Processor"
 
 
 def test_a_file_of_an_older_version_is_set_aside_whole(tmp_path, capsys):

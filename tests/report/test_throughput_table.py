@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
+from sdbench.analysis.quoted import load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
 from sdbench.report.tables import (
-    Field,
-    Table,
-    make_cell,
     to_captioned_markdown,
-    to_folded_markdown,
 )
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
@@ -45,14 +41,9 @@ def test_three_runs_of_one_configuration_have_an_interval_and_two_keep_that_of_e
     [
         {"config__use_ema": True},
         {"config__device_train_microbatch_size": 1},
-        {"config__precision": "fp32"},
         {"ranks__world_size": 2},
         {"machine__device_name": "another"},
-        {"config__attention": "math", "origin__attention": "flag"},
-        {"config__data_format": "mds"},
-        {"config__engine": "torch"},
         {"config__attention": "eager"},
-        {"config__optimizer": "adamw"},
         {"config__remote": "s3://another/data-set"},
         {"data": {"sha256": "1" * 64, "num_files": 1, "num_bytes": 9, "made_by": [None]}},
         {"machine__num_cpu_cores": 64},
@@ -72,14 +63,6 @@ def test_what_is_no_other_setting_does_not_keep_runs_apart():
         assert len(table.rows) == 1
 
 
-def test_what_the_user_chose_beyond_the_columns_is_told():
-    record = make_record(
-        config__attention="math", origin__attention="file", config__data_format="mds"
-    )
-    (table,) = make_tables([record])
-    assert cells(table)["other settings"] == "attention math, num_workers 0, data_format mds"
-
-
 def test_strong_and_weak_scaling_are_told_apart():
     def run(num_devices, batch_size, **changes):
         changes |= {"ranks__world_size": num_devices, "ranks__num_nodes": num_devices}
@@ -92,20 +75,6 @@ def test_strong_and_weak_scaling_are_told_apart():
     assert scalings == ["strong, weak", "strong", "weak", "weak", "", ""]
     (alone,) = make_tables(runs[-1:])
     assert "scaling" not in cells(alone)
-
-
-def test_other_work_per_image_is_another_table():
-    changes = [
-        {"config__latents": "precomputed"},
-        {"config__image_size": 512},
-        {"config__task": "dreambooth"},
-        {"config__online_preprocessing": True},
-    ]
-    tables = make_tables([make_record(), *(make_record(**change) for change in changes)])
-    assert {table.name: len(table.rows) for table in tables} == dict.fromkeys(
-        ("256px-online", "256px-precomputed", "512px-online", "256px-subject", "256px-beside"), 1
-    )
-    assert tables[0].caption == "256 px, the encoders run in the step (online)"
 
 
 def test_flags_are_told_in_words():
@@ -125,6 +94,11 @@ def test_rows_with_the_same_settings_are_told_apart_by_their_code():
         "amp_bf16, code abcdef1",
         "fp32",
     ]
+
+
+def test_a_figure_that_is_the_same_in_all_rows_stays_in_them():
+    (table,) = make_tables([with_rate(2.0), with_rate(2.0, config__precision="fp32")])
+    assert "px 256" in table.common and "images/s per device" not in table.common
 
 
 def within(low, rate, **changes):
@@ -171,78 +145,6 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
     assert first["run ids"] == on_gpu["run_id"]
     assert first["command"].startswith("benchmark.py ")
     assert "command" not in to_captioned_markdown([table])
-
-
-def test_a_machine_s_headline_is_of_three_runs_before_a_faster_one_of_a_single_run():
-    runs = [with_rate(rate, config__batch_size=8) for rate in (0.5, 0.51, 0.52)]
-    (row,) = rows_of(make_headline_table([within(0.6, 0.7), *runs]))
-    assert (row["runs"], row["best of"]) == ("3", "2")
-
-
-def test_figures_of_others_are_folded_by_their_source_and_never_mix_kinds_of_work():
-    figure = {"image_size": 256, "latents": "online", "gpu": "B200", "num_gpus": 4}
-    paper = {**figure, "kind": "quoted", "images_per_second": 1001.25, "source": "a <paper>"}
-    law = {
-        **figure,
-        "kind": "modelled",
-        "source": "scaling predict",
-        "images_per_second": 2000.0,
-        "images_per_second_low": 1900.0,
-        "images_per_second_high": 2100.0,
-    }
-    of_latents = {**paper, "latents": "precomputed", "gpu": "H100"}
-    days = {"source": "a <paper>", "kind": "quoted", "gpu": "B200", "days_to_train": 12.5}
-    folds = fold_by_source([("rates", [paper, of_latents]), ("days", [days]), ("law", [law])])
-    assert [fold.summary for fold in folds] == [
-        "a <paper>: 3 figures, B200, H100",
-        "scaling predict: 1 figure, B200",
-    ]
-    captions = [[table.caption.partition(",")[2] for table in fold.tables] for fold in folds]
-    assert captions == [
-        [
-            " the encoders run in the step (online)",
-            " latents and text embeddings made beforehand (precomputed)",
-            " quoted",
-        ],
-        [" the encoders run in the step (online)"],
-    ]
-    assert cells(folds[0].tables[0])["images/s (95 % interval)"] == "1001.25"
-    assert cells(folds[1].tables[0])["images/s (95 % interval)"] == "2000 (1900 to 2100)"
-    text = to_folded_markdown(folds)
-    assert text.count("<details>\n<summary>") == text.count("\n\n</details>") == 2
-    assert "<summary>a &lt;paper&gt;: 3 figures, B200, H100</summary>" in text
-
-
-def test_a_figure_without_a_rate_is_shown_as_its_file_has_it():
-    unknown = {"source": "a paper", "kind": "quoted", "gpu": "B200", "images_per_second": None}
-    unknown |= {"image_size": 256, "latents": "online", "reason": "out of memory"}
-    known = {**unknown, "images_per_second": 5.0, "reason": None}
-    (fold,) = fold_by_source([("rates", [known, unknown])])
-    assert fold.summary == "a paper: 2 figures, B200"
-    assert [len(table.rows) for table in fold.tables] == [1, 1]
-    assert cells(fold.tables[1])["reason"] == "out of memory"
-
-
-def test_what_is_the_same_in_all_rows_stands_in_the_caption():
-    columns = [
-        Field(name, name, is_left=name in ("kind", "note"))
-        for name in ("px", "kind", "images/s", "note")
-    ]
-    rows = [
-        [make_cell(256), make_cell("measured"), make_cell(rate), make_cell(note)]
-        for rate, note in ((0.5, "slow"), (0.5, "noisy"))
-    ]
-    text = to_captioned_markdown([Table("one", "Rates", columns, rows)])
-    assert text.splitlines() == [
-        "**Rates. In all rows: px 256**",
-        "",
-        "| kind | images/s | note |",
-        "|---|---:|---|",
-        "| measured | 0.5 | slow |",
-        "| measured | 0.5 | noisy |",
-    ]
-    one = to_captioned_markdown([Table("one", "Rates", columns, rows[:1])])
-    assert one.splitlines()[2] == "| px | kind | images/s | note |"
 
 
 def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
