@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from sdbench.analysis.report import rebuild
 from sdbench.analysis.throughput_plots import (
     MICRO_BATCH,
+    OTHER_MICRO_BATCHES,
     SCALING,
     SPEED_UP,
 )
