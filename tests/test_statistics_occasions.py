@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 
 from sdbench.statistics.intervals import NO_DIFFERENCE, Comparison, compare
-from sdbench.statistics.occasions import (
-    Time,
-    compare_occasions,
-    detectable_change,
-    find_occasions,
-)
+from sdbench.statistics.occasions import Time, compare_occasions, detectable_change, find_occasions
 from tests.marks import quick_and_slow
 
 SEED = 20261123

@@ -108,13 +108,7 @@ def test_a_rank_that_is_slower_than_the_other_is_named(spied):
     expected = {"other": sum(FORWARD_S) / 2, "gradient_communication": COMMUNICATION_S}
     assert summary["breakdown"]["seconds"] == {**dict.fromkeys(PHASES, 0), **expected}
     assert summary["stragglers"] == [
-        {
-            "rank": 1,
-            "node": 0,
-            "own_step_time_s": 0.375,
-            "times_median": 3.0,
-            "slow_phase": "other",
-        }
+        {"rank": 1, "node": 0, "own_step_time_s": 0.375, "times_median": 3.0, "slow_phase": "other"}
     ]
     assert "straggler" in summary["flags"]
     # 0.25 s of 0.25 + 0.25, the mean forward pass and the communication.

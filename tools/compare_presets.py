@@ -90,12 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     for row in comparisons:
         print(json.dumps(row))
-    content = {
-        "programs": PROGRAMS,
-        "settings": settings,
-        "runs": runs,
-        "comparisons": comparisons,
-    }
+    content = {"programs": PROGRAMS, "settings": settings, "runs": runs, "comparisons": comparisons}
     write_json(arguments.output, content)
 
 

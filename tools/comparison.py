@@ -15,11 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_parser(
-    description: str,
-    *,
-    repeats: int,
-    output: str,
-    takes_flags: bool = False,
+    description: str, *, repeats: int, output: str, takes_flags: bool = False
 ) -> argparse.ArgumentParser:
     """Make a parser with `--repeats`, `--output` of a kind of file, and flags for all sides."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])

@@ -142,9 +142,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_signals_ask(
-    patience_s: Callable[[], float] = lambda: PATIENCE_S,
-) -> Iterator[StopRequest]:
+def stop_signals_ask(patience_s: Callable[[], float] = lambda: PATIENCE_S) -> Iterator[StopRequest]:
     """During the block a first stop signal becomes a request, and only a second one raises.
 
     The block has to look at the request and end. If it has not ended within `patience_s`, the

@@ -87,10 +87,7 @@ class DreamboothFlags(SimilaritySettings):
         SWITCH, True, "train on pictures of the class as well, so that the model keeps it"
     )
     num_class_images: int = setting(
-        POSITIVE,
-        200,
-        "class pictures to draw for --prior",
-        acts_beside=(Beside(("prior",), True),),
+        POSITIVE, 200, "class pictures to draw for --prior", acts_beside=(Beside(("prior",), True),)
     )
     lora_rank: int | None = shared(
         TrainConfig, "lora_rank", help="train LoRA weights of this rank in place of all weights"

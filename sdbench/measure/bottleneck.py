@@ -47,10 +47,7 @@ ADVICE: dict[str, list[tuple[str, Any, str]]] = {
         ("optimizer", "adamw_fused", "--optimizer adamw_fused"),
         ("batch_size", None, LARGER_BATCH),
     ],
-    phases.EMA: [
-        ("ema_impl", "foreach", "--ema_impl foreach"),
-        ("batch_size", None, LARGER_BATCH),
-    ],
+    phases.EMA: [("ema_impl", "foreach", "--ema_impl foreach"), ("batch_size", None, LARGER_BATCH)],
     phases.OTHER: [("profile_trace", True, "--profile_trace shows what it is")],
 }
 

@@ -63,10 +63,7 @@ def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
 
     left, right, product = _make_matrices(precision, device_type=device_type)
     size, channels, width = len(left), CONVOLUTION_CHANNELS, CONVOLUTION_SIZE
-    shapes = (
-        (CONVOLUTION_IMAGES[device_type], channels, width, width),
-        (channels, channels, 3, 3),
-    )
+    shapes = ((CONVOLUTION_IMAGES[device_type], channels, width, width), (channels, channels, 3, 3))
     images, weights = (
         _make_numbers(shape, precision, device_type=device_type).contiguous(
             memory_format=torch.channels_last
@@ -136,10 +133,7 @@ def _make_numbers(shape: tuple[int, ...], precision: str, *, device_type: str) -
 
 
 def _median_time_s(
-    work: Callable[[], object],
-    *,
-    device_type: str,
-    clock: Callable[[], float] = time.perf_counter,
+    work: Callable[[], object], *, device_type: str, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Time one call of the work: the median over the second half of the repeats.
 

@@ -31,10 +31,7 @@ class StartupClock:
     """Adds up the time of each phase before the first measured step of one rank."""
 
     def __init__(
-        self,
-        *,
-        before_main_s: dict[str, float],
-        clock: Callable[[], float] = time.perf_counter,
+        self, *, before_main_s: dict[str, float], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Begin, as early as possible, with the seconds of earlier phases."""
         self._clock = clock

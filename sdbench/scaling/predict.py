@@ -66,9 +66,7 @@ class FitFlags(points.TableFlags):
     """Flags of every command that fits the step law."""
 
     micro_batch: int | None = setting(
-        POSITIVE,
-        None,
-        "micro-batch of the rows that do not tell theirs, and of what is predicted",
+        POSITIVE, None, "micro-batch of the rows that do not tell theirs, and of what is predicted"
     )
     num_gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
 

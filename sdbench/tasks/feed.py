@@ -21,11 +21,7 @@ from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
-from sdbench.settings.feed import (
-    DEFAULT_BATCHES,
-    MIN_BATCHES_PER_STORED_BATCH,
-    FeedSettings,
-)
+from sdbench.settings.feed import DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH, FeedSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
 

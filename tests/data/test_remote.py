@@ -20,10 +20,7 @@ from tests.data.datasets import indices
 from tests.data.s3_server import BUCKET, S3Server
 from tests.refusals import refused
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.usefixtures("temporary_folder", "impatient"),
-]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder", "impatient")]
 
 
 make_config = functools.partial(datasets.make_source, shuffle=False)

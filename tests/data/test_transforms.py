@@ -215,10 +215,7 @@ def test_of_an_animation_the_first_picture_is_taken():
 
 @pytest.mark.parametrize(
     ("file_format", "kind"),
-    [
-        *itertools.product(["JPEG", "PNG", "WEBP"], ["exif", "xmp"]),
-        ("PNG", "late exif"),
-    ],
+    [*itertools.product(["JPEG", "PNG", "WEBP"], ["exif", "xmp"]), ("PNG", "late exif")],
 )
 def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
     picture = stripes()

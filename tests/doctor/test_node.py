@@ -109,10 +109,7 @@ def test_only_gpus_that_the_job_may_use_are_checked_and_may_lack_nvlink(
 
 @pytest.mark.parametrize(
     ("name", "value", "num_gpus"),
-    [
-        ("SLURM_GPUS_ON_NODE", "8", 7),
-        ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 3),
-    ],
+    [("SLURM_GPUS_ON_NODE", "8", 7), ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 3)],
 )
 def test_a_lost_gpu_is_an_error(look, set_gpus, monkeypatch, name, value, num_gpus):
     set_gpus(*[{}] * num_gpus)

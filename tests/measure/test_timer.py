@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from sdbench.base.errors import RunError
-from sdbench.measure.summary import (
-    Measurements,
-    merge_measurements,
-    summarize,
-)
+from sdbench.measure.summary import Measurements, merge_measurements, summarize
 from sdbench.measure.timer import (
     CLOSE,
     NUM_AT_FIRST,

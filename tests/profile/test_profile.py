@@ -135,12 +135,7 @@ THREE_ROWS = torch.tensor([1, 2, 3])
     ("operator", "arguments", "flop", "num_bytes"),
     [
         (torch.mm, (make(8, 16), make(16, 4)), 2 * 8 * 16 * 4, 4 * (128 + 64 + 32)),
-        (
-            torch.mm,
-            (make(8, 16, dtype=BF16), make(16, 4, dtype=BF16)),
-            1024,
-            2 * (128 + 64 + 32),
-        ),
+        (torch.mm, (make(8, 16, dtype=BF16), make(16, 4, dtype=BF16)), 1024, 2 * (128 + 64 + 32)),
         (torch.add, (make(10), make(10)), 0, 4 * 30),
         (lambda a: a * a, (make(10),), 0, 4 * 20),
         (torch.Tensor.add_, (make(10), make(10)), 0, 4 * 30),

@@ -53,8 +53,5 @@ def load_slow_tokenizer(folder: Path) -> CLIPTokenizer:
     text = "\n".join(["#version: 0.2", *merges, ""])
     (folder / "merges.txt").write_text(text, encoding="utf-8")
     return CLIPTokenizer(
-        str(folder / "vocab.json"),
-        str(folder / "merges.txt"),
-        pad_token="!",
-        model_max_length=77,
+        str(folder / "vocab.json"), str(folder / "merges.txt"), pad_token="!", model_max_length=77
     )

@@ -65,11 +65,7 @@ def test_a_large_rate_has_no_exponent_and_the_trainer_may_load_by_itself():
 def test_a_person_reads_how_long_the_trainer_waits():
     record = make_record(
         config={"emulate_step_seconds": 0.3},
-        summary={
-            "data_wait_percent": 25.0,
-            "window_s": 40.0,
-            "images_per_second_per_core": None,
-        },
+        summary={"data_wait_percent": 25.0, "window_s": 40.0, "images_per_second_per_core": None},
     )
     assert format_feed(record).splitlines()[:2] == [
         "  images/s of the trainer  200 (198 to 202.5, 95 % within-run)",

@@ -12,10 +12,7 @@ import yaml
 
 from sdbench.analysis.ladder import find_ladders, is_one_rung, read_configurations
 from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
-from sdbench.analysis.ladder_tables import (
-    make_ladder_tables,
-    make_pair_tables,
-)
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE

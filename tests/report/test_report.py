@@ -8,12 +8,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 from sdbench.analysis.report import rebuild
-from sdbench.analysis.throughput_plots import (
-    MICRO_BATCH,
-    OTHER_MICRO_BATCHES,
-    SCALING,
-    SPEED_UP,
-)
+from sdbench.analysis.throughput_plots import MICRO_BATCH, OTHER_MICRO_BATCHES, SCALING, SPEED_UP
 from sdbench.cli import main
 from tests.report.results_folder import (
     BREAKDOWN,
@@ -41,9 +36,7 @@ def texts_of(results, name):
 
 def micro_batch_run(micro_batch, rate, **changes):
     return make_gpu_record(
-        config__device_train_microbatch_size=micro_batch,
-        summary__images_per_second=rate,
-        **changes,
+        config__device_train_microbatch_size=micro_batch, summary__images_per_second=rate, **changes
     )
 
 

@@ -7,9 +7,7 @@ import pytest
 from sdbench.analysis.quoted import load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
-from sdbench.report.tables import (
-    to_captioned_markdown,
-)
+from sdbench.report.tables import to_captioned_markdown
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 

@@ -60,11 +60,7 @@ def test_an_interval_is_carried_through(write_table, cost, files):
 
 @pytest.mark.parametrize(
     ("gpu", "price", "usd"),
-    [
-        ("X100 (big.node)", None, 144),
-        ("X100", "re", 384),
-        ("X100", "2.25", 216),
-    ],
+    [("X100 (big.node)", None, 144), ("X100", "re", 384), ("X100", "2.25", 216)],
 )
 def test_a_price_is_found_by_the_gpu_or_chosen(write_table, cost, files, gpu, price, usd):
     table = write_table(f"{gpu},4,64,10")

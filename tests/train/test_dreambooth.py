@@ -10,12 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDPMScheduler,
-    StableDiffusionPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import CLIPTextModel, CLIPTokenizer

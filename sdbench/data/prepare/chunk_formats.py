@@ -68,10 +68,7 @@ def _write_mds(path: Path, rows: Rows, columns: Columns) -> dict | None:
     try:
         # Not as a context manager: that would write a shard on the way out of an error.
         writer = MDSWriter(
-            out=str(folder),
-            columns=dict(columns),
-            hashes=MDS_HASHES,
-            size_limit=MAX_SHARD_BYTES,
+            out=str(folder), columns=dict(columns), hashes=MDS_HASHES, size_limit=MAX_SHARD_BYTES
         )
         for row in rows:
             writer.write(row)

@@ -29,10 +29,7 @@ class StoredDataFlags:
     """Flags of every command that reads a stored data set piece by piece."""
 
     place: str = setting(
-        TEXT,
-        REQUIRED,
-        "a folder, file or URL; several in braces; pipe:COMMAND",
-        is_positional=True,
+        TEXT, REQUIRED, "a folder, file or URL; several in braces; pipe:COMMAND", is_positional=True
     )
     data_format: str = setting(
         one_of(*STORED_FORMATS), "auto", "format of PLACE, or told from the names of files"

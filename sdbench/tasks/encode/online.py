@@ -29,12 +29,7 @@ from sdbench.record.store import INVALID
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
 from sdbench.tasks.encode.encoder import Encoder, find_finite
-from sdbench.tasks.encode.ray_stages import (
-    DecodeStage,
-    batch_bytes,
-    num_lanes_of_rank,
-    open_same,
-)
+from sdbench.tasks.encode.ray_stages import DecodeStage, batch_bytes, num_lanes_of_rank, open_same
 from sdbench.tasks.encode.ray_stream import (
     Failure,
     Pool,
@@ -122,17 +117,12 @@ class OnlineLoader(CheckedLoader):
             )
             self._ordered = dataclasses.replace(source, num_workers=num_lanes)
         super().__init__(
-            batches,
-            order=EpochOrder(batches.samples, config=self._ordered),
-            config=source,
+            batches, order=EpochOrder(batches.samples, config=self._ordered), config=source
         )
         self.sample_type = SampleType.MOMENTS
         self._settings = settings
         self._make_encoder = functools.partial(
-            Encoder,
-            architecture,
-            encoder_dtype=settings.encoder_dtype,
-            seed=weights_seed,
+            Encoder, architecture, encoder_dtype=settings.encoder_dtype, seed=weights_seed
         )
         self._ranks = ranks
         self._num_rows = num_batches * ranks.world_size

@@ -18,12 +18,7 @@ from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
-from sdbench.models.drawing import (
-    MAX_PICTURES_OF_GRID,
-    DrawingSettings,
-    draw_samples,
-    make_grid,
-)
+from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan
 from sdbench.settings.data import COPY, PRECOMPUTED
 from sdbench.tasks.prompts import make_tokenizer, read_prompt_file

@@ -42,10 +42,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         ),
         ema=ema if config.use_ema else None,
         make_optimizer=functools.partial(
-            make_optimizer,
-            config=config,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
+            make_optimizer, config=config, betas=(config.beta1, config.beta2), eps=config.adam_eps
         ),
         max_gradient_norm=config.clip_norm,
     )
@@ -65,10 +62,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
     )
     tune_blocks(model.vae, config)
     return pretrain.describe_job(
-        plan,
-        model,
-        loss=lambda output: model.loss(*output),
-        loader=data.build(plan.source),
+        plan, model, loss=lambda output: model.loss(*output), loader=data.build(plan.source)
     )
 
 

@@ -25,11 +25,7 @@ from sdbench.run.task import Run
 from sdbench.run.trackers import TensorboardLog
 from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.resuming import (
-    compare_inputs,
-    compare_settings,
-    describe_random_parts,
-)
+from sdbench.tasks.train.resuming import compare_inputs, compare_settings, describe_random_parts
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
