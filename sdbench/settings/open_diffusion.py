@@ -47,7 +47,7 @@ Values = Mapping[str, Any]
 
 
 def _global_batch(value: Any, values: Values) -> dict[str, Any]:
-    """Its batch is that of a GPU in a backward pass."""
+    """Settings from the batch of open-diffusion: the images of one GPU in one backward pass."""
     device_batch = _positive("system.batch_size", values)
     num_gpus = int(os.environ.get("WORLD_SIZE", "1"))
     return {

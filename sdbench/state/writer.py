@@ -119,7 +119,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         synchronize(self._folder.parent)
 
     def storage_meta(self) -> None:
-        """Nothing: the machine's path is not for the metadata."""
+        """Return no metadata: the parent class would store the path of the folder."""
 
 
 class CopyingPlanner(dcp.DefaultSavePlanner):
