@@ -286,7 +286,7 @@ def test_a_good_run_is_published_once(tmp_path, capsys):
     with (results / "throughput.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["source"] == record["run_id"]
-    assert sdbench(publish) == 2  # a published run is never edited
+    assert sdbench(publish) == 0  # again, and nothing changes
     record, _ = run(tmp_path, *QUICK, "--lr", "1e30")
     assert sdbench(["publish", str(tmp_path / "runs" / record["run_id"]), *publish[2:]]) == 2
     refusal = printed_refusal(capsys.readouterr().err)

@@ -163,7 +163,9 @@ def write_table(path: Path, columns: dict, *, row_group_size: int) -> Path:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    # A table is not made again: Ray's types, once imported, cannot be copied.
+    table = columns if isinstance(columns, pyarrow.Table) else pyarrow.table(columns)
+    pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
     return path
 
 

@@ -95,6 +95,8 @@ def workplace(tmp_path, picture_folder) -> Path:
     scripts += ("train.py", "generate.py")
     for name in (*scripts, "sdbench", "results", "sweeps", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    published = min((ROOT / "results" / "runs").glob("*-fast"))
+    shutil.copytree(published, tmp_path / "runs" / published.name)
     return tmp_path
 
 
