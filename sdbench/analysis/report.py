@@ -185,9 +185,9 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
     ended_well = [record for record in records if record["status"] == OK]
     if not ended_well:
         raise ConfigError(
-            f"there is no run that ended well, and {len(records)} that did not",
+            f"none of {len(records)} runs ended well" if records else "these folders hold no run",
             value=" ".join(map(str, places)),
-            allowed=f"folders with a {RECORD_NAME} in or below them",
+            allowed=f"folders with the {RECORD_NAME} of a run that ended well, in or below them",
             flag="RUNS",
         )
     folders = {run_id: folder for run_id, (_, folder) in runs.items()}
@@ -195,7 +195,8 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
     shown = [section for section in made.sections.values() if section.has_content]
     page = format_page(shown, made_from="Made by python -m sdbench report, from records of runs.")
     write_out(out, page)
-    summary = f"a page of {len(ended_well)} runs"
+    count = len(ended_well)
+    summary = f"a page of {count} run{'s' if count > 1 else ''}"
     if len(ended_well) < len(records):
         summary += f", without {len(records) - len(ended_well)} that did not end well"
     return summary, [*left_out, *bad_steps]

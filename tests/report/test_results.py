@@ -91,7 +91,7 @@ def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys):
     page = tmp_path / "my.html"
     assert main(["report", str(runs), str(tmp_path / "again"), "--out", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "a page of 1 runs, without 1 that did not end well"
+        "a page of 1 run, without 1 that did not end well"
     )
     text = page.read_text(encoding="utf-8")
     assert text.count("<h2>Best of each machine</h2>") == 1 and "Figures of others" not in text
