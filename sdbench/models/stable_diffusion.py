@@ -146,7 +146,7 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
-        """Encode `image` and `input_ids` by frozen encoders, so many images per call of an encoder.
+        """Encode `image` and `input_ids` by frozen encoders, `encoder_batch_size` images per call.
 
         The captions stay `input_ids` if the text encoder is trained.
         """
@@ -278,9 +278,9 @@ def build_stable_diffusion(
         vae_attention: The same for the VAE; None: as the others.
         encoders: Whether to build VAE and text encoder, which precomputed latents do not need.
         trained: Names of the sub-models to train; the others are frozen.
-        lora: Trained in place of their weights; a name of no linear layer is a ConfigError.
-        initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
-            row of this one; None: there is no new token.
+        lora: Trained in place of their weights; a name without linear layers is a ConfigError.
+        initial_token_id: Train only a new token of ``text_encoder``, which begins with the row of
+            this one; None: no new token.
         device: Of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.

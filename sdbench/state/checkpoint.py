@@ -45,7 +45,7 @@ METADATA_NAME = ".metadata"
 # keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
 TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
 AVERAGED_PREFIX, FROZEN_PREFIX = "ema.", "frozen."
-# The names in a pickle that `.metadata` needs. Each of them only makes a value.
+# The names that the pickle in `.metadata` may use. Each of them only makes a value.
 KNOWN_TO_PICKLE = {
     (known.__module__, known.__qualname__): known
     for known in (

@@ -131,7 +131,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
     def __init__(self, buffers: dict[Any, torch.Tensor], *, num_sharing: int) -> None:
         """Copy nothing yet; the GPU's work up to now comes before the copies.
 
-        The buffers of earlier saves are used again; so many ranks share the host's memory.
+        The buffers of earlier saves are reused; `num_sharing` ranks share the host's memory.
         """
         super().__init__(flatten_state_dict=False)
         self._buffers = buffers
@@ -168,7 +168,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
         return True
 
     def resolve_data(self, write_item: Any) -> torch.Tensor:
-        """The copy of what is to be written, or the tensor itself."""
+        """The copy of the tensor to write, or the tensor itself."""
         copied = self._buffers.get(write_item.index)
         return super().resolve_data(write_item) if copied is None else copied
 
