@@ -156,7 +156,7 @@ def detect_format(place: str) -> str:
     tars = {_stem(name) for name in names if ends_as(name, "webdataset")}
     found = {
         "webdataset": bool(tars),
-        # img2dataset writes a table of what is in each tar beside it, under its name.
+        # img2dataset writes a parquet table of each tar's content beside it, under the same name.
         "parquet": any(ends_as(name, "parquet") and _stem(name) not in tars for name in names),
         "folder": any(has_image_name(name, read_avif=True) for name in names),
     }

@@ -37,7 +37,7 @@ class CommandOutput(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read what has been printed, waiting for it; 0 bytes after the command has ended well.
+        """Read available output, or wait for it; 0 bytes after the command has ended well.
 
         A command that fails, prints nothing, or is silent for `PIPE_SILENCE_TIMEOUT_S` is a
         `RunError`.

@@ -84,7 +84,7 @@ def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[
 
 @contextlib.contextmanager
 def errors_named(what: str) -> Iterator[None]:
-    """Turn the errors of a store, each of which raises its own types, into a `RunError`."""
+    """Turn any error of a store's library into a `RunError`."""
     try:
         yield
     except RunError:

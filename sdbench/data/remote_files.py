@@ -216,7 +216,7 @@ def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
 
 
 def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
-    """Copy a file, unpacked, unless this version of it has been copied before.
+    """Copy a file, decompressed, unless this version of it has been copied before.
 
     One process copies, and others wait for it. A copy has a temporary name until it is complete.
     Its final name holds a digest of the place and of the version given by the store (its ETag, or

@@ -142,7 +142,7 @@ class MissingLatentError(BadSampleError):
 
 def clean_caption(text: str | None) -> str | None:
     """Return a caption without the white space and the byte-order mark around it, or None."""
-    # Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
+    # Some editors begin text files with that mark, which a tokenizer turns into three tokens.
     return None if text is None else text.strip().removeprefix("\ufeff").strip()
 
 

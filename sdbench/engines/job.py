@@ -1,4 +1,4 @@
-"""`TrainJob`, what a task hands to an engine, and the settings and hooks that go with it.
+"""`TrainJob`, which a task hands to an engine, and the settings and hooks that go with it.
 
 The task describes the optimizer and the moving average; they are made after the engine has placed
 or sharded the weights.

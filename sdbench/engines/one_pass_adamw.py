@@ -84,7 +84,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
         if not _has_same_order(gradient, master):
             gradient = torch.empty_like(weight).copy_(gradient)
         state_tensors = (master, state["exp_avg"], state["exp_avg_sq"])
-        # A copy has no gaps, so that tensors of its order have none either.
+        # A copy is dense, so tensors with its order of elements are dense too.
         assert all(_has_same_order(one, master) for one in (weight, gradient, *state_tensors))
         factors = (
             1 - group["lr"] * group["weight_decay"],

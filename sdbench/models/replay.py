@@ -185,7 +185,7 @@ def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or read the replay of an earlier process from the cache."""
     try:
         folder = private_folder(REPLAYS_FOLDER)
-    except ConfigError:  # the plan has a note of it
+    except ConfigError:  # the plan notes it
         return _replay_step(step)
     path = folder / f"{_fingerprint(step)}.json"
     try:

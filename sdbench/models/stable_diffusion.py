@@ -264,8 +264,8 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights of the U-Net are drawn on `device`, which is fast; those of the encoders, and
-    with LoRA those of the U-Net, on the CPU, see `make_encoder`.
+    Random weights of the U-Net are drawn on `device`, which is fast. Frozen random weights (of the
+    encoders, and of the U-Net with LoRA) are drawn on the CPU, see `make_encoder`.
 
     Args:
         architecture: See `make_part`.
@@ -346,7 +346,7 @@ def make_encoder(
     """Make a VAE or a text encoder as `build_stable_diffusion` does, frozen.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
-    export, or a run that goes on elsewhere, has to draw the same.
+    export, or a run that is resumed elsewhere, has to draw the same.
     """
     # A seed each, so that the weights of a sub-model do not depend on another one's size.
     weights = Weights(

@@ -36,8 +36,8 @@ from sdbench.base.files import crc32_of, write_json
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import ALONE, Ranks, gather
 
-# Raised with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights, so
-# only a version that draws the same ones may go on from them.
+# Increased with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights,
+# so only a version that draws the same ones may resume from them.
 SCHEMA_VERSION = 2
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"

@@ -80,7 +80,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
         """Write nothing yet. All ranks do this together, when they have joined.
 
-        The `keep` newest checkpoints are kept, and those of multiples of `keep_every` steps.
+        The `keep` newest checkpoints are kept, and the ones at multiples of `keep_every` steps.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
@@ -91,7 +91,7 @@ class Checkpoints:
         self._group = torch.distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._buffers: dict[Any, torch.Tensor] = {}
-        # Of the current save: its writer, its end, and how long training has stood still for it.
+        # The current save: its writer, its result, and how long training has stood still for it.
         self._writer: CheckpointWriter | None = None
         self._ended: concurrent.futures.Future[SaveReport] | None = None
         self._stall_s = 0.0
@@ -124,7 +124,7 @@ class Checkpoints:
             step: Optimizer steps taken.
             tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
                 tensors under a name that only this rank gives. Must not change until
-                `wait_until_read` returns; those of at most 64 KiB may at once.
+                    `wait_until_read` returns, unless they have at most 64 KiB.
             facts: More about the run, as JSON has it; those of the first rank are saved.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))

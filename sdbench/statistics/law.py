@@ -342,7 +342,7 @@ class _Figures:
         return math.ceil(setup.num_gpus / self._gpus_per_node)
 
     def factors(self, setup: Setup, hidden_share: float = 0.0, hides_in: float = 0.0) -> np.ndarray:
-        """Return the factors of `ALL_TERMS` in what a GPU computes and waits for, (2, terms).
+        """Return the factors of `ALL_TERMS` in a GPU's work and in its waiting, (2, terms).
 
         With `hides_in`, a share of the communication, in every micro-batch, the constant of a
         micro-batch is the time beyond that. It is not negative: no more can hide.

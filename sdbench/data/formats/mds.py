@@ -76,7 +76,7 @@ class KeyStream(CheckedStreamingDataset):
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """Compute the samples of a batch again, as `EpochOrder.batch`."""
         # Streaming's order does not depend on the workers, and starts anew where an epoch is
-        # resumed. `state_dict` has been called: it sets what the order depends on.
+        # resumed. It depends on attributes that `state_dict`, which has been called, sets.
         world = World.detect()
         epoch = state["streaming"]["epoch"] + num_epochs
         num_samples = number * self.batch_size * world.num_ranks

@@ -1,6 +1,6 @@
 """Validation of index.json and of MDS shards: their sizes, hashes and headers; imports no torch.
 
-Streaming trusts all of it, whoever wrote it.
+Streaming itself trusts them all.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _object(properties: Mapping[str, Any], *, kind: Any = "object") -> dict[str,
     }
 
 
-# Streaming 0.13.0, streaming/base/format: the only version, the fields that `MDSReader.from_json`
-# takes, and those of `FileInfo`. It refuses any other field.
+# Streaming 0.13.0, streaming/base/format: the only version of the format, and the fields of
+# `MDSReader.from_json` and `FileInfo`. Streaming refuses any other field.
 _FILE = {"basename": {"type": "string"}, "bytes": _COUNT, "hashes": {"type": "object"}}
 _SHARD = {
     "column_encodings": _TEXTS,

@@ -1,4 +1,4 @@
-"""Where MDS data sets lie, what index.json says of them, and whether they fit a run; no torch.
+"""MDS data sets: their location, the content of index.json, and checks for a run; no torch.
 
 MosaicML diffusion's precompute_latents.py stores latents as the bytes of float16 numbers, and no
 bytes where the picture was smaller than the size that is asked for: such a latent is missing.

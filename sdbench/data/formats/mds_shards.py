@@ -58,7 +58,7 @@ NUM_DOWNLOAD_RETRIES = 2
 
 
 class MdsSamples(Samples):
-    """The samples of one or several MDS data sets, by number over all of them."""
+    """The samples of one or several MDS data sets, numbered over all of them."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class MdsSamples(Samples):
         return shard_id, position
 
     def _file(self, shard_id: int) -> StoredFile:
-        """Return the local path of a shard, and what it is a copy of."""
+        """Return the local file of a shard, and the source if it is a copy."""
         stream, shard = self._shards[shard_id]
         source = None
         if stream.remote not in (None, stream.local):

@@ -42,7 +42,7 @@ Content = TypeVar("Content")
 
 
 class ParquetSamples(Samples):
-    """The rows of one or several parquet files, by number over all of them."""
+    """The rows of one or several parquet files, numbered over all of them."""
 
     def __init__(self, config: SourceConfig) -> None:
         """Read the files' footers; a `ConfigError` if one is damaged or lacks a column."""

@@ -1,4 +1,4 @@
-"""The samples of a tar, one after the other, and their captions."""
+"""Listing of the samples of a tar, and reading of their images and captions."""
 
 from __future__ import annotations
 

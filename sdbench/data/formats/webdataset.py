@@ -48,7 +48,7 @@ class TarIndex(NamedTuple):
 
 
 class WebDatasetSamples(Samples):
-    """The samples of one or several tars, by number over all of them."""
+    """The samples of one or several tars, numbered over all of them."""
 
     def __init__(self, tars: list[StoredFile], *, config: SourceConfig) -> None:
         """Index the tars, or read the indexes that were made before."""

@@ -32,7 +32,7 @@ SAMPLES_PER_BLOCK = 512
 
 
 class StreamedTarSamples(Samples):
-    """The samples of tars by number over all of them; cheap to read in rising order only."""
+    """The samples of tars, numbered over all of them; cheap to read only in ascending order."""
 
     def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
         """Read the declared number of samples of each tar; no tar is opened."""

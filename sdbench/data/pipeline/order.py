@@ -57,8 +57,8 @@ class EpochOrder(DistributedSampler):
     read any block, each block counts as a file: one block of all samples is a full shuffle.
 
     The line is cut into lanes. Streamed files are read from their first byte on, so each loading
-    process of each rank has its own lane: batch b of a rank comes from process b modulo their
-    number. A file is thus read by one process, or by two where a cut goes through it. Other samples
+    process of each rank has its own lane: process w of W makes the rank's batches w, w + W, and so
+    on. A file is thus read by one process, or by two where a cut goes through it. Other samples
     have a single lane of global batches, the same for any number of ranks, and each rank takes its
     part of every batch.
 

@@ -21,9 +21,9 @@ from sdbench.data.subject import NumPictures, check, open_pictures
 class PairOrder(EpochOrder):
     """An order in which every picture comes at least once an epoch.
 
-    Pictures of the subject and of its class alternate. Each kind comes in shuffles of all its
-    pictures, one after the other, until the epoch's batches are full: the smaller kind is repeated
-    until the larger one has been used, and no batch is cut.
+    Pictures of the subject and of its class alternate. Each kind is reshuffled after all of its
+    pictures were used, until the epoch's batches are full: the smaller kind is repeated, and no
+    batch is cut.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from sdbench.data.image_files import open_image
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
 
-# A JPEG is decoded at a fraction of its size, but at no less than so many times the wanted one:
+# A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
 REDUCING_GAP = 2
 

@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     """Compare the shards of an MDS data set with its index.json, and print what is broken.
 
-    With --deep every sample is opened, if all shards are sound. Returns the number of faults, and
-    what is well if there are none.
+    With --deep every sample is opened, if all shards are sound. Returns the number of faults, and a
+    sentence on what was checked for when there are none.
     """
     (place,) = locate_mds(config)
     try:
