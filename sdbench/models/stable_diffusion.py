@@ -264,8 +264,8 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights of the U-Net are drawn on `device`, which is fast. Frozen random weights (of the
-    encoders, and of the U-Net with LoRA) are drawn on the CPU, see `make_encoder`.
+    Random weights of the U-Net are drawn on `device`, which is fast; with LoRA, and for the
+    encoders in any case, they are drawn on the CPU, see `make_encoder`.
 
     Args:
         architecture: See `make_part`.
