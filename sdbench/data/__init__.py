@@ -136,7 +136,7 @@ def resolve_format(settings: Any) -> str:
 
 
 def detect_format(place: str) -> str:
-    """Tell the data format of a place, a name of `SOURCES`, from names alone.
+    """Detect the data format of a place, a name of `SOURCES`, from names alone.
 
     Falls back to ``mds`` where names do not tell, e.g. for the URL of a folder.
 

@@ -12,7 +12,7 @@ import tempfile
 from sdbench.base.errors import RunError
 
 PIPE = "pipe:"
-# A command may have to think before it prints.
+# A command may work for minutes before it prints.
 PIPE_SILENCE_TIMEOUT_S = 300.0
 
 

@@ -108,7 +108,7 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:
-    """Return the data sets that settings name: the samples, and the class of a subject."""
+    """Return the data sets that settings name: the samples, and class images of a subject."""
     source = SourceConfig.from_settings(
         settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
     )

@@ -59,7 +59,7 @@ def path_of(place: str) -> str:
 
 
 def cache_folder(place: str, local: str | None) -> Path:
-    """The folder for copies of a place: ``--local``, or one of the user's cache for each place."""
+    """The folder for copies of a place: ``--local``, or one of the user's cache named after it."""
     if local is not None:
         return Path(local)
     return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])

@@ -119,7 +119,7 @@ class Samples:
         raise NotImplementedError
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample; a `BadSampleError` tells of the sample, a `RunError` of its file."""
+        """Read one sample; a `BadSampleError` if it is bad, a `RunError` if its file is."""
         raise NotImplementedError
 
 
@@ -147,7 +147,7 @@ def clean_caption(text: str | None) -> str | None:
 
 
 def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
-    """Raise a `BadSampleError` unless a sample has an image and a caption."""
+    """Raise a `BadSampleError` unless a sample has an image and an allowed caption."""
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")

@@ -51,7 +51,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
         ]
 
     def update_in_backward(self) -> None:
-        """Update each weight, and free its gradient, as soon as that is complete.
+        """Update each weight, and free its gradient, as soon as the gradient is complete.
 
         For steps of one backward pass whose gradients nothing else reads; `step` finds none.
         """

@@ -43,7 +43,7 @@ def list_samples(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
+    WebDataset's own iterators do not notice a cut tar, skip links silently, and give no spans.
 
     `file` is read forward only; messages name it `tar`. Samples without a member of `kinds` are
     skipped. Each member maps to its span in the tar, or to what `take` returns for extension and
@@ -69,10 +69,10 @@ def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
 def _list_members(
     file: BinaryIO, tar: object, *, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, Span]]:
-    """Yield key, extension and place of each file that WebDataset reads."""
+    """Yield key, extension and span of each file that WebDataset reads."""
     end = 0
     try:
-        # Without decompression: compressed members have no place that can be read by number.
+        # Without decompression: members of a compressed tar have no span that can be read directly.
         with tarfile.open(fileobj=file, mode="r:") as members:
             for member in members:
                 members.members.clear()  # else it keeps all of them
