@@ -37,12 +37,11 @@ class Source(NamedTuple):
         check: Returns the number of samples, or None where it is not known yet; raises
             `ConfigError`; imports no torch, builds nothing.
         open: Returns the stored samples as `Samples`. None where nothing is stored.
-        build: Returns a `CheckedLoader`. None for the loader of all sources whose samples can be
-            read in any order.
-        columns: Returns the names of the columns that all files have. None where files have no
-            columns, and so no latents.
-        files: Returns the names and URLs of the files that stand for the data set, one that is in
-            two data sets for samples that are in both. None where nothing is stored.
+        build: Returns a `CheckedLoader`. None: the common loader, which reads samples by number.
+        columns: Returns the names of the columns that all files have. None for formats without
+            columns, which hold no latents.
+        files: Returns the names and URLs of the files that identify the data set: data sets that
+            share a file share its samples. None where nothing is stored.
     """
 
     check: str
@@ -86,7 +85,7 @@ SOURCES = {
 def resolve_format(settings: Any) -> str:
     """Choose the data format, a name of `SOURCES`, that settings of `DataSettings` ask for.
 
-    ``auto`` without a place is ``synthetic``, which callers have to tell.
+    ``auto`` without a place is ``synthetic``; callers must tell the user so.
 
     Raises:
         ConfigError: The settings contradict each other.
@@ -137,9 +136,9 @@ def resolve_format(settings: Any) -> str:
 
 
 def detect_format(place: str) -> str:
-    """Tell the data format of a place, a name of `SOURCES`, from names alone.
+    """Detect the data format of a place, a name of `SOURCES`, from names alone.
 
-    It is ``mds`` if the names do not tell, as for the URL of a folder.
+    Falls back to ``mds`` where names do not tell, e.g. for the URL of a folder.
 
     Raises:
         ConfigError: A folder holds files of several formats.
@@ -157,7 +156,7 @@ def detect_format(place: str) -> str:
     tars = {_stem(name) for name in names if ends_as(name, "webdataset")}
     found = {
         "webdataset": bool(tars),
-        # img2dataset writes a table of what is in each tar beside it, under its name.
+        # img2dataset writes a parquet table of each tar's content beside it, under the same name.
         "parquet": any(ends_as(name, "parquet") and _stem(name) not in tars for name in names),
         "folder": any(has_image_name(name, read_avif=True) for name in names),
     }
@@ -169,8 +168,8 @@ def detect_format(place: str) -> str:
             allowed=f"{' or '.join(formats)}, or the files or a folder of one format as the place",
             flag="--data_format",
         )
-    # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
-    # which names what is there.
+    # The check of MDS names what it finds, so it reports folders of MDS folders, shards without an
+    # index, and empty folders.
     has_mds = any(next(folder.glob(pattern), None) for pattern in ("*/index.json", "*.mds"))
     if has_mds or not any(folder.iterdir()):
         return "mds"
@@ -183,12 +182,12 @@ def _stem(path: str) -> tuple[str, str]:
 
 
 def check(config: SourceConfig) -> int | None:
-    """Find the user's mistakes about data, cheaply, before any weights are built.
+    """Check the data settings cheaply, before any weights are built.
 
-    Reads indexes, footers, headers and sizes, and of samples at most a few. The answer is the same
-    on every rank of a machine: the samples of an epoch over all ranks, or None where only a
-    download would tell. A tar that is damaged, and a place elsewhere that cannot be reached, is a
-    `RunError`; all other mistakes are a `ConfigError`.
+    Reads indexes, footers, headers and sizes, and at most a few samples. Returns the number of
+    samples of an epoch over all ranks, or None where only a download would tell; it is the same on
+    every rank of a machine. Raises a `RunError` for a damaged tar or a remote place that cannot be
+    reached, and a `ConfigError` for any other mistake.
     """
     check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
     if SOURCES[config.data_format].open is not None and not config.wants_latents:
@@ -232,7 +231,7 @@ def open_batches(config: SourceConfig) -> BatchReader:
         check(config)
         return resolve_name(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
     samples = open_samples(config)
-    # The number of samples at a URL is not always known before.
+    # For a URL, `check` may not have known the number of samples.
     check_enough_samples(config, num_samples=len(samples))
     return resolve_name("sdbench.data.pipeline.batches:make_batches")(samples, config=config)
 
@@ -244,10 +243,10 @@ def build(config: SourceConfig) -> CheckedLoader:
         A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
         (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}`` with
-        ``latent`` in place of the two where samples of them are stored. Stored images are
-        channels_last in memory. Deterministic under the seed, disjoint across ranks, whole batches
-        only, each epoch in an order of its own; it can be stopped and resumed inside an epoch
-        (`state_dict`, `load_state_dict`).
+        ``latent`` in place of the first two where the data set stores sampled latents. Stored
+        images are channels_last in memory. All batches are full, deterministic under the seed and
+        disjoint across ranks; each epoch has its own order. The loader can be stopped and resumed
+        inside an epoch (`state_dict`, `load_state_dict`).
 
     Raises:
         ConfigError: As `check`.

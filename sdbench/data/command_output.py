@@ -1,4 +1,4 @@
-"""`CommandOutput`, what a command of the user's prints, which has failed if any part of it has."""
+"""`CommandOutput`: the output of a user's shell command, which fails if any part of it fails."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import tempfile
 from sdbench.base.errors import RunError
 
 PIPE = "pipe:"
-# A command may have to think before it prints.
+# A command may work for minutes before it prints.
 PIPE_SILENCE_TIMEOUT_S = 300.0
 
 
 class CommandOutput(io.RawIOBase):
-    """The output of a command as it comes; closed early, it ends the command."""
+    """The output of a shell command as a stream; closing it kills a command that still runs."""
 
     def __init__(self, command: str) -> None:
-        """Start a command: a line for bash, without ``pipe:``."""
+        """Start `command`, a line for bash without the ``pipe:`` prefix."""
         self._name = repr(PIPE + command)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
         # a download that fails before a | would be taken for an empty file.
         shell = ["bash", "-o", "pipefail", "-c", command]
-        # A session of its own, so that what the shell starts can be ended with it.
+        # Its own session, so that `close` can kill everything that the shell starts.
         self._process = subprocess.Popen(
             shell, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
         )
@@ -37,7 +37,7 @@ class CommandOutput(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read what has been printed, waiting for it; 0 bytes after the command has ended well.
+        """Read available output, or wait for it; 0 bytes after the command has ended well.
 
         A command that fails, prints nothing, or is silent for `PIPE_SILENCE_TIMEOUT_S` is a
         `RunError`.
@@ -67,7 +67,7 @@ class CommandOutput(io.RawIOBase):
     def close(self) -> None:
         """End the command and all that it has started, if it has not ended."""
         if not self.closed:
-            if self._process.returncode is None:  # else its number may be another's
+            if self._process.returncode is None:  # else its PID may be reused
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.stdout.close()
             self._process.wait()

@@ -1,7 +1,7 @@
-"""Streaming's classes with safe copies of shards, and with failed copies that raise.
+"""Subclasses of Streaming's classes that copy shards safely and raise when a copy fails.
 
-Both override methods that are no public interface, as read in mosaicml-streaming 0.13.0. Nothing
-else here touches a private name of that package.
+They override private methods, as read in mosaicml-streaming 0.13.0. No other module touches a
+private name of that package.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def open_shards(stream: Stream) -> list[MDSReader]:
 
 
 class CheckedStream(Stream):
-    """A data set that several runs may copy at a time, and whose damaged copies are removed."""
+    """A Stream that several runs may copy at the same time, and that removes damaged copies."""
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
         """Report which shards are present."""
-        # Of shards that are read in place, Streaming's own method would delete unpacked ones
-        # without a compressed form.
+        # In a folder that is read in place, Streaming's own method would delete decompressed shards
+        # whose compressed form is missing.
         if self.remote not in (None, self.local):
             super().set_up_local(shards, cache_usage_per_shard)
             return
@@ -53,8 +53,8 @@ class CheckedStream(Stream):
 
     def prepare_shard(self, shard: MDSReader) -> int:
         """Make a shard present; returns the change of the cache's size in bytes."""
-        # Streaming's copy goes through a temporary file of one name for all processes.
-        # Of several machines with one home each may have a disk of its own at this path.
+        # All processes share the name of Streaming's temporary file. The lock names the host:
+        # machines that share a home may each have their own disk at this path.
         path = Path(self.local, self.split, shard.raw_data.basename).absolute()
         digest = hashlib.sha256(f"{os.uname().nodename}\n{path}".encode()).hexdigest()
         with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
@@ -66,7 +66,7 @@ class CheckedStream(Stream):
         try:
             super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
         except Exception as error:
-            # Streaming would take what is left of it in the next run, whole or not.
+            # The next run would use the rest of this file, complete or not.
             if not self.safe_keep_zip:
                 Path(zip_filename).unlink(missing_ok=True)
             raise ValueError(f"{zip_info.basename}: {error}") from error
@@ -79,7 +79,7 @@ class CheckedStreamingDataset(StreamingDataset):
         self.epoch = 0  # the one that this process has begun
         self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
-        # Local rank 0 does it while the others wait.
+        # Local rank 0 cleans up while the others wait.
         if get_local_rank() == 0:
             shared_memory.remove_stale_shared_memory()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -92,12 +92,13 @@ class CheckedStreamingDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Make a shard available.
 
-        Streaming calls this from background threads too (`blocking` is False there), where an
-        exception ends the epoch early without a message and leaves the shard marked as being
-        prepared, so that other workers wait for ever. Marked as present instead, the shard's file
-        is missed by whoever reads the sample, who then calls here again, and raises.
+        Streaming also calls this from background threads, with `blocking` False. An exception there
+        ends the epoch early without a message and leaves the shard marked as being prepared, so
+        other workers wait forever. Such a shard is therefore marked as present: the process that
+        reads a sample finds no file, calls this again, and raises.
         """
-        # For each sample that it looks ahead Streaming takes a file lock: half the rate of latents.
+        # Streaming takes a file lock for each sample it looks ahead, which halves the rate of
+        # latents.
         if shard_id in self._prepared and not blocking:
             return
         try:
@@ -117,7 +118,7 @@ class CheckedStreamingDataset(StreamingDataset):
 
 
 def check_overridden() -> None:
-    """Raise an ImportError if a method that is overridden here takes other arguments there."""
+    """Raise an ImportError if an overridden method takes other arguments in Streaming."""
     for ours in (
         CheckedStream.set_up_local,
         CheckedStream.prepare_shard,

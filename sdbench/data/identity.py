@@ -1,4 +1,4 @@
-"""Identity of stored data sets: their hashes, how they were made, and which files two share."""
+"""Identity of stored data sets: hashes, provenance, and files that two data sets share."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 
-# Hidden files are no samples, whatever the format.
+# Hidden, because no format reads hidden files as samples.
 PROVENANCE_NAME = ".made_by.json"
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
-    """Describe stored data for a record, including the pictures of a subject's class.
+    """Describe stored data for a record, including a subject's class images.
 
-    ``sha256`` is the ``names_and_sizes`` of `identify_data`, and ``made_by`` has the provenance of
-    each data set. ``unchecked_copies``, of `describe_unchecked`, is there if this process has used
-    older copies of files that may have changed. None for synthetic data.
+    ``sha256`` is ``names_and_sizes`` of `identify_data`; ``made_by`` lists the provenance of each
+    data set. ``unchecked_copies`` (see `describe_unchecked`) is present if this process has used
+    older copies of files that may have changed since. None for synthetic data.
     """
     if settings.data_format == "synthetic":
         return None
@@ -51,7 +51,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
 
 
 def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
-    """Return `describe_data`; after a run that succeeded, a failure is only a warning."""
+    """Return `describe_data`, or warn and return None if it fails: the run itself has succeeded."""
     try:
         return describe_data(settings)
     except (ConfigError, OSError, RunError) as error:
@@ -60,14 +60,14 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
 
 
 def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
-    """Return facts by which a later run recognises the data that it started with.
+    """Return facts by which a resumed run recognises its data.
 
-    ``names`` is a hash of the names of the files relative to the folder that all files share, and
-    ``names_and_sizes`` of both. Of MDS they are of each index.json, which has the names, sizes and,
-    if there are any, hashes of the shards. So a copy of a data set in another place has the same
-    hashes. ``num_bytes`` is None if a size is unknown, as that of a file at a URL or of a missing
-    picture. ``times`` is a hash of the modification times of local files, of MDS only those of
-    shards without a hash; `cp -p`, `rsync -a` and tar keep them. None for synthetic data.
+    ``names`` is a hash of the file names, relative to the deepest folder that all files share;
+    ``names_and_sizes`` covers the sizes too. For MDS both hash each index.json, which lists the
+    names, sizes and any hashes of the shards. A copy of a data set elsewhere thus has the same
+    hashes. ``num_bytes`` is None if a size is unknown (a file at a URL, a missing image). ``times``
+    is a hash of the modification times of local files (of MDS, of shards without a hash), which `cp
+    -p`, `rsync -a` and tar keep. None for synthetic data.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
@@ -108,7 +108,7 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:
-    """Return the data sets that settings name: the samples, and the class of a subject."""
+    """Return the data sets that settings name: the samples, and class images of a subject."""
     source = SourceConfig.from_settings(
         settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
     )
@@ -134,7 +134,7 @@ def _places(source: SourceConfig) -> list[str]:
 
 
 class _File(NamedTuple):
-    """Name and size of a file, or an index of MDS; times of local files in ns; and a URL."""
+    """Facts of a file or an MDS index, modification times of local files in ns, and any URL."""
 
     fact: dict[str, Any]
     times_ns: list[int]
@@ -167,7 +167,7 @@ def _describe_listed(source: SourceConfig) -> Iterator[_File]:
     is_folder = source.data_format == "folder"
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
-    # Of lists it compares name by name.
+    # On lists, `commonprefix` compares name by name.
     num_shared = len(os.path.commonprefix([names[:-1] for names in parts]))  # noqa: RUF071
     for file, names in zip(files, parts, strict=True):
         stat = os.stat(file) if not is_url(file) and os.path.isfile(file) else None
@@ -183,15 +183,15 @@ def _lasting_name(file: str) -> str:
     """Return a name that stays the same: a path, or a URL without its signature."""
     if not is_url(file):
         return os.path.abspath(file)
-    # Of what is known to be a command `redact` leaves the program alone.
+    # Without the prefix, because `redact` cuts a ``pipe:`` command to its program.
     return redact(file.removeprefix(PIPE))
 
 
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write how a data set was made to a hidden file beside its samples, which records copy.
+    """Write how a data set was made to a hidden file beside its samples; records copy it.
 
-    `facts` are the command and what decides its output. Of an absolute path only the name is kept,
-    as the data set, and records of runs on it, may be published.
+    `facts` are the command and what decides its output. Absolute paths are cut to their last part,
+    because the data set and records of runs on it may be published.
     """
     named = {
         name: os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
@@ -228,7 +228,7 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
 
 
 def _keys(file: str) -> set[object]:
-    """Return values of which the same file, or a copy of it, has one in common."""
+    """Return keys of a file; it shares at least one with a copy or link of it."""
     if is_url(file):
         return {file}
     if not os.path.isfile(file):

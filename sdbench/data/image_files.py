@@ -1,6 +1,6 @@
-"""Opening image files of the kinds that are read, and telling what other files are.
+"""Opening of image files of supported kinds, and detection of other kinds.
 
-A decoder is a large program that reads strangers' files, so only those are reached that are needed.
+A decoder is a large program that parses untrusted files, so only the needed ones are reachable.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 # Extensions of the image files that tars and folders are read for.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "jpe", "jfif", "png", "webp")
-# PIL's name of a kind to the extension that a file of it gets.
+# PIL's name of a kind to its file extension.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
 
 # Brands of AVIF, from the fifth byte.
 AVIF_BRANDS = (b"ftypavif", b"ftypavis")
-# Other files that are found under the names of images, as patterns of their first bytes.
+# Other kinds of files found under image names, by a pattern of their first bytes.
 OTHER_KINDS = {
     rb"GIF8": "a GIF file",
     rb"BM": "a BMP file",
@@ -34,9 +34,8 @@ OTHER_KINDS = {
 }
 NUM_BYTES_SHOWN = 16
 
-# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels. A JPEG, which
-# is decoded at a fraction of its size, may have three times as many: phones take pictures of 200
-# million.
+# PIL warns of decompression bombs from 256 MiB as RGB (89 million pixels). A JPEG may have three
+# times as many, as it is decoded at a fraction of its size: phones take pictures of 200 million.
 MAX_PIXELS = 256 * 2**20 // 3
 MAX_JPEG_PIXELS = 256 * 2**20
 
@@ -78,14 +77,13 @@ def image_extension(data: bytes) -> str:
 def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     """Open an image file; its pixels are not decoded yet.
 
-    PIL has decoders of forty kinds of files and chooses by content. Only that of the file's own
-    kind is offered here, so that no other is ever reached. An `OSError` or `ValueError` says what
-    is wrong with the file.
+    PIL has some forty decoders and chooses by content; only that of the file's own kind is offered.
+    An `OSError` or `ValueError` says what is wrong with the file.
     """
     from PIL import Image, UnidentifiedImageError
 
     kind = tell_kind(data, read_avif=read_avif)
-    Image.MAX_IMAGE_PIXELS = MAX_JPEG_PIXELS  # PIL's own limits come after those here
+    Image.MAX_IMAGE_PIXELS = MAX_JPEG_PIXELS  # PIL's own limits, above the ones here
     try:
         image = Image.open(io.BytesIO(data), formats=[kind])
     except Image.DecompressionBombError as error:

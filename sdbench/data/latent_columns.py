@@ -12,8 +12,8 @@ from sdbench.data.formats.checks import bad_place
 from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 
-# Part of a sample to the names of its column, in the order of preference; <px> is the image size.
-# Pictures: ours and LAION's, Hugging Face's, others'. Latents: ours, those of published scripts.
+# Part of a sample to the names of its column, preferred first; <px> is the image size. Images: our
+# names and LAION's, Hugging Face's, others. Latents: ours, then those of published scripts.
 SPELLINGS = {
     "image": ("jpg", "image", "image_bytes", "image.bytes", "png", "webp"),
     "caption": ("caption", "text", "TEXT"),
@@ -41,8 +41,9 @@ def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, st
 def find_columns(columns: Iterable[str], *, wants_latents: bool, image_size: int) -> dict[str, str]:
     """Map the parts of a sample, as `SampleType` orders them, to the names of their columns.
 
-    They are pictures, or latents of one resolution: VAE moments rather than latents drawn from
-    them. A `ConfigError` says what is missing, or which resolutions there are.
+    The parts are an image and its caption, or latents of one resolution and text embeddings; VAE
+    moments are preferred to latents sampled from them. A `ConfigError` says what is missing, or
+    which resolutions there are.
     """
     present = set(columns)
     found = {
@@ -92,7 +93,7 @@ def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
 
 
 def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None:
-    """Raise a `BadSampleError`, with this name, for another shape or no floating point type."""
+    """Raise a `BadSampleError`, with this name, unless shape and type are right."""
     if array.dtype.kind != "f":
         raise BadSampleError(f"{name}: values of type {array.dtype}, floating point is needed.")
     if array.shape != shape:

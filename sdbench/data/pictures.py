@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Where generate.py puts pictures, in the folder that it is given.
 PICTURES_NAME = "pictures"
-# Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
+# Caption tables of generate.py and of data sets, each with the folder of its pictures.
 TABLES = {"prompts.csv": PICTURES_NAME, "captions.csv": "."}
 # Pictures of a subject from before and after its training, and all of them at a glance.
 BEFORE, AFTER, SHEET_NAME = "before", "after", "before_after.png"
@@ -41,7 +41,7 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Open a picture, without decoding its pixels yet; a `RunError` if it is damaged or none."""
+    """Open a picture, without decoding its pixels yet; a `RunError` if it is not a sound image."""
     try:
         return open_image(path.read_bytes())
     except (OSError, ValueError) as error:

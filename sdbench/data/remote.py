@@ -1,4 +1,4 @@
-"""Places of data, and files of S3 and the web, which are listed, asked for and read in parts."""
+"""Names of data places; listing of S3 folders, and reading of files of S3 and the web in parts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WEB = ("http://", "https://")
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
 SILENCE_TIMEOUT_S = 20.0
 NUM_ATTEMPTS = 5
-# Before a part that broke off is asked for again; then twice as long, and so on.
+# Pause before a part that broke off is requested again; it doubles with each attempt.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
-# A part that breaks off goes on after its last piece.
+# Parts are read in pieces; one that breaks off resumes after its last piece.
 PIECE_BYTES = 2**18
-# What a process keeps open to a server for its threads, of which each tar that is being read has
-# one. For more the libraries warn, and connect anew each time.
+# Connections a process keeps open to a server: each tar being read has a thread that needs one.
+# Beyond this number the libraries warn, and reconnect each time.
 NUM_CONNECTIONS = 64
 
 Item = TypeVar("Item")
@@ -44,7 +44,7 @@ def is_url(place: str) -> bool:
 
 
 def shown(place: str) -> str:
-    """Return a place as messages show it: its name, and a command in quotes."""
+    """Return a place as messages show it: commands are quoted."""
     return repr(place) if place.startswith(PIPE) else place
 
 
@@ -59,7 +59,7 @@ def path_of(place: str) -> str:
 
 
 def cache_folder(place: str, local: str | None) -> Path:
-    """The folder for copies of a place: ``--local``, or one of the user's cache for each place."""
+    """The folder for copies of a place: ``--local``, or one of the user's cache named after it."""
     if local is not None:
         return Path(local)
     return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
@@ -84,7 +84,7 @@ def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[
 
 @contextlib.contextmanager
 def errors_named(what: str) -> Iterator[None]:
-    """Turn the errors of a store, each of which raises its own types, into a `RunError`."""
+    """Turn any error of a store's library into a `RunError`."""
     try:
         yield
     except RunError:
@@ -113,12 +113,12 @@ class RemoteObject(NamedTuple):
     """A file of S3 or the web, as it was found."""
 
     url: str
-    num_bytes: int | None  # None where the server gives no parts of it
+    num_bytes: int | None  # None where the server does not serve ranges
     version: str  # the store's name for this content (its ETag), empty if there is none
 
     @property
     def source(self) -> str:
-        """As of `StoredFile`."""
+        """The URL, as `StoredFile.source`."""
         return self.url
 
     def __str__(self) -> str:
@@ -139,16 +139,16 @@ def find_object(url: str) -> RemoteObject:
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
-    """Read the bytes from `begin` to before `end`, going on where an answer breaks off.
+    """Read the bytes from `begin` to before `end`, resuming where a response breaks off.
 
-    After `NUM_ATTEMPTS` attempts in a row that gave less than a piece each it is a `RunError`, and
+    Raises a `RunError` after `NUM_ATTEMPTS` attempts in a row that gave less than a piece each, or
     if the file has changed since it was found.
     """
     pieces: list[bytes] = []
     num_failed = 0
     while begin < end:
         place, first = f"{file.url}, from byte {begin} on,", begin
-        # The libraries of the stores have tried again by themselves.
+        # boto3 and urllib3 retry failed requests themselves.
         with errors_named(f"{place} cannot be read"):
             found, body = _open_part(file.url, begin, end)
         if found != file:
@@ -169,7 +169,7 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
 
 
 def _open_part(url: str, begin: int, end: int) -> tuple[RemoteObject, Any]:
-    """Return a file as it is now, and a reader of these bytes of it."""
+    """Return the current state of a file, and a reader of these bytes."""
     part = f"bytes={begin}-{end - 1}"
     if url.startswith(S3):
         bucket, key = _split_s3(url)
@@ -192,14 +192,14 @@ def _open_part(url: str, begin: int, end: int) -> tuple[RemoteObject, Any]:
 
 
 def get_web_file(url: str, *, part: str | None = None) -> Any:
-    """Open a web file, or with a Range header a part of it if the server gives parts."""
+    """Open a web file; `part` is the value of a Range header, which a server may ignore."""
     import urllib3
 
     retries = urllib3.Retry(
         NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
     )
-    # urllib3 ignores the user and password of a URL, and drops the header on a way to other hosts.
-    # It encodes the header as Latin-1, which gives the bytes that Latin-1 was decoded from.
+    # urllib3 ignores the user and password of a URL, and drops this header when redirected to
+    # another host. It encodes the header as Latin-1, so decoding as Latin-1 keeps the bytes.
     user_info = urllib3.util.parse_url(url).auth
     headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info, "latin-1"))
     answer = _make_web_pool(os.getpid()).request(
@@ -207,7 +207,7 @@ def get_web_file(url: str, *, part: str | None = None) -> Any:
         url,
         headers=headers if part is None else {**headers, "Range": part},
         preload_content=False,
-        # A part of what a server has packed cannot be unpacked, nor has it the length asked for.
+        # A part of compressed content cannot be decompressed, and has another length.
         decode_content=False,
         timeout=SILENCE_TIMEOUT_S,
         retries=retries,
@@ -221,7 +221,7 @@ def get_web_file(url: str, *, part: str | None = None) -> Any:
 
 @functools.cache
 def _make_web_pool(process: int) -> Any:
-    """Return connections of this process: two workers must not read from one."""
+    """Return this process's connection pool: two workers must not share a connection."""
     import urllib3
 
     return urllib3.PoolManager(maxsize=NUM_CONNECTIONS)
@@ -234,7 +234,7 @@ def _split_s3(url: str) -> tuple[str, str]:
 
 
 def _s3_client() -> Any:
-    """Return a client of the store at `S3_ENDPOINT_URL`, as for Streaming, or of Amazon's."""
+    """Return a client of the store at `S3_ENDPOINT_URL` (as in Streaming), or of Amazon's."""
     return _make_s3_client(os.environ.get("S3_ENDPOINT_URL"), os.getpid())
 
 

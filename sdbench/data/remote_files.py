@@ -1,9 +1,9 @@
 """Files at URLs, packed files and the output of commands: read as they come, or copied once.
 
 Tars and parquet files are streamed or copied; Streaming copies MDS shards, as they are needed.
-Arrow's S3 client does not replace this, as it does not survive the fork of loader workers and reads
-no web files; nor do fsspec and smart_open, which do not notice that a file has been changed between
-two parts of it, and whose caches ask no web server for the version of a file.
+Arrow's S3 client cannot replace this: it does not survive the fork of loader workers and reads no
+web files. Nor can fsspec and smart_open: they do not notice a file that changes between two parts,
+and their caches ask no web server for the version of a file.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from sdbench.data.source import SourceConfig
 # RFC 1952, section 2.3.1: the first two bytes.
 GZIP_MAGIC = b"\x1f\x8b"
 
-# A request for so much: its latency of some 50 ms is then a small part of its time, a worker holds
-# little, and no connection is kept while a trainer is busy (stores close those that are silent).
+# Bytes per request: enough to make 50 ms of latency a small part, yet little for a worker to hold.
+# No connection is kept while a trainer is busy (stores close silent ones).
 PART_BYTES = 8 * 2**20
-# A reader of tars goes back by a block at most.
+# Tar readers seek back by one block at most.
 TAIL_BYTES = 4096
 
-# Places whose older copies this process uses although nothing tells whether they have changed, and
-# when these were made, in seconds since 1970.
+# Places whose older copies this process uses without knowing whether the source has changed, to the
+# modification times of the copies in seconds since 1970.
 _unchecked: dict[str, float] = {}
 
 
 class RemoteFile(io.RawIOBase):
-    """A file at a URL, read from any place; a request is for `PART_BYTES` at most."""
+    """A seekable file at a URL; each request is for `PART_BYTES` at most."""
 
     def __init__(self, found: RemoteObject, *, reads_ahead: bool = False) -> None:
         """Set up; with `reads_ahead` the next part is fetched while one is used."""
@@ -96,13 +96,13 @@ class RemoteFile(io.RawIOBase):
         return self._position - begin
 
     def _read(self, begin: int, end: int) -> bytes:
-        # Whoever reads ahead asks for one part after the other.
+        # With `reads_ahead`, parts are read in sequence: the next one is the one asked for.
         coming, self._coming = self._coming, None
         content = read_part(self._found, begin, end) if coming is None else coming.result()
         following = min(end + PART_BYTES, self._found.num_bytes)
         if self._reads_ahead and end < following:
             self._coming = Future()
-            # The exit of the process does not wait for a daemon, unlike for the threads of a pool.
+            # A daemon: the exit of the process would wait for the threads of a pool.
             arguments = self._coming, end, following
             threading.Thread(target=self._fetch, args=arguments, daemon=True).start()
         return content
@@ -115,7 +115,7 @@ class RemoteFile(io.RawIOBase):
 
 
 class _Onward(io.RawIOBase):
-    """A stream that can only be read forward, for a reader that knows its position and skips."""
+    """Adds `tell`, skipping and short seeks back to a stream that can only be read forward."""
 
     def __init__(self, stream: BinaryIO, *, below: BinaryIO | None = None) -> None:
         self._stream = stream
@@ -159,7 +159,7 @@ def open_stream(place: str) -> BinaryIO:
     """Open a file to be read forward, unpacked if it is a gzip file.
 
     `place` is ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path. The stream has `read`,
-    `tell`, `close`, and a `seek` that goes back by at least `TAIL_BYTES`.
+    `tell`, `close`, and a `seek` that can go back by `TAIL_BYTES`.
     """
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
@@ -171,9 +171,9 @@ def open_stream(place: str) -> BinaryIO:
     else:
         stream = open(place, "rb")  # noqa: SIM115
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
-        # Its own way back is to read all again.
+        # GzipFile seeks back by decompressing everything again.
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
-    # A file at a URL is not skipped in either: the part that comes would be asked for again.
+    # No seeking in a URL either: the part that was fetched ahead would be requested again.
     return _Onward(stream) if is_url(place) else stream
 
 
@@ -189,7 +189,7 @@ def must_be_copied(place: str) -> bool:
 
 
 def fetch_all(places: Sequence[str], *, cache: Path, config: SourceConfig) -> dict[str, Path]:
-    """Copy files as `fetch` does, several at once; the first rank tells of older copies."""
+    """Copy files in parallel by `fetch`; rank 0 reports older copies that are used unchecked."""
     num_known = len(_unchecked)
     copy = functools.partial(
         fetch, cache=cache, run_began_s=config.run_began_s, refresh=config.refresh
@@ -216,15 +216,15 @@ def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
 
 
 def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = False) -> Path:
-    """Copy a file, unpacked, unless this version of it has been copied before.
+    """Copy a file, decompressed, unless this version of it has been copied before.
 
-    Of several processes one copies, and the others wait for it. A copy has a temporary name until
-    it is whole. Its final name holds a digest of the place and of the version that the store tells
-    (its ETag, or else its length), so that no other file or version is taken for it.
+    One process copies, and others wait for it. A copy has a temporary name until it is complete.
+    Its final name holds a digest of the place and of the version given by the store (its ETag, or
+    else its length), so no other file or version is taken for it.
 
-    A store that tells no version leaves open whether a copy from before the run, which began at
-    `run_began_s` (seconds since 1970), is stale: with `refresh` it is made again, and without it
-    is used, and `describe_unchecked` counts it. A `RunError` names what cannot be copied.
+    If the store gives no version, a copy made before the run began (`run_began_s`, seconds since
+    1970) may be stale: with `refresh` it is made again, else it is used and counted by
+    `describe_unchecked`. A `RunError` names a file that cannot be copied.
     """
     from filelock import FileLock
 
@@ -249,7 +249,7 @@ def fetch(place: str, *, cache: Path, run_began_s: float = 0.0, refresh: bool = 
 
 
 def _version(place: str) -> tuple[str, bool]:
-    """Return a name of the content of a file, and whether other content would have another name."""
+    """Return a version of a file's content, and whether every change of content changes it."""
     if not is_url(place):
         stat = os.stat(place)
         return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
@@ -260,7 +260,7 @@ def _version(place: str) -> tuple[str, bool]:
 
 
 def _copy_unpacked(place: str, path: Path) -> None:
-    """Copy a file to `path`; its folder is a temporary one."""
+    """Copy a file, decompressed, to `path` in a temporary folder."""
     if is_url(place) and not place.startswith((PIPE, S3, *WEB)):
         from streaming.base.storage import CloudDownloader
 

@@ -1,7 +1,7 @@
 """The types of stored samples, and `Samples`, the interface by which they are read by number.
 
-Each data format has one class of `Samples`, which gives them in their stored order and as they are
-stored. Decoding, cropping, tokenizing and batching are the same for all formats: see
+Each data format has one subclass of `Samples`, which returns samples in stored order and undecoded.
+Decoding, cropping, tokenizing and batching are the same for all formats: see
 sdbench/data/pipeline/batches.py.
 """
 
@@ -42,7 +42,7 @@ class SampleType(Enum):
         return dict(zip(self.value, shapes, strict=True))
 
     def batch_tensors(self, config: SourceConfig) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Map each tensor of a batch to the shape of one sample, and the type."""
+        """Map each tensor of a batch to its shape for one sample and its dtype."""
         if self is SampleType.IMAGES:
             size = config.image_size
             return {
@@ -68,9 +68,9 @@ class ImageSample(NamedTuple):
 class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
-    `arrays` are ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), the VAE's mean and
-    log-variance one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a sample of
-    them times the scaling factor. They have any floating type, and may be views of a file.
+    `arrays` has ``text_embedding`` (77, D) and either ``moments`` (8, S / 8, S / 8), the VAE's mean
+    and log-variance in its output order, or ``latent`` (4, S / 8, S / 8), a sample from them times
+    the scaling factor. They have any floating type, and may be views of a file.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Samples:
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
     """
 
-    # How many of the `blocks` each file has, where a process has to read a file from its first byte
-    # on because seeking back is expensive or each block is a download. None: any process may read
-    # any block.
+    # Number of `blocks` in each file, where seeking back is expensive or each block is a download,
+    # so one process should read a file from its first byte on. None: any process may read any
+    # block.
     num_blocks_of_files: Sequence[int] | None = None
-    # How many runs of neighbours are read in turn; set by the reader of batches. It decides how
-    # many files or row groups are kept open (`max_kept`).
+    # How many sequences of samples (see `EpochOrder`) are read in turn; set by the batch reader. It
+    # decides how many files or row groups are kept open (`max_kept`).
     num_lanes = 1
     num_dropped = 0  # stored samples that a flag leaves out
     sample_type = SampleType.IMAGES  # of what `read` returns
@@ -97,10 +97,11 @@ class Samples:
     columns: Mapping[str, str] = {}
 
     def __init__(self, sizes: Sequence[int], *, blocks: Sequence[int] | None = None) -> None:
-        """Set the sizes of the parts, e.g. of the files.
+        """Set the number of samples in each part, e.g. file.
 
-        `blocks` are the sizes of runs of neighbours that are cheap to read together (a row group of
-        parquet, a shard), together as long: the parts, or one run if any order is equally cheap.
+        `blocks` are the sizes of consecutive runs that are cheap to read together (a row group, a
+        shard), with the same sum; by default the parts. If any order is equally cheap, pass one
+        block.
         """
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.blocks = sizes if blocks is None else blocks
@@ -118,15 +119,15 @@ class Samples:
         raise NotImplementedError
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample; a `BadSampleError` tells of the sample, a `RunError` of its file."""
+        """Read one sample; a `BadSampleError` if it is bad, a `RunError` if its file is."""
         raise NotImplementedError
 
 
 def max_kept(num_lanes: int) -> int:
-    """Return how many files or row groups to keep, the one used last longest, for lanes in turn.
+    """Return the size of an LRU cache of files or row groups that lanes read in turn.
 
-    Each lane has one, and may have left another that was used last: with less room the next lane's
-    would be thrown out for it, just before it is needed.
+    Each lane uses one, and may just have left another: a smaller cache would evict the next lane's
+    instead, just before it is needed.
     """
     return 2 * num_lanes - 1
 
@@ -141,19 +142,19 @@ class MissingLatentError(BadSampleError):
 
 def clean_caption(text: str | None) -> str | None:
     """Return a caption without the white space and the byte-order mark around it, or None."""
-    # Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
+    # Some editors begin text files with that mark, which a tokenizer turns into three tokens.
     return None if text is None else text.strip().removeprefix("\ufeff").strip()
 
 
 def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
-    """Raise a `BadSampleError` unless a sample has an image and a caption."""
+    """Raise a `BadSampleError` unless a sample has an image and an allowed caption."""
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")
     if sample.caption is None:
         raise BadSampleError(f"{sample.name}: no caption.")
     if as_utf8(sample.caption) != sample.caption:
-        # JSON can hold one; no tokenizer or file can.
+        # A lone surrogate: JSON can hold one, UTF-8 cannot.
         raise BadSampleError(f"{sample.name}: the caption has half of a character.")
     if not sample.caption and empty_captions != KEEP:
         raise BadSampleError(f"{sample.name}: the caption is empty.")

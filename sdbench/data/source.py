@@ -41,16 +41,16 @@ class SourceConfig(DataSettings):
     pin_memory: bool = False  # copy batches to page-locked memory, for asynchronous transfer
     tokenizer_folder: Path | None = None  # of a CLIP tokenizer; None: the built-in vocabulary
     pad_token_id: int = 0  # fills captions up to 77 tokens: 0 for SD 2, 49407 for SD 1
-    text_embedding_dim: int = 1024  # of the text encoder; used by precomputed latents alone
+    text_embedding_dim: int = 1024  # of the text encoder; used only by precomputed latents
     num_images: int | None = None  # of an epoch of synthetic data; None: `NUM_SYNTHETIC_IMAGES`
     caption: str | None = None  # of every sample, in place of its own
-    new_token: str | None = None  # a word of captions that is one token, which the tokenizer lacks
-    # In seconds since 1970, on all ranks of a node and in the processes that they start.
+    new_token: str | None = None  # a word to add to the tokenizer as one token
+    # In seconds since 1970; the same on all ranks of a node and in their subprocesses.
     run_began_s: float = field(default_factory=run_began_s)
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:
-        """Make the source that settings describe by fields of the same name; `others` win."""
+        """Make a source from fields of the same name in `settings`; `others` take precedence."""
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}
         return cls(**{**values, **others})

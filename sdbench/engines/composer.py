@@ -203,7 +203,7 @@ class TrainerThatDoesNotWait(Trainer):
         if uses_scaler:
             for optimizer in state.optimizers:
                 state.scaler.unscale_(optimizer)
-        # Of this rank; `_train_batch` puts the mean over all ranks in its place.
+        # The losses of this rank; `_train_batch` replaces them by the mean over all ranks.
         state.total_loss_dict = total_loss_dict
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         return total

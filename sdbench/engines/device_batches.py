@@ -63,7 +63,7 @@ class Batches:
     ) -> None:
         """Load nothing yet; `prepare` is applied to each batch on the device, without gradients."""
         self._loader = loader
-        # Goes on also after an epoch without batches: one that was resumed at its end.
+        # Goes on also after an epoch without batches, i.e. one that was resumed at its end.
         self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self._device = device
         self._watch = watch
@@ -72,7 +72,7 @@ class Batches:
         self._stream: Any = None
         if config.copy_stream == "side":
             self._stream = torch.cuda.Stream(device)
-            # The first batch is prepared by what the current stream has yet to build.
+            # The first batch is prepared by modules that the current stream may still be building.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._ahead: Batch | None = None
         self._state_before_ahead: dict[str, Any] = {}

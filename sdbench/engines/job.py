@@ -1,4 +1,4 @@
-"""`TrainJob`, what a task hands to an engine, and the settings and hooks that go with it.
+"""`TrainJob`, which a task hands to an engine, and the settings and hooks that go with it.
 
 The task describes the optimizer and the moving average; they are made after the engine has placed
 or sharded the weights.
@@ -29,7 +29,7 @@ class TrainingHooks(Protocol):
     """What train.py does around the steps of a run; a measurement has no hooks."""
 
     def begins(self, state: TrainState) -> None:
-        """Restore a state, if there is one: all is built and placed, and nothing trained yet."""
+        """Restore a state, if there is one: everything is built and placed, nothing trained yet."""
 
     def gradients_ready(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Act on the gradients of a step before its update, which it may skip.
@@ -39,12 +39,12 @@ class TrainingHooks(Protocol):
         """
 
     def step_ended(self, state: TrainState) -> None:
-        """Act after a step, which the watch has been told of."""
+        """Act after a step, once the watch has counted it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EmaSpec:
-    """An exponential moving average of weights, updated after every so many optimizer steps.
+    """An exponential moving average of weights, updated every `interval_batches` optimizer steps.
 
     Attributes:
         implementation: ``composer`` (Composer's algorithm, over every trainable parameter and all
@@ -87,7 +87,7 @@ class TrainJob:
         images_per_step: Global batch.
         num_steps: Maximum number of optimizer steps; the watch may end the run earlier.
         flops_per_image: As `replay.count_flops`.
-        num_parameters: Weights of all sub-models, also of encoders that are done and gone.
+        num_parameters: Weights of all sub-models, including encoders freed after use.
         prepare: Applied to the whole batch of a step on the device, without gradients, before it is
             split into micro-batches.
         sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.

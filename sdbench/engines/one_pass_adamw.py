@@ -51,7 +51,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
         ]
 
     def update_in_backward(self) -> None:
-        """Update each weight, and free its gradient, as soon as that is complete.
+        """Update each weight, and free its gradient, as soon as the gradient is complete.
 
         For steps of one backward pass whose gradients nothing else reads; `step` finds none.
         """
@@ -84,7 +84,7 @@ class AdamWInOnePass(AdamWOfMasterWeights):
         if not _has_same_order(gradient, master):
             gradient = torch.empty_like(weight).copy_(gradient)
         state_tensors = (master, state["exp_avg"], state["exp_avg_sq"])
-        # A copy has no gaps, so that tensors of its order have none either.
+        # A copy is dense, so tensors with its order of elements are dense too.
         assert all(_has_same_order(one, master) for one in (weight, gradient, *state_tensors))
         factors = (
             1 - group["lr"] * group["weight_decay"],

@@ -85,9 +85,9 @@ def update_early(
     config: EngineConfig,
     hooks: TrainingHooks | None,
 ) -> None:
-    """Have `AdamWInOnePass` update each weight within the backward pass, if that is all of a step.
+    """Have `AdamWInOnePass` update each weight within the backward pass, if nothing forbids it.
 
-    It is with one rank, one micro-batch, no clipping, and no hooks that read the gradients.
+    It needs one rank, one micro-batch, no clipping, and no hooks that read the gradients.
     """
     if not hasattr(optimizer, "update_in_backward"):
         return

@@ -85,9 +85,9 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
     if device_type == "cpu":
         if config.sharding in WITHIN_NODE and torch.__version__ < "2.11":
             # torch 2.7 asserts that the stream of an average between nodes has recorded an event.
-            # Those of a CPU, where each operation has ended when it returns, record none. Only on a
-            # CPU: where a gathered weight is not used, as in the backward pass of a LoRA, torch
-            # waits for that event on an accelerator.
+            # Streams of a CPU record none, as each operation ends before it returns. Only on a CPU:
+            # on an accelerator torch waits for that event if a gathered weight is not used, as in
+            # the backward pass of a LoRA.
             torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
         # For fp32 and bf16 FSDP2 asks for a reduction by mean, for which gloo returns the sum or an
         # error (pytorch issue 162338). For fp64 it asks for a sum and divides.

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that decides how a training run goes on, as named tensors and JSON."""
+"""`TrainState`: everything that a training run resumes from, as named tensors and JSON."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class TrainState:
     def went_back(self, facts: Mapping[str, Any]) -> None:
         """Take over the facts of weights that were loaded into `tensors`.
 
-        Steps, data and random numbers go on.
+        Steps, data and random numbers are not reset.
         """
         if self._ema is not None:
             self._ema.num_steps = facts["ema_num_steps"]
@@ -153,8 +153,8 @@ class TrainState:
     def restore_random_state(self) -> None:
         """Set torch's generators as they were saved; called after the last other random draw.
 
-        Those that were not saved, for another number of ranks or another device, get a seed of
-        this step: the noise of the first steps must not come again.
+        Generators whose state was not saved, for another number of ranks or another device, are
+        seeded by the step: the noise of the first steps must not be repeated.
         """
         if self.num_steps > 0:
             torch.manual_seed(torch.initial_seed() + SEEDS_OF_A_STEP * self.num_steps)

@@ -38,7 +38,7 @@ class Training:
 
     Attributes:
         ema: The suite's own moving average; None if there is none or Composer keeps it.
-        last_gradient: Tells the backward pass from the wait for other ranks.
+        last_gradient: Separates the backward pass from the wait for other ranks.
         state: What is saved and restored; made by `begin`.
         schedule: Of the optimizer's rates, from the step that `state` has come to.
     """

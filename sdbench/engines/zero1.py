@@ -7,7 +7,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sdbench.measure.phases import RANK_WAIT, PhaseClock
 
-# As DDP sends the weights that all ranks begin with.
+# DDP's message size for the initial broadcast of the weights.
 MESSAGE_BYTES = 250 * 2**20
 
 

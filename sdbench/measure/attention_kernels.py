@@ -12,7 +12,7 @@ from typing import Any
 
 # The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each until they are counted.
 MAX_MICROBATCHES = 32
-# Of libkineto's levels, 3 is that of errors.
+# libkineto logs errors at level 3.
 ABOVE_ERRORS = "5"
 # Operators of aten that run one kernel; those of a CPU end in _for_cpu.
 _OPERATOR = re.compile(
@@ -36,7 +36,7 @@ class AttentionLog:
         """The step is about to begin."""
         import torch
 
-        # Or its first use prints an error where torch is built for GPUs and there is none.
+        # Else its first use prints an error if torch is built for GPUs and there is none.
         os.environ.setdefault("KINETO_LOG_LEVEL", ABOVE_ERRORS)
         # Operators only: reading a GPU's kernels would take seconds.
         self._profiler = torch.autograd.profiler.profile(use_kineto=True, record_shapes=True)
@@ -54,7 +54,7 @@ class AttentionLog:
         num_calls: collections.Counter[tuple[Any, ...]] = collections.Counter()
         for event in self._profiler.kineto_results.events():
             if match := _OPERATOR.fullmatch(event.name()):
-                # Of queries and keys: (B, heads, length, width).
+                # Shapes of queries and keys: (B, heads, length, width).
                 (_, num_heads, num_queries, width), (_, _, num_keys, _), *_ = event.shapes()
                 num_calls[match[1] or match[2], num_heads, width, num_queries, num_keys] += 1
         self._profiler = None

@@ -83,7 +83,7 @@ def _name_slowest(rank: Mapping[str, Any], *, step_time_s: float) -> str:
 
 def _advise(phase: str, config: Mapping[str, Any]) -> str:
     for field, value, advice in ADVICE[phase]:
-        # What is trained, and a subject's pictures, cannot be encoded once for all.
+        # A trained text encoder's captions, and a subject's pictures, cannot be precomputed.
         is_subjects = config.get("task", PRETRAIN) != PRETRAIN
         if field == "latents" and (config.get("train_text_encoder") or is_subjects):
             continue

@@ -1,10 +1,10 @@
 """Measures the ceilings of this device: the rates of its fastest kernels.
 
 No program reaches the vendor's peak. The rate of one large product of square matrices says what
-this device does with its clocks and libraries at that moment. It is no ceiling: on a CPU
-convolutions are faster, and a kernel that writes where it reads moves more bytes than a copy, for
-which a CPU reads the lines that it is about to write. Counted are the bytes that a kernel reads and
-writes, as in STREAM (McCalpin, "Memory Bandwidth and Machine Balance", 1995).
+this device does with its clocks and libraries at that moment. It is not the ceiling: on a CPU
+convolutions are faster. For memory, a kernel that works in place moves more bytes than a copy, for
+which a CPU first reads the cache lines that it will write. Bytes are counted as in STREAM, as those
+that a kernel reads and writes (McCalpin, "Memory Bandwidth and Machine Balance", 1995).
 """
 
 from __future__ import annotations

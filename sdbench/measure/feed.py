@@ -41,9 +41,10 @@ def measure_feed(
     """Take batches as a trainer would, epoch after epoch.
 
     An iteration over the loader is an epoch, and its `stats` count the batches. The window has
-    `num_batches`, or ends with the first one after `max_seconds`; before it come as many as workers
-    prefetch, or more. A step of `step_s` is emulated after each batch, also in the warm-up, so that
-    the window begins with as many prefetched batches as a trainer would find.
+    `num_batches`, or ends with the first one after `max_seconds`. The warm-up before it should have
+    at least as many batches as workers prefetch. A step of `step_s` is emulated after each batch,
+    also in the warm-up, so that the window begins with as many prefetched batches as a trainer
+    would find.
     """
     step_times_s: list[float] = []
     waits_s: list[float] = []

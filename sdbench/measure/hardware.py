@@ -26,7 +26,7 @@ class Machine:
         device_type: ``cuda`` or ``cpu``.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
-        free_memory_gib: Device memory that nobody uses.
+        free_memory_gib: Device memory that no process uses.
         held_memory_gib: Device memory that this process uses.
         num_cpu_cores: Cores that this process may run on.
         cpu_flags: Vector instruction sets that matter to training.
@@ -72,7 +72,7 @@ class Machine:
         return "amp_bf16" in self.supported_precisions()
 
     def fast_dtype(self, device_type: str, *, on_ray: bool) -> str:
-        """The shortest type in which encoders are known to be fast on a cpu or on cuda.
+        """The smallest type in which encoders are known to be fast on ``cpu`` or ``cuda``.
 
         `on_ray`: they may run on other machines of a cluster, whose GPUs are unknown but all have
         fp16, and whose CPUs are taken to be like this one's.

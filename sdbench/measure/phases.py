@@ -101,7 +101,7 @@ class PhaseClock:
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any]:
-    """The record's `breakdown` of a step: means over ranks and so many profiled steps.
+    """The record's `breakdown` of a step: means over ranks and `num_steps` profiled steps.
 
     The last rank to have its gradients waits for no other while they are averaged: its time is
     communication, and the other ranks' longer times include waiting for it.

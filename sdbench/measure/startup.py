@@ -23,7 +23,7 @@ PEAK = "peak"
 BUILD = "build"
 ENGINE = "engine"
 FIRST_STEP = "first_step"
-WARMUP = "warmup"  # as of the steps in timer.py, which loads numpy
+WARMUP = "warmup"  # as in timer.py, whose import would load numpy
 PHASES = (LAUNCHER, INTERPRETER, IMPORTS, PLAN, PEAK, BUILD, ENGINE, FIRST_STEP, WARMUP)
 
 

@@ -32,7 +32,7 @@ TRAINED = "trained"
 CLOSE = "close"
 WARM_UP = "warm up"
 
-# Losses for which there is room on the device at first.
+# Number of losses that the device has room for at first.
 NUM_AT_FIRST = 1024
 
 
@@ -40,9 +40,9 @@ NUM_AT_FIRST = 1024
 class Step:
     """One optimizer step on one rank, or the slowest over all ranks after `merge_ranks`.
 
-    Its time ends with it and begins with the end of the previous step. In `data_wait_s` of it the
-    host waited for the data loader; a GPU may have been busy with earlier work meanwhile. The loss
-    is the mean over the global batch.
+    Its time runs from the end of the previous step to its own end. For `data_wait_s` of it the host
+    waited for the data loader; a GPU may have been busy with earlier work meanwhile. The loss is
+    the mean over the global batch.
     """
 
     index: int
@@ -67,7 +67,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Consecutive steps of a training run on one rank. Their time is without work between steps."""
+    """Consecutive steps of a training run on one rank. The time excludes work between steps."""
 
     num_steps: int
     time_s: float

@@ -31,7 +31,7 @@ LOSS_IS_NOT_FINITE = 1000
 # A stop waits this many times as long as the longest step, or the current one, has taken, and some
 # seconds more: a step may take longer than those before it, and one that hangs does not end.
 STEPS_OF_PATIENCE, LEAST_PATIENCE_S = 3, 10.0
-# Share of the time that a scheduler gives; the rest is for the record.
+# Share of a scheduler's grace period that a stop waits; the rest is for the record.
 SHARE_OF_GRACE = 0.8
 
 
@@ -86,7 +86,7 @@ class StepWatch:
             num_steps: Length of the run; None ends it when everything is measured.
             trace_file: Where the first rank writes torch's trace of one more step, which all train.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
-                all ranks have read it after the step at which one of them has.
+            all ranks have read it after the same step.
             records_attention: Whether to train one more step after profiled ones, in which the
                 first rank records the kernels of attention.
             stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
@@ -193,8 +193,8 @@ class StepWatch:
             self._profiler.export_chrome_trace(str(self._trace_file))
             self._profiler = None
         self._agree_on_end()
-        # Here the ranks are together, as at the start: a rank that does more between two steps
-        # shows it in its own time.
+        # The ranks are together here, as at the start of profiling, so a rank's extra work between
+        # two steps counts as its own time.
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
         if self.is_over and self.gpu_monitor is not None:

@@ -26,9 +26,9 @@ ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
-# Version of the numbers that a seed gives for random weights on a CPU. A change of them increases
-# it, and SCHEMA_VERSION of checkpoints, which hold no frozen random weights. 1: one generator draws
-# all of a sub-model. 2: one for each block of 2^18 values.
+# Version of the random weights that a seed gives on a CPU. A change of them increases it, and
+# SCHEMA_VERSION of checkpoints, which do not hold frozen random weights. 1: one generator draws all
+# of a sub-model. 2: one for each block of 2^18 values.
 DRAWING = 2
 
 # How long the hub may take to say whether it has a model.
@@ -46,7 +46,7 @@ WEIGHT_STEMS = {
     "vae": "diffusion_pytorch_model",
     "text_encoder": "model",
 }
-# Conditions of a U-Net that Stable Diffusion 1 and 2 do not have.
+# Conditioning inputs of a U-Net that Stable Diffusion 1 and 2 do not have.
 OTHER_CONDITIONS = (
     *("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim"),
 )
@@ -148,7 +148,7 @@ def resolve_architecture(
             that can carry code, or it is not a Stable Diffusion 1 or 2.
     """
     names = built_in_names()
-    is_folder = os.path.isdir(model_name)  # False also for what can be no path
+    is_folder = os.path.isdir(model_name)  # False also for a text that cannot be a path
     if revision is not None and (model_name in names or is_folder):
         raise ConfigError(
             "only a model from the hub has revisions",
@@ -275,10 +275,10 @@ def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Pa
         ("prediction type", prediction_type, PREDICTION_TYPES),
         ("U-Net's cross_attention_dim", unet.get("cross_attention_dim"), width),
         ("pad token", pad_token, PAD_TOKEN_IDS),
-        # Nine in models that fill in masked parts.
+        # Nine in inpainting models.
         ("U-Net's in_channels", unet.get("in_channels"), latent_channels),
         ("U-Net's out_channels", unet.get("out_channels"), latent_channels),
-        # What a U-Net of another family is told beside time and text.
+        # Inputs of U-Nets of other families, beside time and text.
         *((f"U-Net's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
     ]
     for what, value, allowed in facts:
@@ -315,7 +315,7 @@ def _download(
             allowed="one of its branches, tags or commits",
             flag=REVISION_FLAG,
         ) from error
-    except Exception as error:  # of the hub, or of the library by which it is asked
+    except Exception as error:  # of the hub, or of its client library
         allowed = f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach, "
         allowed += "with your token in HF_TOKEN where a login is asked for"
         if built_in is not None:
@@ -337,7 +337,7 @@ def _fetch(model_name: str, **options: Any) -> Path:
         )
     except RevisionNotFoundError:
         raise
-    except Exception as error:  # of the hub, or of the library by which it is asked
+    except Exception as error:  # of the hub, or of its client library
         try:
             return Path(fetch(local_files_only=True))
         except LocalEntryNotFoundError:

@@ -25,9 +25,9 @@ SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 # Blocks of all sub-models, which do not contain each other.
 COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
 # A step of SD2 has 25 different kinds and shapes, all compiled for `Module._call_impl`. A smaller
-# last micro-batch, a validation (evaluation mode, no gradients) and its smaller last batch have as
-# many: 100. torch keeps 8 by default, and 256 at most (accumulated_recompile_limit); it runs what
-# is beyond without compiling.
+# last micro-batch, a validation (evaluation mode, no gradients) and its smaller last batch add as
+# many each: 100. torch keeps 8 by default and at most 256 (accumulated_recompile_limit), and runs
+# further ones without compiling.
 MAX_COMPILED_BLOCKS = 256
 
 # Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.

@@ -21,8 +21,9 @@ class ProductConv2d(nn.Conv2d):
 
     Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as many
     pixels as output channels, reading the weights takes most of the time; with more, torch's
-    convolution is used, which makes no patches. A wide one uses products for the gradients of up to
-    as many pixels, where torch's convolution is as fast as a product, but its gradients are not.
+    convolution is used, which makes no patches. A wide one also uses products for the gradients
+    with up to as many pixels as output channels: there torch's convolution is as fast as a product,
+    but its gradients are not.
     """
 
     is_wide = False

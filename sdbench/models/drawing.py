@@ -32,7 +32,7 @@ SAMPLER_OPTIONS = {
 # Captions to token ids, (B, 77) int64.
 Tokenize = Callable[[Sequence[str]], np.ndarray]
 
-# As in open-diffusion: more are too small in one grid.
+# As in open-diffusion: more would be too small in one grid.
 MAX_PICTURES_OF_GRID = 64
 GRID_MARGIN_PX = 4
 CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
@@ -40,7 +40,7 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """How pictures are generated: square ones of a side in pixels, so many per call of the model.
+    """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
 
     The sampler is a key of `objective.SAMPLERS`. Up to a guidance scale of 1 there is no guidance.
     """
@@ -123,7 +123,7 @@ def draw(
 def draw_samples(
     model: StableDiffusion, prompts: Sequence[str], *, ranks: Ranks, **options: Any
 ) -> list[Image.Image]:
-    """Generate a picture for each prompt, on all ranks together, by `draw_share`; all have all."""
+    """Generate a picture for each prompt, on all ranks together; all ranks return all pictures."""
     drawn: dict[int, np.ndarray] = {}
     for indices, pictures in draw_share(model, prompts, ranks=ranks, **options):
         drawn |= zip(indices, map(np.asarray, pictures), strict=True)
@@ -141,9 +141,9 @@ def draw_share(
 ) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
     """Generate this rank's share of the pictures.
 
-    The batches are the same for any number of ranks, and so are the pictures to the bit. All ranks
-    call the model, the same or a sharded one, equally often, which sharded weights need: some
-    generate a batch again, and drop it. Every rank has to call, and to go on to the end.
+    The batches are the same for any number of ranks, and so the pictures are bitwise equal. Sharded
+    weights need all ranks to call the model equally often, so some ranks generate a batch again and
+    drop it. Every rank must call this and iterate to the end.
 
     Picture i has the i-th prompt and the seed `seed` + i; `options` are `tokenize` and `check` of
     `draw`. Yields numbers of prompts, and their pictures; each number on one rank.

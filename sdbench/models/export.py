@@ -54,17 +54,18 @@ def export(
     card: str,
     learned: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a model for diffusers, in one piece: the folder is whole or not there.
+    """Write a model for diffusers atomically: the folder is whole or not there.
 
-    The model is not changed, has its encoders and is not sharded. `trained` has weights in place of
-    its own, by the name ``<module>.<parameter>``; `learned` the rows (D,) of learned tokens, by
-    token, for a separate file. A weight that is not finite in fp32, fp16 or bf16 is a RunError.
+    The model must have its encoders and not be sharded; it is not changed. `trained` replaces
+    weights, by the name ``<module>.<parameter>``; `learned` has the rows (D,) of learned tokens, by
+    token, for a separate file. A weight that is not finite in `dtype` (fp32, fp16 or bf16) is a
+    RunError.
     `sampler`, a key of `objective.SAMPLERS`, becomes diffusers' default; `card` is README.md.
     """
     assert model.vae is not None and model.text_encoder is not None
     check_folder(folder)
     weights = model.state_dict() | trained
-    # Made of configurations only, without what training has changed in the modules.
+    # Made from the configurations, without what training has changed in the modules.
     with torch.device("meta"):
         modules: dict[str, nn.Module] = {
             "unet": UNet2DConditionModel.from_config(model.unet.config),
@@ -125,8 +126,8 @@ def make_card(
 ) -> str:
     """The model card: where a model comes from, in Markdown without secrets.
 
-    `sections` has facts by heading (Data, Settings, Figures), `commit` that of the suite that
-    trained. A folder has a whole model with a sampler, or LoRA alone in a file.
+    `sections` has facts by heading (Data, Settings, Figures); `commit` is that of the suite that
+    trained. With `lora_file` the folder has only LoRA, else a whole model with `sampler`.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (

@@ -30,7 +30,7 @@ BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
 class Lora:
     """LoRA of a model: a layer with the weight W computes with W + alpha / rank B A.
 
-    `layers` has sub-models and names of their linear layers; for names with dots the end is enough.
+    `layers` has sub-models and names of their linear layers, or ends of names after a dot.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Lora:
         The matrices A (rank, in) and B (out, rank) are in fp32, whatever the type of W. A is drawn
         on the CPU, as peft draws it, and B is 0: the output of the module stays as it is. The
         caller's random generators keep their state. Without a seed nothing is drawn, for fake
-        tensors. A name of no linear layer is a ConfigError.
+        tensors. A name without linear layers is a ConfigError.
         """
         for part, layers in self.layers:
             _check_layers(parts[part], layers, flag=LAYERS_FLAGS[part])
@@ -100,7 +100,7 @@ class _LinearInTypeOfInput(nn.Linear):
 
 
 def _check_layers(module: nn.Module, layers: Sequence[str], *, flag: str) -> None:
-    """Check that each name is that of linear layers of a module, or its end."""
+    """Check that each name is the name of linear layers of a module, or the end of their names."""
     named = dict(module.named_modules())
     linear = sorted({_last(name) for name, inner in named.items() if isinstance(inner, nn.Linear)})
     for layer in layers:

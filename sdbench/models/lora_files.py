@@ -1,4 +1,4 @@
-"""LoRA in files, written and read by diffusers; it reads those of kohya's sd-scripts too."""
+"""LoRA files, written and read by diffusers, which also reads files of kohya's sd-scripts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
 def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
     logger = logging.getLogger("diffusers")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # an error is told in one sentence
+    logger.setLevel(logging.CRITICAL)  # errors are reported in one sentence
     refusing = refuse_errors(
         "this LoRA cannot be used",
         value=file.path,

@@ -133,7 +133,7 @@ class StepProfile:
 
 
 class _AllocationLog(TorchDispatchMode):
-    """After each operation logs the bytes of live tensors that the step has allocated."""
+    """Logs, after each operation, the bytes of live tensors that the step has allocated."""
 
     def __init__(self, existing: list[torch.Tensor], *, num_images: int) -> None:
         """Begin a log; a tensor whose size `num_images` divides is counted per image."""
@@ -185,7 +185,7 @@ def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or read the replay of an earlier process from the cache."""
     try:
         folder = private_folder(REPLAYS_FOLDER)
-    except ConfigError:  # the plan has a note of it
+    except ConfigError:  # the plan notes it
         return _replay_step(step)
     path = folder / f"{_fingerprint(step)}.json"
     try:
@@ -243,8 +243,8 @@ def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
 def count_flops(step: Step) -> int:
     """Count matrix products and convolutions of a step on one image, without computing them.
 
-    A multiply-add counts as two. Neither number formats, kernels nor recomputation change the
-    count; weights without gradients take no work for these.
+    A multiply-add counts as two. Number formats, kernels and recomputation do not change the count;
+    weights that need no gradients add no work for them.
     """
     # On the meta device attention is two matrix products. For fused attention torch's counter gives
     # zero on a CPU; on a GPU it includes the recomputation of flash attention.
@@ -282,8 +282,8 @@ def _replay(
 ) -> tuple[list[tuple[int, int, int]], int]:
     """Run one step on fake tensors, and return `timeline` and `trained_start` of its profile."""
     weights = [*model.parameters(), *model.buffers()]
-    # A prime that divides the size of no weight tells tensors that are proportional to the images
-    # from those with the size of a weight (a gradient, a copy in another type).
+    # A prime that divides the size of no weight distinguishes tensors that are proportional to the
+    # images from tensors of the size of a weight (a gradient, a copy in another type).
     num_images = next(
         prime for prime in PRIMES if all(weight.numel() % prime for weight in weights)
     )

@@ -146,7 +146,7 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
-        """Encode `image` and `input_ids` by frozen encoders, so many images per call of an encoder.
+        """Encode `image` and `input_ids` by frozen encoders, `encoder_batch_size` images per call.
 
         The captions stay `input_ids` if the text encoder is trained.
         """
@@ -264,8 +264,8 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights of the U-Net are drawn on `device`, which is fast; those of the encoders, and
-    with LoRA those of the U-Net, on the CPU, see `make_encoder`.
+    Random weights of the U-Net are drawn on `device`, which is fast; with LoRA, and for the
+    encoders in any case, they are drawn on the CPU, see `make_encoder`.
 
     Args:
         architecture: See `make_part`.
@@ -278,9 +278,9 @@ def build_stable_diffusion(
         vae_attention: The same for the VAE; None: as the others.
         encoders: Whether to build VAE and text encoder, which precomputed latents do not need.
         trained: Names of the sub-models to train; the others are frozen.
-        lora: Trained in place of their weights; a name of no linear layer is a ConfigError.
-        initial_token_id: Of ``text_encoder``, only a new token is trained, which begins with the
-            row of this one; None: there is no new token.
+        lora: Trained in place of their weights; a name without linear layers is a ConfigError.
+        initial_token_id: Train only a new token of ``text_encoder``, which begins with the row of
+            this one; None: no new token.
         device: Of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
@@ -346,7 +346,7 @@ def make_encoder(
     """Make a VAE or a text encoder as `build_stable_diffusion` does, frozen.
 
     Random weights are drawn on the CPU: no checkpoint has the weights of a frozen encoder, so an
-    export, or a run that goes on elsewhere, has to draw the same.
+    export, or a run that is resumed elsewhere, has to draw the same.
     """
     # A seed each, so that the weights of a sub-model do not depend on another one's size.
     weights = Weights(

@@ -66,7 +66,7 @@ class Weights:
     generator_device: str | torch.device | None = None
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to this device, type and layout, in place; without a seed, its shapes."""
+        """Move a module to this device, type and layout, in place; only shapes without a seed."""
         if self.seed is not None:
             # Not diffusers' `to`, which warns of modules to keep in fp32 although there are none.
             nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)

@@ -43,7 +43,7 @@ class RayStorage:
         """Begin to copy the checkpoint of a step. All ranks call it after the same step.
 
         The checkpoint is held until it is copied: with a store slower than the saves it would be
-        removed as an old one, for which Ray ends the run. It is a RuntimeError if the copy before
+        removed as an old one, for which Ray ends the run. It is a RuntimeError if the previous copy
         has failed.
         """
         is_first = self._ranks.rank == 0

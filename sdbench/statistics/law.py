@@ -104,8 +104,8 @@ class Point:
 class Prediction(NamedTuple):
     """The prediction of a law for a setup.
 
-    ``images_per_second`` are those of all GPUs and the ends of the 95 % interval of a figure
-    measured there; NaN if there is no bound but 0.
+    ``images_per_second`` has the rate of all GPUs and the ends of the 95 % interval of a figure
+    measured there; an end without a bound is NaN.
     """
 
     setup: Setup
@@ -180,7 +180,7 @@ class StepLaw:
         return float(factors[_columns(self.terms)] @ np.asarray(self.seconds))
 
     def predict(self, setup: Setup) -> Prediction:
-        """Predict the images/s of a setup; refuse a micro-batch that nothing is known of.
+        """Predict the images/s of a setup; refuse a micro-batch size that the figures lack.
 
         The interval covers all constants that agree with the figures, the deviation of single
         figures from the law, and its drift beyond the figures.
@@ -214,7 +214,7 @@ class StepLaw:
         return [point.step_time_s / self.step_time_s(point.setup) - 1 for point in self.points]
 
     def _ends(self, value: float, factors: Callable[[float], np.ndarray]) -> tuple[float, float]:
-        """The ends over all regions, from a function of the hidden share to factors."""
+        """The ends over all regions; `factors` maps a hidden share to factors of the constants."""
         ranges = [
             find_range(*equations, factors(share), limit=self.limit)
             for share, equations in self.figures.regions.items()
@@ -237,7 +237,7 @@ class StepLaw:
         Introduction to Linear Regression Analysis, section 3.8).
         """
         rows, _ = self.figures.regions[0.0]
-        # A term that no figure has makes a setup that has it lie far beyond them.
+        # A term that no figure has puts a setup with it far beyond the figures.
         sizes = np.maximum(np.linalg.norm(rows, axis=0), ROUNDING**2)
         inverse = np.linalg.pinv(rows / sizes, rcond=ROUNDING)
         setups = (setup, *(point.setup for point in self.points))
@@ -311,7 +311,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """Constants above 0 of some terms, what they leave, and the lower ends of their intervals."""
+    """Constants above 0 of some terms, their squared error, and the low ends of their intervals."""
 
     terms: tuple[str, ...]
     hidden_share: float
@@ -328,12 +328,12 @@ class _Figures:
         self.points, self._gpus_per_node = tuple(points), gpus_per_node
         self.nums_nodes = sorted({self._num_nodes(point.setup) for point in points})
         self.have_phases = any(point.communication_s is not None for point in points)
-        # The exposed share, one more than hides, is linear between two of these hidden shares.
+        # The exposed share, max(0, share - hidden share), is linear between two of these.
         self.hidden_shares = [
             0.0,
             *(communication_share(number) for number in self.nums_nodes if number > 1),
         ]
-        # All terms, by the share that hides.
+        # The equations of all terms, by hidden share.
         self.regions = {
             share: self.equations(ALL_TERMS, share, share) for share in self.hidden_shares
         }
@@ -342,7 +342,7 @@ class _Figures:
         return math.ceil(setup.num_gpus / self._gpus_per_node)
 
     def factors(self, setup: Setup, hidden_share: float = 0.0, hides_in: float = 0.0) -> np.ndarray:
-        """Return the factors of `ALL_TERMS` in what a GPU computes and waits for, (2, terms).
+        """Return the factors of `ALL_TERMS` in a GPU's work and in its waiting, (2, terms).
 
         With `hides_in`, a share of the communication, in every micro-batch, the constant of a
         micro-batch is the time beyond that. It is not negative: no more can hide.

@@ -100,7 +100,7 @@ def detectable_change(comparison: Comparison, *, num_tests: int = 1) -> float | 
     79 % in simulations of 3, 4, 5 and 10 runs on each side, instead of 71 % with 3
     (tests/test_statistics_occasions.py).
 
-    Of `num_tests` comparisons made together, a single change has to pass 5 % over their number, by
+    With `num_tests` comparisons made together, a single change has to pass 5 % / `num_tests`, by
     Holm's method. With fewer than three samples on a side the change is None.
     """
     from scipy import special

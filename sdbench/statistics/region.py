@@ -1,4 +1,4 @@
-"""`find_range`: what the non-negative constants of a linear model that agree with figures allow.
+"""`find_range`: the range of a combination of non-negative constants that agree with figures.
 
 Least squares gives one set of constants. Others agree nearly as well, and where the figures cannot
 separate two terms, very different ones agree equally well. All within

@@ -21,7 +21,7 @@ def ends_as(name: str, data_format: str) -> bool:
 
 @functools.cache
 def tell_once(sentence: str) -> None:
-    """Print a sentence on stderr, at the first call with it in this process."""
+    """Print a sentence on stderr, once per process."""
     print(sentence, file=sys.stderr)
 
 
@@ -31,12 +31,12 @@ def tell_unpacking(place: str, folder: str | Path) -> None:
 
 
 def bad_place(what: str, *, value: object, allowed: str) -> ConfigError:
-    """Return the error for a place of data that holds something else than it should."""
+    """Return the error for a data place with the wrong content."""
     return ConfigError(what, value=value, allowed=allowed, flag=PLACE_FLAGS)
 
 
 def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:
-    """Return the error for a column whose type no `part` of a sample is read from."""
+    """Return the error for a column of a type that cannot hold this `part` of a sample."""
     return bad_place(
         f"The column {column} of {place} is of a type that no {part} is read from",
         value=kind,
@@ -57,7 +57,7 @@ def check_synthetic(config: SourceConfig) -> int:
 
 
 def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
-    """Refuse flags that a source of this format, with or without columns, cannot follow."""
+    """Refuse flags that do not apply to a source of this format."""
     data_format = config.data_format
     is_encoded = data_format != "synthetic" and config.wants_latents
     streams_tars = config.is_streamed and data_format == "webdataset"
@@ -119,7 +119,7 @@ def check_tokenizer_folder(folder: Path | None) -> None:
 
 
 def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
-    """Check that the data set fills a global batch; the error names the largest that fits."""
+    """Check that the data set fills a global batch; the error names the largest one that fits."""
     if num_samples >= config.global_batch_size:
         return
     place = config.streams or config.remote or config.local

@@ -1,7 +1,7 @@
-"""The files that a place stands for, and reading of files that may be copies.
+"""The files of a data place, and reading of files that may be copies.
 
-Tars and parquet files are copied to this machine where they are elsewhere or packed. A copy that is
-found damaged is thrown away and made again.
+Remote and gzipped tars and parquet files are copied to this machine. A copy that is found damaged
+is deleted and made again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sdbench.data.source import SourceConfig
 
 Content = TypeVar("Content")
 
-# Of reading a copy: loader processes that find it damaged throw it away beside each other.
+# To read a copy, which other loader processes may find damaged and delete at the same time.
 MAX_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
 class StoredFile(os.PathLike):
-    """A file on this machine, and the place that it is a copy of, which messages name."""
+    """A local file, and the place it was copied from, if any, which messages name."""
 
     path: Path
     source: str | None = None
@@ -54,12 +54,11 @@ def read_whole(
     *,
     copy_again: Callable[[StoredFile], None] | None = None,
 ) -> Content:
-    """Read a file; a copy that is found damaged is thrown away, and made again once.
+    """Read a file; a copy that is found damaged is deleted, and made again once.
 
-    So no damaged copy outlives the run that finds it, whether the fault is the copy's or the
-    source's. `read` raises `ConfigError` or `RunError` if the file is damaged. Other processes may
-    read the copy at the same time, and throw it away: `copy_again` (None: `fetch`) makes it again
-    if it is not there.
+    No damaged copy outlives the run that finds it, whether the copy or its source is at fault.
+    `read` must raise `ConfigError` or `RunError` for a damaged file. Other processes may read and
+    delete the copy at the same time; `copy_again` (None: `fetch`) restores a missing one.
     """
     damage: ConfigError | RunError | None = None
     for _ in range(MAX_ATTEMPTS):
@@ -97,12 +96,12 @@ def list_files(config: SourceConfig, *, is_told: bool = False) -> list[str]:
 def find_files(place: str, *, data_format: str, is_told: bool = False) -> list[str]:
     """Return the names and URLs of the files of a format that a place stands for.
 
-    A place is a file, a folder with the folders below it, a URL of either, or any of them in
-    braces. What is left out is printed if `is_told`.
+    A place is a file, a folder with its sub-folders, a URL of either, or a brace pattern of these.
+    Files that are left out are printed if `is_told`.
 
     Raises:
-        ConfigError: A file does not exist or is there twice, packed and unpacked too, or a URL's
-            folder cannot be listed.
+        ConfigError: A file does not exist, is found twice (also as packed and unpacked), or is in a
+            remote folder that cannot be listed.
         RunError: A store does not answer.
     """
     from braceexpand import UnbalancedBracesError, braceexpand
@@ -160,7 +159,7 @@ def _check_different(files: list[str], *, endings: Sequence[str]) -> None:
 
 
 def fetch_files(config: SourceConfig) -> list[StoredFile]:
-    """Return the files that `config` names on this machine; remote and packed ones are copied."""
+    """Return the files that `config` names as local files; remote and packed ones are copied."""
     place = config.remote or config.local
     names = list_files(config, is_told=config.rank == 0)
     sources = [name for name in names if must_be_copied(name)]
@@ -177,9 +176,9 @@ def fetch_files(config: SourceConfig) -> list[StoredFile]:
 
 
 def find_streamed(config: SourceConfig) -> list[str]:
-    """Return the URLs and commands that `config` names, to be read as they come."""
+    """Return the URLs and commands that `config` names, to be streamed."""
     names = list_files(config, is_told=config.rank == 0)
-    # A row group is read from the end of a file back; a command's output has to be read on.
+    # Reading parquet needs seeking, which a command's output does not allow.
     known = (S3, *WEB, *([PIPE] if config.data_format == "webdataset" else []))
     for name in names:
         if not name.startswith(known):

@@ -39,7 +39,7 @@ class Term(NamedTuple):
         found = metadata.get(self.field)
         if isinstance(self.value, float):
             is_number = isinstance(found, int | float) and not isinstance(found, bool)
-            # Python's json reads NaN as a number, which differs from every other.
+            # Python's json reads NaN as a number, and `!=` holds between NaN and any number.
             return is_number and found == found and OPERATORS[self.sign](found, self.value)
         return isinstance(found, str) and OPERATORS[self.sign](found, self.value)
 

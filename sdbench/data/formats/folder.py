@@ -25,9 +25,9 @@ from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_cap
 from sdbench.data.source import SourceConfig
 
 TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
-# Where Hugging Face's data sets have the split for training, and its table.
+# Where Hugging Face's data sets keep the training split and its table.
 TABLE_FOLDERS = ["", *TRAINING_SPLITS, "data", *(f"data/{split}" for split in TRAINING_SPLITS)]
-# Ours, and what Hugging Face's image folders have.
+# Our names, and those of Hugging Face's image folders.
 FILE_COLUMNS = ("file", "file_name")
 CAPTION_COLUMNS = ("caption", "text")
 CAPTION_SUFFIX = ".txt"
@@ -45,7 +45,7 @@ ROW_FORMS = {
 class FolderSamples(Samples):
     """The images of a folder and its sub-folders, in the order of their paths.
 
-    Folders behind links are read too, each once; what is hidden is not.
+    Links to folders are followed, each folder once; hidden files are skipped.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -77,7 +77,7 @@ class FolderSamples(Samples):
 
     @property
     def caption_files(self) -> set[Path]:
-        """The table of captions, or the files beside the images that are there."""
+        """The table of captions, or the caption files that exist beside the images."""
         if self._table is not None:
             return {self._table}
         return {path for path in map(_caption_file, self.images) if os.path.isfile(path)}
@@ -149,16 +149,16 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
 
 
 def _folders_of(files: Iterable[Path], folder: Path) -> dict[str, Sequence[str]]:
-    """Map files to the names of their folders: the name of a picture tells no split."""
+    """Map files to the names of their folders, which may name a split; file names do not."""
     return {str(file): file.relative_to(folder).parts[:-1] for file in files}
 
 
-# A row of a table with the number of its line, from 1.
+# Line number, from 1, and cells of a table's row.
 Row = tuple[int, Mapping[str, Any]]
 
 
 def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
-    """Return images and captions of a .csv or .jsonl table with paths in `folder`."""
+    """Return images and captions of a .csv or .jsonl table with paths relative to `folder`."""
     rows = list(_read_csv(table) if table.suffix == ".csv" else _read_json_lines(table))
     columns = {name for _, row in rows for name in row}
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
@@ -171,7 +171,7 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
         )
     images, captions = [], []
     for number, (line, row) in enumerate(rows, start=1):
-        # Where a row ends early there is no such file, or no caption.
+        # A short row lacks its file or its caption.
         file, caption = row.get(file_column), row.get(caption_column)
         for value in (file, caption):
             if not isinstance(value, str | None):
@@ -223,7 +223,7 @@ def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
     """Refuse a cell with a line that names an image: an unclosed quote has swallowed rows."""
     for inside in cell.splitlines()[1:]:
         parts = inside.split(",")
-        # A line without a comma is no row: a caption may be about a file.
+        # A line without a comma is no row: a caption may name a file.
         if len(parts) > 1 and any(os.path.isfile(table.parent / part.strip()) for part in parts):
             _raise_row("a quote of it is not closed", table, line=line, value=inside)
 

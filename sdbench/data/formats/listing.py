@@ -16,7 +16,7 @@ from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_once
 TRAINING_SPLITS = ("train", "training")
 OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
 _SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
-# In archives made on a Mac, beside the folder that was packed.
+# macOS adds it to archives, beside the packed folder.
 MAC_FOLDER = "__MACOSX"
 # Beside tars: how many samples each holds, as `convert` and `count-samples` write it.
 SIZES_NAME = "sizes.json"
@@ -33,7 +33,7 @@ class Listing(NamedTuple):
 
 
 def is_visible(path: str) -> bool:
-    """Return False for files that programs leave behind, and those in such folders.
+    """Return False for hidden files, and for files in hidden folders.
 
     ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter; ``.`` and
     ``..`` hide nothing.
@@ -43,7 +43,7 @@ def is_visible(path: str) -> bool:
 
 
 def list_below(folder: Path) -> Listing:
-    """List a folder and those below it, also behind links, each once."""
+    """List a folder and its sub-folders, following links, each folder once."""
     listing = Listing([], [], [])
     known: set[tuple[int, int]] = set()
     left = collections.deque([folder])
@@ -83,7 +83,7 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 def choose_files(
     below: Iterable[str], *, folder: str, data_format: str, is_told: bool
 ) -> list[str]:
-    """Choose files of a format, of the split for training; print what is left if `is_told`."""
+    """Choose the files of a format, without other splits; print what is left out if `is_told`."""
     names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
     visible = [file for file, name in names.items() if is_visible(name)]
     files = {file: names[file].split("/") for file in visible if ends_as(file, data_format)}
@@ -97,7 +97,7 @@ def choose_files(
 
 
 def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) -> list[str]:
-    """Return the files of the split for training; without such a split all of them.
+    """Return the files without those of other splits; all files if there is no training split.
 
     `names` maps each file to the names that may begin with its split: its own, and those of the
     folders above it.
@@ -117,13 +117,13 @@ def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) ->
 
 
 def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
-    """Print how many files of which kinds are not read."""
+    """Print the number and kinds of the files that are not read."""
     if left:
         tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
 
 
 def describe_files(names: Iterable[str]) -> str:
-    """Return how many files of which extensions there are, in words."""
+    """Return the number of files by extension, most first, e.g. ``3 .txt, 1 .md``."""
     kinds = collections.Counter(Path(name).suffix.lower() or Path(name).name for name in names)
     told = [f"{number} {kind}" for kind, number in kinds.most_common(NUM_KINDS_TOLD)]
     if len(kinds) > NUM_KINDS_TOLD:

@@ -1,8 +1,8 @@
-"""The loader of MDS data, and StreamingLAIONDataset for a training loop of the user's.
+"""The loader of MDS data, and StreamingLAIONDataset for users' own training loops.
 
 Streaming decides the order and downloads ahead; mds_shards.py reads the samples. Streaming takes
-the rank not from arguments, but from the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
-LOCAL_WORLD_SIZE, which every launcher sets.
+the rank from the environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which
+every launcher sets.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sdbench.data.pipeline.transforms import decode_image, to_rgb
 from sdbench.data.samples import clean_caption
 from sdbench.data.source import SourceConfig
 
-# Its tokenizer is the vocabulary that we carry; the model itself has been taken off its hub.
+# Its tokenizer is built in here; the model itself has been removed from the hub.
 SD2_BASE = "stabilityai/stable-diffusion-2-base"
 
 
 class KeyStream(CheckedStreamingDataset):
-    """The keys of this rank's samples in Streaming's order, their shards downloaded ahead.
+    """The keys of this rank's samples in Streaming's order, with shards downloaded ahead.
 
-    An epoch has the largest whole number of global batches, so that all ranks get different
-    samples and equally many (Streaming would repeat some); each epoch leaves out others.
+    An epoch is cut to whole global batches, so that all ranks get different samples and equally
+    many (Streaming would repeat some); each epoch leaves out others.
     """
 
     def __init__(self, *, config: SourceConfig) -> None:
@@ -63,7 +63,7 @@ class KeyStream(CheckedStreamingDataset):
         return Key(self.epoch, int(index))
 
     def epoch_ended(self) -> None:
-        """Remember it: Streaming counts its epochs as they begin."""
+        """Note the end of the epoch: Streaming counts epochs when they begin."""
         self._has_ended = True
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class KeyStream(CheckedStreamingDataset):
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """Compute the samples of a batch again, as `EpochOrder.batch`."""
         # Streaming's order does not depend on the workers, and starts anew where an epoch is
-        # resumed. `state_dict` has been called: it sets what the order depends on.
+        # resumed. It depends on attributes that `state_dict`, which has been called, sets.
         world = World.detect()
         epoch = state["streaming"]["epoch"] + num_epochs
         num_samples = number * self.batch_size * world.num_ranks
@@ -114,9 +114,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
     ) -> None:
         """Read the index of a folder or URL; with `remote` None, `local` is read in place.
 
-        Unlike there, `tokenizer_name_or_path` is the folder of a model with a sub-folder
-        ``tokenizer``; the default needs none. `transform` makes the sample's image of an RGB
-        picture; without it that is the largest centred square, resized to `image_size`.
+        Unlike in the original, `tokenizer_name_or_path` is a local model folder with a sub-folder
+        ``tokenizer``; the default needs none. `transform` makes the sample's image from an RGB
+        picture; the default crops the largest centred square and resizes it to `image_size`.
         """
         remote = remote and os.path.join(remote, split or "")
         place = locate(remote, str(Path(local, split or "")))
@@ -156,10 +156,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for MDS data.
 
-    One data set in its stored order is read by number, each shard copied when it is reached: if an
-    epoch is no whole number of global batches, Streaming would leave out any samples, not the last
-    ones. A data set of which samples may be left out is read by number too, as Streaming's epochs
-    have all of them.
+    A single data set that is not shuffled is read by number, each shard copied when it is reached:
+    of an incomplete last batch Streaming would leave out arbitrary samples, not the last ones.
+    ``--missing_latents leave_out`` is read by number too, as Streaming's epochs have all samples.
     """
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
     if is_read_by_number and config.streams is None:

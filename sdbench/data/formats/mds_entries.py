@@ -1,6 +1,6 @@
 """Validation of index.json and of MDS shards: their sizes, hashes and headers; imports no torch.
 
-Streaming trusts all of it, whoever wrote it.
+Streaming itself trusts them all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from sdbench.record.store import describe_fault
 
 INDEX_NAME = "index.json"
-# What a header says of the columns is some hundred bytes long.
+# Limit for the JSON about columns in a shard's header, which has some hundred bytes.
 MAX_COLUMN_BYTES = 2**20
 
 _COUNT = {"type": "integer", "minimum": 1}
@@ -35,8 +35,8 @@ def _object(properties: Mapping[str, Any], *, kind: Any = "object") -> dict[str,
     }
 
 
-# Streaming 0.13.0, streaming/base/format: the only version, the fields that `MDSReader.from_json`
-# takes, and those of `FileInfo`. It refuses any other field.
+# Streaming 0.13.0, streaming/base/format: the only version of the format, and the fields of
+# `MDSReader.from_json` and `FileInfo`. Streaming refuses any other field.
 _FILE = {"basename": {"type": "string"}, "bytes": _COUNT, "hashes": {"type": "object"}}
 _SHARD = {
     "column_encodings": _TEXTS,
@@ -70,15 +70,15 @@ def parse_index(index: bytes) -> list[dict]:
     import jsonschema  # 70 ms, which not every command needs
 
     try:
-        # As Streaming reads it: of bytes json takes UTF-16, too, and a byte-order mark.
+        # Decoded as Streaming does: from bytes, json also accepts UTF-16 and a byte-order mark.
         content = json.loads(index.decode("utf-8"))
-        # Of this draft, as later ones take 16.0 for an integer.
+        # Draft 4, because later ones take 16.0 for an integer.
         fault = next(jsonschema.Draft4Validator(_INDEX).iter_errors(content), None)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if fault is not None:
         raise ValueError(describe_fault(fault))
-    # A shard that is named twice would be read twice; one of the index's name would replace it.
+    # A shard named twice would be read twice; one named like the index would replace it.
     known = {PurePosixPath(INDEX_NAME)}
     for number, shard in enumerate(content["shards"]):
         if "pkl" in shard["column_encodings"]:
@@ -121,7 +121,7 @@ def check_file(path: Path, *, num_bytes: int, hashes: Mapping[str, str]) -> None
             raise ValueError(f"it has {found} bytes, {INDEX_NAME} says {num_bytes}")
         if not hashes:
             return
-        # It imports torch, which checks without hashes do without.
+        # Imported here, because it imports torch, which only hashes need.
         from streaming.base.hashing import get_hash, is_hash
 
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -137,7 +137,7 @@ def check_shard(
 ) -> None:
     """Compare a file of a shard with its entry, and its header too if it is not compressed.
 
-    `file` is one of the two files in `shard`; raises as `check_file`.
+    `file` is ``shard["raw_data"]`` or ``shard["zip_data"]``. Raises as `check_file`.
     """
     check_file(path, num_bytes=file["bytes"], hashes=hashes)
     if file is shard["raw_data"]:
@@ -150,8 +150,8 @@ def read_bounds(path: Path, shard: Mapping[str, Any]) -> np.ndarray:
     Raises as `check_file`.
     """
     num_samples, column_sizes = shard["samples"], shard["column_sizes"]
-    # MDS: the number of samples, where each one begins and the last one ends, as uint32, and what
-    # index.json says of the columns, in JSON.
+    # An MDS shard begins with uint32 numbers: the number of samples, where each one begins and the
+    # last one ends. Then it repeats what index.json says of the columns, in JSON.
     num_header_bytes = 4 * (num_samples + 2)
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size

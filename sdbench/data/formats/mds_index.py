@@ -1,4 +1,4 @@
-"""Where MDS data sets lie, what index.json says of them, and whether they fit a run; no torch.
+"""MDS data sets: their location, the content of index.json, and checks for a run; no torch.
 
 MosaicML diffusion's precompute_latents.py stores latents as the bytes of float16 numbers, and no
 bytes where the picture was smaller than the size that is asked for: such a latent is missing.
@@ -37,7 +37,7 @@ BYTES = "bytes"
 # Encodings of pictures and captions: the bytes of a file, a picture of PIL, text.
 PICTURE_ENCODINGS = {"image": (BYTES, "jpeg", "png", "pil"), "caption": ("str",)}
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
-# Of several hashes in an index the one that is cheapest to compute is checked.
+# Of several hashes in an index, the first one in this list is checked.
 HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
 # The value of --missing_latents with which samples are left out.
 LEAVE_OUT = "leave_out"
@@ -193,7 +193,7 @@ def _has_packed_shards(place: MdsPlace) -> bool:
 
 
 def is_packed(shard: dict, folder: str) -> bool:
-    """Return True for a shard with a compressed form that has not been decompressed to a folder."""
+    """Return True for a shard with a compressed form that is not decompressed in `folder`."""
     return bool(shard["zip_data"]) and not Path(folder, shard["raw_data"]["basename"]).is_file()
 
 
@@ -280,7 +280,7 @@ def copied_file(shard: dict) -> dict:
 
 
 def _count_with_latents(place: MdsPlace, column: str, *, config: SourceConfig) -> int:
-    """Count the samples of an epoch; in a local folder, those with a value in this column."""
+    """Count the samples of an epoch, without those that lack `column` if they are left out."""
     num_samples = place.num_samples
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):

@@ -58,7 +58,7 @@ NUM_DOWNLOAD_RETRIES = 2
 
 
 class MdsSamples(Samples):
-    """The samples of one or several MDS data sets, by number over all of them."""
+    """The samples of one or several MDS data sets, numbered over all of them."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class MdsSamples(Samples):
         return shard_id, position
 
     def _file(self, shard_id: int) -> StoredFile:
-        """Return the local path of a shard, and what it is a copy of."""
+        """Return the local file of a shard, and the source if it is a copy."""
         stream, shard = self._shards[shard_id]
         source = None
         if stream.remote not in (None, stream.local):
@@ -144,8 +144,8 @@ class MdsSamples(Samples):
     def _fetch(self, shard_id: int) -> None:
         path, (stream, _) = self._file(shard_id).path, self._shards[shard_id]
         with errors_named(f"Shard {path.name} cannot be had from {stream.remote or stream.local}"):
-            # Another process, or Streaming's own thread, may be copying it, and fail without
-            # telling this one why, on a busy machine twice. The last attempt goes past them.
+            # Another process or Streaming's own thread may be copying it, and may fail without
+            # raising here, on a busy machine twice. The last attempt downloads it directly.
             for prepare in (self._prepare, self._prepare, self._download):
                 prepare(shard_id)
                 if path.is_file():
@@ -186,7 +186,7 @@ class _ShardFile:
         self._num_unsized = self._sizes.count(None)
 
     def read(self, position: int, columns: Mapping[str, str]) -> dict[str, Any]:
-        """Return columns of a sample by their parts; arrays may be views of its bytes."""
+        """Return the values of a sample's columns, by part; arrays may be views of its bytes."""
         begin, end = self._bounds[position : position + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
@@ -204,7 +204,7 @@ class _ShardFile:
 
 Decoder = Callable[[np.ndarray], Any]
 
-# Modes of PIL that a PNG file keeps as they are.
+# Modes of PIL that a PNG file stores unchanged.
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
 
 
@@ -212,7 +212,7 @@ def _make_png(data: np.ndarray) -> bytes:
     """Make a PNG file of a picture in Streaming's encoding ``pil``, which stores no palette."""
     width, height, num_letters = struct.unpack_from("<3I", data)
     num_bytes = len(data) - 12 - num_letters
-    # A pixel of black and white takes a bit; PIL would make room for all of them first.
+    # A pixel takes at least a bit. Checked first, because PIL would allocate all pixels.
     if not 0 < width * height <= 8 * num_bytes:
         raise ValueError(f"{width} x {height} pixels in {num_bytes} bytes")
     picture = mds_decode("pil", data.tobytes())
@@ -225,15 +225,15 @@ def _make_png(data: np.ndarray) -> bytes:
 
 
 def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
-    """Return the function that makes a value of the bytes of a column.
+    """Return the function that decodes the bytes of a column.
 
-    An array, which has a `shape`, that is stored as ``bytes`` holds float16, as MosaicML diffusion
-    stores it; without bytes its value is None.
+    An array (one with a `shape`) that is stored as ``bytes`` holds float16, as MosaicML diffusion
+    stores it; it is None if it has no bytes.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
     if encoding in ("jpeg", "png"):
-        # Files, too: Streaming would open them, by any decoder that fits.
+        # Kept as files: Streaming would open them with any decoder of PIL.
         return lambda data: data.tobytes()
     if encoding == "pil":
         return _make_png
@@ -245,7 +245,7 @@ def make_decoder(encoding: str, *, shape: tuple[int, ...] | None) -> Decoder:
 
 
 def open_samples(config: SourceConfig) -> MdsSamples:
-    """Open the data sets that `config` names, without Streaming's order and downloads ahead."""
+    """Open the data sets that `config` names, without Streaming's order and prefetching."""
     shards = [(stream, shard) for stream in make_streams(config) for shard in open_shards(stream)]
     present = None
     if config.missing_latents == LEAVE_OUT:
@@ -270,7 +270,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
             # A shard that is read in place cannot be downloaded again: trying delays the error.
             download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
             download_timeout=DOWNLOAD_TIMEOUT_S,
-            # The copy of a compressed shard goes; files in the user's folder stay in any case.
+            # Removes compressed copies after decompression, never files in the user's own folder.
             keep_zip=False,
             **weight,
         )

@@ -30,19 +30,19 @@ from sdbench.data.samples import (
 )
 from sdbench.data.source import SourceConfig
 
-# Rows at each end that may be bad before a data set is taken for another model's.
+# Rows tried at each end: if all are bad, the data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
 # Names of Arrow's types.
 BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
 TEXTS = ("string", "large_string", "string_view")
-# On this machine, or streamed.
+# A local file, or a streamed one.
 ParquetFile = StoredFile | RemoteObject
 Content = TypeVar("Content")
 
 
 class ParquetSamples(Samples):
-    """The rows of one or several parquet files, by number over all of them."""
+    """The rows of one or several parquet files, numbered over all of them."""
 
     def __init__(self, config: SourceConfig) -> None:
         """Read the files' footers; a `ConfigError` if one is damaged or lacks a column."""
@@ -63,10 +63,9 @@ class ParquetSamples(Samples):
                 self._groups.append((number, group))
                 sizes.append(footer.row_group(group).num_rows)
         super().__init__(sizes)
-        # A row group is one request wherever it lies: a file of its own to the order.
+        # Each row group is a separate request, so the order treats it as a file.
         self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
-        # Blocks to their columns and to how many rows have not been asked for, as samples are read
-        # a block at a time; the one used last comes last.
+        # Cached row groups by block, least recently used first: columns, and number of unread rows.
         self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +86,7 @@ class ParquetSamples(Samples):
         if columns is None:
             file = self._files[self._groups[block][0]]
             columns = _read(file, lambda file: self._read_group(block))
-        # One alone stays until the next: it may be all that there is.
+        # Dropped when all its rows are read, except with one lane: it may be the only row group.
         if num_left > 1 or self.num_lanes == 1:
             self._read_groups[block] = columns, num_left - 1
         name = self.name(index)
@@ -104,8 +103,8 @@ class ParquetSamples(Samples):
         for part, shape in self._shapes.items():
             place = f"{name}, {self.columns[part]}"
             arrays[part] = _to_array(values[part], place, shape=shape, dtypes=dtypes)
-            # The latents come first. 77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2, so
-            # bytes of a text embedding are taken for float16 only beside such latents.
+            # Latents come first and fix the type: 77 x 512 numbers of 4 bytes are as long as 77 x
+            # 1024 of 2, so bytes of a text embedding are float16 only beside float16 latents.
             if arrays[part].dtype.itemsize > 2:
                 dtypes = dtypes[1:]
         return LatentSample(name, arrays)
@@ -117,8 +116,8 @@ class ParquetSamples(Samples):
         number, group = self._groups[block]
         path = self._files[number]
         with _damage_named(path, RunError):
-            # Opened anew each time, as processes must not share an open file. Pages without a
-            # checksum are read unchecked.
+            # Opened anew each time: processes must not share an open file. Pages without a checksum
+            # are read unchecked.
             file = pyarrow.parquet.ParquetFile(
                 _open(path),
                 metadata=self._footers[number],
@@ -170,7 +169,7 @@ def _long_sides(shape: Sequence[int]) -> list[int]:
 def _unwrap(column: Any) -> Any:
     """Return the stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors.
 
-    What pandas stores as a category comes as a dictionary with numbers of its values.
+    A category of pandas is stored as an Arrow dictionary.
     """
     import pyarrow
 
@@ -243,7 +242,7 @@ def _declared_shape(field: Any) -> tuple[int, ...] | None:
 
 
 def _open(file: ParquetFile) -> Any:
-    """Return what pyarrow reads a file from; a URL is read in parts."""
+    """Return a path for pyarrow, or a file object that reads a URL in parts."""
     return file.path if isinstance(file, StoredFile) else RemoteFile(file)
 
 
@@ -279,9 +278,9 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
 
 
 def check(config: SourceConfig) -> int | None:
-    """Check footers, and of latents the first and last rows; return the samples, None for a URL."""
+    """Check footers, and first and last rows of latents; return the samples, None for a URL."""
     if config.is_streamed:
-        find_streamed(config)  # refuses what cannot be
+        find_streamed(config)  # refuses what cannot be streamed
     if is_url(config.remote or config.local):
         return None
     samples = ParquetSamples(config)

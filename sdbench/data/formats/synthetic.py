@@ -1,7 +1,7 @@
 """Synthetic samples, for runs in which data must not be the bottleneck.
 
 Samples are drawn once and handed out again and again: drawing 3 x 512 x 512 normal numbers per
-sample, as the reference does, takes a core about 4 ms and can become what is measured.
+sample, as the reference does, takes a core about 4 ms and can become the bottleneck.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sdbench.data.source import (
 # Distinct samples per rank. 64 images of 512 px take 50 MB as uint8 and 201 MB as float32.
 NUM_DISTINCT = 64
 
-# Latents divided by SD's scaling factor have unit variance (facts of DESIGN: scaling 0.18215), so
-# the mean that the VAE gives has a standard deviation of about 1 / 0.18215 = 5.49.
+# SD's scaling factor, 0.18215, brings latents to unit variance, so the VAE's mean has a standard
+# deviation of about 1 / 0.18215 = 5.49.
 LATENT_STD = 1 / 0.18215
-# Any small posterior variance will do, it is only there to be sampled from: exp(-10 / 2) = 0.007.
+# Any small posterior deviation will do, as it is only sampled from: exp(-10 / 2) = 0.007.
 LATENT_LOGVAR = -10.0
 
 
@@ -42,8 +42,8 @@ class SyntheticImageCaptionDataset(Dataset):
     """Noise images with random captions, or noise latents with random text embeddings.
 
     Token ids are drawn from the whole vocabulary, 0 to 49407, so that every row of the embedding
-    table can be asked for; each caption begins with bos (49406) and ends with eos (49407). Images
-    are uniform over all pixel values. Sample `i` is number `i % 64` of the samples drawn; each rank
+    table may be read; each caption begins with bos (49406) and ends with eos (49407). Images are
+    uniform over all pixel values. Sample `i` is number `i % 64` of the samples drawn; each rank
     draws its own.
     """
 

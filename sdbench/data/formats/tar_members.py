@@ -1,4 +1,4 @@
-"""The samples of a tar, one after the other, and their captions."""
+"""Listing of the samples of a tar, and reading of their images and captions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdbench.data.image_files import image_extensions
 from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
 from sdbench.data.source import SourceConfig
 
-# Members that a caption may come from, the first one that is there.
+# Members that a caption may come from, preferred first.
 CAPTION_EXTENSIONS = ("txt", "json", "cls")
 # The same with --class_prompts, which has a caption for each class: the class number is preferred.
 CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
@@ -27,7 +27,7 @@ CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 
-# Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
+# Writers pad tars with zeros, by default to whole blocks of 10 KiB.
 MAX_END_BYTES = 2**20
 
 # First byte and number of bytes of a member in its tar.
@@ -43,11 +43,11 @@ def list_samples(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
-    WebDataset's own iterators do not notice a cut tar, skip links in silence, and give no places.
+    WebDataset's own iterators do not notice a cut tar, skip links silently, and give no spans.
 
-    The open tar, `tar` in messages, is read forward only. Members without an extension of `kinds`
-    are no sample. Of each member its place is yielded, or what `take` makes of extension and place
-    when the file is there. A damaged tar is a `RunError`.
+    `file` is read forward only; messages name it `tar`. Samples without a member of `kinds` are
+    skipped. Each member maps to its span in the tar, or to what `take` returns for extension and
+    span while the file is there. A damaged tar is a `RunError`.
     """
     listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
@@ -62,17 +62,17 @@ def list_samples(
 
 
 def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
-    # To WebDataset "a.b.jpg" is no image, but the user meant one: it is a bad sample.
+    # WebDataset finds no image in "a.b.jpg", but the user meant one: it is a bad sample.
     return extension.rpartition(".")[2] in kinds
 
 
 def _list_members(
     file: BinaryIO, tar: object, *, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, Span]]:
-    """Yield key, extension and place of each file that WebDataset reads."""
+    """Yield key, extension and span of each file that WebDataset reads."""
     end = 0
     try:
-        # Without decompression: compressed members have no place that can be read by number.
+        # Without decompression: members of a compressed tar have no span that can be read directly.
         with tarfile.open(fileobj=file, mode="r:") as members:
             for member in members:
                 members.members.clear()  # else it keeps all of them
@@ -96,10 +96,10 @@ def _list_members(
     except (FileNotFoundError, RunError):
         raise
     except Exception as error:
-        # Of a broken header tarfile raises errors of any type.
+        # For a broken header tarfile raises errors of any type.
         raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
-    # Python takes a tar that is cut, or has a broken header, for one that ends there: zeros follow
-    # the last member, and nothing else.
+    # tarfile takes a cut tar or a broken header for the end of the tar. In a whole tar only zeros
+    # follow the last member.
     if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
 
@@ -112,9 +112,9 @@ def read_span(file: BinaryIO, span: Span) -> bytes:
 
 
 class SampleReader:
-    """Makes samples of the members of a tar.
+    """Makes samples from the members of a tar.
 
-    `images` and `captions` are the extensions of such members, in the order of preference.
+    `images` and `captions` are the extensions of their members, preferred first.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -135,7 +135,7 @@ class SampleReader:
         return image, caption
 
     def make(self, name: str, members: Mapping[str, bytes]) -> ImageSample:
-        """Make a sample of the contents of its members by extension."""
+        """Make a sample from the contents of its members, by extension."""
         image_kind, caption_kind = self.choose(members)
         image = members.get(image_kind)
         if caption_kind is None:

@@ -41,14 +41,14 @@ class TarIndex(NamedTuple):
     """Content of a tar."""
 
     state: tuple[int, ...]
-    # Of each sample that meets the filters its key, the path of its members up to the first dot of
-    # the name, and the places of image and caption by extension.
+    # For each sample that meets the filters: its key (its members' path up to the first dot of the
+    # name), and the spans of image and caption by extension.
     entries: Sequence[tuple[str, Mapping[str, Span]]]
     num_dropped: int  # samples that do not meet the filters
 
 
 class WebDatasetSamples(Samples):
-    """The samples of one or several tars, by number over all of them."""
+    """The samples of one or several tars, numbered over all of them."""
 
     def __init__(self, tars: list[StoredFile], *, config: SourceConfig) -> None:
         """Index the tars, or read the indexes that were made before."""
@@ -109,7 +109,7 @@ class WebDatasetSamples(Samples):
                 flag="--filters",
             )
         for tar in self._tars:
-            if tar.source is not None:  # the output of a command has no version that would change
+            if tar.source is not None:  # a command's output has no version that changes
                 tar.path.unlink(missing_ok=True)
         raise bad_place(
             "The tars hold no sample",
@@ -150,7 +150,7 @@ def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
 
 
 def check(config: SourceConfig) -> int | None:
-    """Check tars by their headers; return the samples, or None if tars are to be copied first."""
+    """Check tars by their headers; return the samples, or None if tars must be copied first."""
     parse_filters(config.filters)
     SampleReader(config)  # refuses class prompts that cannot be read
     if not config.is_streamed and any(map(must_be_copied, list_files(config))):

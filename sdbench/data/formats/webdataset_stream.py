@@ -1,7 +1,7 @@
-"""Samples of WebDataset tars that are read as they come, from their first byte on.
+"""Samples of WebDataset tars that are streamed, each from its first byte on.
 
-How many samples each tar holds is declared in a JSON file, as OpenCLIP's ``sizes.json`` does; what
-a tar holds is compared with it.
+A JSON file such as OpenCLIP's ``sizes.json`` declares the number of samples in each tar; it is
+compared with what the tar holds.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sdbench.settings.kinds import MAX_COUNT
 
 # 500,000 tars with long names; more than that is no list of sizes.
 MAX_SIZES_BYTES = 64 * 2**20
-# So many neighbours are shuffled among themselves. Their files are held in memory: 50 MB for
-# pictures of 100 kB.
+# Size of the shuffle buffer: consecutive samples that are shuffled among themselves. Their files
+# are held in memory: 50 MB for images of 100 kB.
 SAMPLES_PER_BLOCK = 512
 
 
 class StreamedTarSamples(Samples):
-    """The samples of tars by number over all of them; cheap to read in rising order only."""
+    """The samples of tars, numbered over all of them; cheap to read only in ascending order."""
 
     def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
-        """Read how many samples the tars hold, by the file that declares it; no tar is opened."""
+        """Read the declared number of samples of each tar; no tar is opened."""
         self._tars = tars
         self._sizes = read_sizes(tars, place=config.tar_sizes)
         self._reader = SampleReader(config)
@@ -46,7 +46,7 @@ class StreamedTarSamples(Samples):
         blocks = list(itertools.chain.from_iterable(blocks_of_tars))
         super().__init__(self._sizes, blocks=blocks)
         self.num_blocks_of_files = list(map(len, blocks_of_tars))
-        # The one used last comes last.
+        # Least recently used first.
         self._readers: list[_TarReader] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,10 +63,11 @@ class StreamedTarSamples(Samples):
         return self._reader.make(self.name(index), self._take(number, position))
 
     def _take(self, number: int, position: int) -> dict[str, bytes | None]:
-        """Return the members of a sample, from a reader of each lane."""
+        """Return the members of a sample, from a reader that has not passed it, or a new one."""
         tar = self._tars[number]
         able = [one for one in self._readers if one.tar == tar and one.can_take(position)]
-        # Lanes may share a tar: of theirs the one that has come farthest, as the others' go on.
+        # Lanes may share a tar: use the reader that is farthest, and leave the others to their
+        # lanes.
         reader = max(able, key=lambda one: one.num_read, default=None)
         if reader is not None:
             self._readers.remove(reader)
@@ -94,7 +95,7 @@ class _TarReader:
         self._num_samples = num_samples
         self._file = file = open_stream(tar)
 
-        def take(extension: str, span: Span) -> bytes | None:  # not of self, which would be a cycle
+        def take(extension: str, span: Span) -> bytes | None:  # without self, else a cycle
             return read_span(file, span) if extension in kinds else None
 
         self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
@@ -141,7 +142,7 @@ class _TarReader:
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
-    """Return the samples of each tar by the JSON file at `place`, or else the one beside it."""
+    """Return the number of samples of each tar, from the JSON file at `place` or beside the tar."""
     known: dict[str, dict[str, int]] = {}
     sizes, tars_of_names = [], {}
     for tar in tars:
@@ -176,7 +177,7 @@ def _file_beside(tar: str) -> str:
 
 
 def _names(tar: str) -> Iterator[str]:
-    """Yield the names of a tar in a list of sizes: its place, or any end of its path."""
+    """Yield the names that a list of sizes may give a tar: its place, or any end of its path."""
     if tar.startswith(PIPE):
         places = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
     else:

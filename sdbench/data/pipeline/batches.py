@@ -1,7 +1,7 @@
 """Readers of batches: stored samples are read, decoded and tokenized into tensors.
 
-One process reads, decodes and tokenizes a whole batch: a worker, or the training process. How long
-that took, and which samples were bad, travels with the batch.
+One process reads, decodes and tokenizes a whole batch: a worker, or the training process. Each
+batch carries a report of its times and bad samples.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BatchReport:
 
     num_images: int = 0  # bad ones included
     bytes_read: int = 0  # of the stored samples
-    # In the loading process.
+    # By phase, in the loading process.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     # A sentence for each sample that could not be used.
     bad: list[str] = field(default_factory=list)
-    # Of `SharedBatches`; None outside of workers.
+    # Number of the slot of `SharedBatches`; None outside of workers.
     slot: int | None = None
 
     @contextmanager
@@ -59,9 +59,9 @@ class BatchReport:
 
 
 class Batch(NamedTuple):
-    """Tensors by name and captions, in the order of `keys`, with the report of their making.
+    """Tensors by name and captions, in the order of `keys`, and the batch's report.
 
-    A caption is the text that was tokenized, and None where none was.
+    A caption is the text that was tokenized; None if no text was.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -77,10 +77,7 @@ class Batch(NamedTuple):
         return Batch(tensors, keys, self.report, captions)
 
     def fill_up(self) -> Batch:
-        """Return a whole batch, with good samples in place of the bad ones.
-
-        It is a `RunError` if all are bad.
-        """
+        """Return a full batch, repeating good samples for bad ones; a `RunError` if all are bad."""
         num_samples = self.report.num_images
         if len(self.keys) == num_samples:
             return self
@@ -98,8 +95,8 @@ class BatchReader:
 
     Attributes:
         num_samples: Of the data set.
-        num_lanes: As `EpochOrder` has it.
-        fills_up: Whether other samples take the place of bad ones, or these are left out.
+        num_lanes: As `EpochOrder.num_lanes`.
+        fills_up: Whether good samples are repeated for bad ones; else bad ones are left out.
     """
 
     fills_up = True
@@ -119,7 +116,7 @@ class BatchReader:
     def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
-        An error is returned, not raised, as torch hides what a worker raises in a traceback.
+        A `RunError` is returned, not raised: torch would wrap one from a worker in a traceback.
         """
         try:
             batch = self.read_good(keys)
@@ -133,7 +130,7 @@ class BatchReader:
 
 
 class SampleBatchReader(BatchReader):
-    """Reads a batch of stored samples one after the other into one place."""
+    """Reads stored samples one after the other into the tensors of a batch."""
 
     def read_good(self, keys: Sequence[Key]) -> Batch:
         """Read as `BatchReader.read_good` says."""
@@ -162,7 +159,7 @@ class SampleBatchReader(BatchReader):
         raise NotImplementedError
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str | None:
-        """Read a sample into a position of `_arrays`; return its caption, if it is a text."""
+        """Read a sample into a position of `_arrays`; return its caption, if it has one as text."""
         raise NotImplementedError
 
     def _finish(
@@ -174,8 +171,8 @@ class SampleBatchReader(BatchReader):
 class ImageBatchReader(SampleBatchReader):
     """Makes ``{image: (B, 3, S, S) uint8 or float32, input_ids: (B, 77) int64}``.
 
-    Images are channels_last in memory: a decoder writes the colours of a pixel side by side, and
-    parting them took a seventh of the time of a picture.
+    Images are channels_last in memory, as decoders write them: separating the channels took a
+    seventh of the time of an image.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
@@ -258,7 +255,7 @@ class LatentBatchReader(SampleBatchReader):
                     copy = self._arrays[part][position]
                     with np.errstate(over="ignore"):
                         copy[:] = stored[number * length : (number + 1) * length]
-                    # Of the copy: it is aligned, in the processor's cache, and float16.
+                    # Checks the copy, which is aligned, in the processor's cache, and float16.
                     check_finite(f"{sample.name}, {name}", copy)
 
 

@@ -34,7 +34,7 @@ from sdbench.record.store import INVALID
 if TYPE_CHECKING:
     from sdbench.data.formats.mds import KeyStream
 
-# Bad samples that are named as they are met; the others are only counted.
+# Bad samples of an epoch that are printed; further ones are only counted.
 NUM_BAD_NAMED = 5
 
 
@@ -90,11 +90,11 @@ def _start_worker(number: int) -> None:
 
 
 class _Workers(_MultiProcessingDataLoaderIter):
-    """torch's worker processes, which a stop signal may end while they are being started."""
+    """torch's iterator over workers, which a stop signal may end while they are being started."""
 
     def __del__(self) -> None:
-        # The last attribute that torch's method needs, set when all workers have been started;
-        # running workers end with this process.
+        # torch's method needs this attribute, which is set last, when all workers have been
+        # started. Running workers end with this process.
         if hasattr(self, "_workers_status"):
             super().__del__()
 
@@ -102,7 +102,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
 def watch(
     begin: Callable[[], Iterator], *, config: SourceConfig, position: Callable[[], str]
 ) -> Iterator[Any]:
-    """Yield the batches of a loader; a `RunError` if it fails, gives one, or is silent too long.
+    """Yield the batches of a loader; a `RunError` if it fails, yields one, or is silent too long.
 
     `begin` starts it; `position` says where it is, e.g. ``after 8 images of this epoch``.
     """
@@ -119,7 +119,7 @@ def watch(
             asked_s = time.monotonic()
             try:
                 with time_limit(limit_s, message=silence):
-                    # Not before: starting the workers may get stuck as well.
+                    # Within the time limit: starting the workers may get stuck as well.
                     batches = begin() if batches is None else batches
                     batch = next(batches, None)
             except RunError:
@@ -171,7 +171,7 @@ class CheckedLoader(DataLoader):
 
     Attributes:
         sample_type: Type of the samples; `SampleType.batch_tensors` describes the batches.
-        stats: Counts of what has been delivered.
+        stats: Counts of delivered images, bad samples and loading times.
     """
 
     def __init__(
@@ -183,8 +183,7 @@ class CheckedLoader(DataLoader):
     ) -> None:
         """Set the loader up as `config` says.
 
-        `batches` makes a batch of the keys of `order`, which is by default that of samples that can
-        be read by number.
+        `batches` makes a batch from keys of `order`, by default an `EpochOrder`.
         """
         if order is None:
             order = EpochOrder(batches.samples, config=config)
@@ -197,7 +196,7 @@ class CheckedLoader(DataLoader):
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
             worker_init_fn=_start_worker,
-            # A generator of its own: the start of an epoch would advance that of the noise.
+            # Its own generator: the start of an epoch would advance the one that draws the noise.
             generator=torch.Generator().manual_seed(config.seed),
             **config.loader_options(),
         )
@@ -226,8 +225,8 @@ class CheckedLoader(DataLoader):
     def names_before(self, state: dict[str, Any], *, num_back: int) -> list[str]:
         """Name the samples of a batch of this rank, by computing its order again.
 
-        The batch is `num_back` batches before the one that was handed out last at `state`. A sample
-        that was bad, and had a stand-in, is named as well.
+        The batch is `num_back` batches before the one that was handed out last at `state`. Bad
+        samples that were replaced are named too.
         """
         num_done = state["num_images"] // self._config.global_batch_size
         num_epochs, number = divmod(num_done - 1 - num_back, len(self))
@@ -235,10 +234,10 @@ class CheckedLoader(DataLoader):
         return [self._reader.name(index) for index in indices]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: the next epoch has the remaining batches only.
+        """Resume where `state` was taken: the next epoch has only the remaining batches.
 
-        It is loaded into a new loader of the same data, seed and global batch, on every rank,
-        before the first batch. Another number of samples, and so other orders, is a `ConfigError`.
+        Call it on every rank, before the first batch of a new loader with the same data, seed and
+        global batch. Another number of samples, which changes the order, is a `ConfigError`.
         """
         if state["num_samples"] != self._reader.num_samples:
             raise ConfigError(

@@ -30,7 +30,7 @@ def keys_of_first_epoch(indices: Iterable[int]) -> list[Key]:
 
 
 class Keys(Dataset):
-    """A data set whose samples are their own keys: they are read batch by batch, when collated."""
+    """A data set that returns its keys: the collate function reads the samples of a batch."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -52,27 +52,28 @@ class Lanes(NamedTuple):
 class EpochOrder(DistributedSampler):
     """The keys of this rank's samples, an epoch at a time.
 
-    An epoch is a line of samples: files in random order, the blocks of each as they are stored, and
-    samples in random order within their block, as neighbours are read together. Where any process
-    may read any block, each block counts as a file: one block of all samples is a full shuffle.
+    An epoch is a line of samples: files in random order, the blocks of each file in stored order,
+    and samples shuffled within their block, as neighbours are read together. Where any process may
+    read any block, each block counts as a file: one block of all samples is a full shuffle.
 
-    The line is cut into lanes. Of streamed files, which are read from their first byte on, each
-    loading process of each rank has one, and batch b of a rank comes from the lane of its process b
-    modulo their number. So a file is read by one process, or by two where a cut goes through it.
-    Other samples have a single lane of global batches, the same for any number of ranks, and each
-    rank takes its part of every batch.
+    The line is cut into lanes. Streamed files are read from their first byte on, so each loading
+    process of each rank has its own lane: process w of W makes the rank's batches w, w + W, and so
+    on. A file is thus read by one process, or by two where a cut goes through it. Other samples
+    have a single lane of global batches, the same for any number of ranks, and each rank takes its
+    part of every batch.
 
-    All ranks have equally many whole batches, and no two share a sample. The rest of the line is
-    left out; it differs by epoch. A resumed epoch keeps the lanes that it began with, so that
-    nothing is repeated or left out; with other numbers its rest is read by several processes each.
+    All ranks have equally many full batches, and no two share a sample. The rest of the line, which
+    differs by epoch, is left out. A resumed epoch keeps the lanes that it began with, so nothing is
+    repeated or left out; with another number of ranks or workers, several processes may read a
+    lane.
 
-    Only a block's own order, and what is made of the blocks' sizes, is kept in memory.
+    Memory holds the permutations of the current blocks, and arrays with an entry for each block.
 
-    It is a `DistributedSampler` because Composer insists on one where there are several ranks.
+    It is a `DistributedSampler` because Composer requires one with several ranks.
 
     Attributes:
-        num_lanes: A resumed epoch to the number of lanes that each process of this rank reads in
-            turn; of all others it reads one.
+        num_lanes: Maps a resumed epoch to the number of lanes that each process of this rank reads
+            in turn; in other epochs it reads one.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
@@ -94,7 +95,7 @@ class EpochOrder(DistributedSampler):
         self._resumed: tuple[int, Lanes] | None = None
         self.num_lanes: dict[int, int] = {}
         self._line = functools.lru_cache(maxsize=1)(self._make_line)
-        # A block may be large: one for each lane that this rank reads in turn.
+        # A permutation may be large: one is kept for each lane that this rank reads in turn.
         self._permutation = functools.lru_cache(self._own_lanes.num_workers)(self._permute)
         num_samples = int(self._blocks.sum())
         super().__init__(
@@ -155,11 +156,11 @@ class EpochOrder(DistributedSampler):
             self._resumed = self.epoch, lanes
             num_lanes = len(self._ranks_of_batch(lanes)) * lanes.num_workers
             self._permutation = functools.lru_cache(max(num_lanes, num_own))(self._permute)
-            # A process makes each n-th batch, so it meets a part of these workers' lanes.
+            # A process makes every n-th batch, so it may need only some of the workers' lanes.
             self.num_lanes = {self.epoch: num_lanes // math.gcd(lanes.num_workers, num_own)}
 
     def _ranks_of_batch(self, lanes: Lanes) -> range:
-        """Return the lanes' ranks whose samples this rank's part of a global batch has."""
+        """Return the ranks of `lanes` whose samples are in this rank's part of a global batch."""
         size = self._config.global_batch_size // lanes.num_ranks
         first = self._config.rank * self._config.device_batch_size
         return range(first // size, -(-(first + self._config.device_batch_size) // size))
@@ -174,10 +175,10 @@ class EpochOrder(DistributedSampler):
         num_batches = self.num_samples // num_own
         size = self._config.global_batch_size // lanes.num_ranks
         turn, worker = divmod(number, lanes.num_workers)
-        # Batches of the lanes before, of this rank's.
+        # Batches in the earlier lanes of a rank.
         num_before = sum(-(-(num_batches - other) // lanes.num_workers) for other in range(worker))
         parts = []
-        # This rank's part of the global batch, which the lanes' ranks may have cut elsewhere.
+        # This rank's part of the global batch, which the ranks of `lanes` may have cut elsewhere.
         first = self._config.rank * num_own
         for rank in self._ranks_of_batch(lanes):
             begin = (rank * num_batches + num_before + turn) * size
@@ -186,7 +187,7 @@ class EpochOrder(DistributedSampler):
         return np.concatenate(parts)
 
     def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the samples at some places of an epoch's line."""
+        """Return the samples from place `begin` to before `end` of an epoch's line."""
         if not self._config.shuffle:
             return np.arange(begin, end)
         blocks, ends = self._line(epoch)
@@ -209,7 +210,7 @@ class EpochOrder(DistributedSampler):
         files = generator.permutation(len(self._num_blocks))
         firsts = np.cumsum(self._num_blocks) - self._num_blocks
         counts = self._num_blocks[files]
-        # Of each file in turn: its first block, the next, and so on.
+        # The blocks of each file, in stored order.
         offsets = np.repeat(firsts[files] - (np.cumsum(counts) - counts), counts)
         blocks = offsets + np.arange(len(offsets))
         return blocks, np.cumsum(self._blocks[blocks])

@@ -1,6 +1,6 @@
-"""The loader of pairs: pictures of a subject, each with one of its class, by their numbers.
+"""The loader of pairs: numbers of a subject's pictures, each with one of its class.
 
-The pictures are encoded once, so a batch only says which they are.
+The pictures are encoded once, so a batch has only their numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sdbench.data.subject import NumPictures, check, open_pictures
 class PairOrder(EpochOrder):
     """An order in which every picture comes at least once an epoch.
 
-    A picture of the subject and one of its class take turns. Each kind comes in shuffles of all its
-    pictures, one after the other, until the epoch's batches are full: a few pictures are repeated
-    until all of the other kind were used, and no batch is cut.
+    Pictures of the subject and of its class alternate. Each kind is reshuffled after all of its
+    pictures were used, until the epoch's batches are full: the smaller kind is repeated, and no
+    batch is cut.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PairOrder(EpochOrder):
         return np.stack(kinds, axis=1).ravel()
 
     def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
-        """Return shuffles of the numbers below `count`, one after the other, up to a length."""
+        """Return shuffles of ``range(count)``, one after the other, cut to `length`."""
         if not self._config.shuffle:
             return np.arange(length) % count
         num_rounds = -(-length // count)
@@ -70,8 +70,8 @@ class PairReader(BatchReader):
         self._readers = [open_pictures(source) for source in sources]
         super().__init__(Samples([sum(num_pictures)]), config=sources[0])
         self._num_instances = num_pictures.instances
-        # Half of a batch is of each kind: twice the weight makes the mean over any part of it that
-        # part's share of mean(subject) + prior_loss_weight * mean(class).
+        # Each kind is half of a batch, so weights are doubled: the mean loss of a batch is then
+        # mean(subject) + prior_loss_weight * mean(class), also when micro-batches add it up.
         self._weights = (2.0, 2.0 * prior_loss_weight) if num_pictures.of_class else (1.0, 0.0)
 
     def name(self, index: int) -> str:
@@ -80,7 +80,7 @@ class PairReader(BatchReader):
         return self._readers[is_class].name(index - is_class * self._num_instances)
 
     def read_good(self, keys: Sequence[Key]) -> Batch:
-        """Say which pictures the keys are."""
+        """Return the numbers and loss weights of the pictures."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
             index = torch.tensor([key.index for key in keys])

@@ -1,4 +1,4 @@
-"""Shared memory that a loader worker makes its batches in, used again and again.
+"""Reusable shared memory in which a loader worker makes its batches.
 
 New shared memory for each batch, as torch's default_collate takes it, costs a page fault for every
 4 KiB on either side: with latents at 512 px two workers then deliver a third less
@@ -19,9 +19,9 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class SharedBatches:
     """Memory that batches are made in.
 
-    In a worker it is a ring of as many slots as there can be batches of one worker under way:
-    `prefetch_factor` that are being made or wait, and the one that the trainer has just taken and
-    copies (`SharedBatch`). In the training process each batch has new memory.
+    In a worker it is a ring of `prefetch_factor` + 1 slots: for batches that are being made or
+    wait, and for the one that the trainer has taken and copies (`SharedBatch`). In the training
+    process each batch has new memory.
     """
 
     def __init__(self, *, prefetch_factor: int) -> None:
@@ -58,7 +58,7 @@ def _share(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SharedBatch:
-    """Copies batches in the training process, as their worker overwrites its slots."""
+    """Copies batches in the training process, before their worker overwrites its slots."""
 
     def __init__(self) -> None:
         # torch maps a slot's memory anew for each batch, unless somebody still holds the old one.
@@ -67,7 +67,7 @@ class SharedBatch:
     def copy(
         self, tensors: dict[str, torch.Tensor], *, slot: int | None
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors in memory of this process, where they are already without a slot."""
+        """Return copies in this process's memory; without a slot, the tensors themselves."""
         if slot is None:
             return tensors
         self._held[slot] = tensors

@@ -33,7 +33,7 @@ class CaptionTokenizer:
     def __init__(
         self, *, folder: Path | None = None, pad_token_id: int, new_token: str | None = None
     ) -> None:
-        """Load the tokenizer of a folder, or build that of the vocabulary that we carry.
+        """Load the tokenizer of a folder, or build the one with the built-in vocabulary.
 
         `pad_token_id` follows eos: SD 2 pads with "!", id 0, and SD 1 with eos, id 49407. A
         `new_token` is a word that becomes one token, after the last of the vocabulary.
@@ -72,7 +72,7 @@ class CaptionTokenizer:
         return padded
 
     def for_diffusers(self) -> CLIPTokenizerFast:
-        """The tokenizer as diffusers calls it, which pads by itself."""
+        """A copy of the tokenizer for diffusers, which pads by itself."""
         return copy.deepcopy(self._tokenizer)
 
 
@@ -80,9 +80,9 @@ class CaptionTokenizer:
 def load_carried_tokenizer() -> CLIPTokenizerFast:
     """Build transformers' tokenizer from the merges in ``clip_vocabulary/``.
 
-    The class takes files in every version (the arguments of its constructor changed with
-    transformers 5), so those that it wants are written to a temporary folder. That takes 1 s with
-    transformers 4.57 and 0.1 s with 5, hence once per process.
+    The class takes files in every version (its constructor changed with transformers 5), so they
+    are written to a temporary folder. That takes 1 s with transformers 4.57 and 0.1 s with 5, hence
+    once per process.
     """
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}

@@ -1,13 +1,13 @@
 """Image files to square RGB pixels of one size.
 
-Every image mode becomes RGB, the largest square is cut out (never squashed), and that is resized
-with antialiasing.
+Every image mode becomes RGB; the largest square is cropped (never squashed) and resized with
+antialiasing.
 
-torchvision decodes what it decodes as PIL does, and torch resizes that: both are faster. PIL does
-the rest: whatever has transparency, a palette, a colour profile or an orientation, and JPEG files
-at least four times as large as needed, which it decodes at a half, a quarter or an eighth of their
-size. A factor of two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own
-reduction is a mean of blocks, and a picture made by it alone differs visibly from a resized one.
+torchvision decodes files for which it gives the same pixels as PIL, and torch resizes them: both
+are faster. PIL does the rest: files with transparency, a palette, a colour profile or an
+orientation, and JPEG files at least four times as large as needed, which it decodes at a half, a
+quarter or an eighth of their size. A factor of two is left to the resizing, as in PIL's thumbnail:
+the decoder's own reduction averages blocks, which alone differs visibly from resizing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sdbench.data.image_files import open_image
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
 
-# A JPEG is decoded at a fraction of its size, but at no less than so many times the wanted one:
+# A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
 REDUCING_GAP = 2
 
@@ -36,15 +36,15 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Decoded(NamedTuple):
-    """An upright picture of RGB that PIL has decoded, and where the file's pixels lie in it.
+    """An upright RGB picture that PIL has decoded, and where the file's pixels lie in it.
 
     A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
     """
 
     image: Image.Image
     size: tuple[int, int]  # of the upright picture, in the file's pixels
-    scale: float = 1.0  # the file's pixels to one of the image, along a side
-    # Where the picture begins in the image; a fraction where it was turned.
+    scale: float = 1.0  # pixels of the file per pixel of the image, along a side
+    # Where the picture begins in the image; may be a fraction if it was turned.
     left: float = 0.0
     top: float = 0.0
 
@@ -60,13 +60,13 @@ def decode_image(
 ) -> np.ndarray:
     """Decode an image file to (3, image_size, image_size) uint8, RGB.
 
-    The colours of a pixel lie side by side in memory. `crop` says where the largest square is cut
-    out along each side, from 0 (left, top) to 1; None is the centre. `phase` returns what is
-    entered during ``decode`` and ``transform``.
+    The array is channels_last in memory. `crop` says where the largest square is cut out along each
+    side, from 0 (left, top) to 1; None is the centre. `phase` makes the contexts of the phases
+    ``decode`` and ``transform``.
 
     Raises:
         OSError: The image is truncated or damaged.
-        ValueError: The bytes are of no kind that is read, or the image has too many pixels.
+        ValueError: The file is of an unsupported kind, or the image has too many pixels.
     """
     with phase("decode"), open_image(data, read_avif=read_avif) as image:
         if is_fast(image, data, image_size=image_size):
@@ -95,7 +95,7 @@ def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
         return False
     return (
         (image.format, image.mode) in FAST_KINDS
-        # 16 bits a channel, which PIL brings to 8, are told by the raw mode alone: RGB;16B.
+        # Only the raw mode, RGB;16B, shows 16 bits per channel, which PIL brings to 8.
         and not (image.format == "PNG" and image.tile[0].args != image.mode)
         and not image.has_transparency_data
         and not getattr(image, "is_animated", False)
@@ -140,8 +140,8 @@ def _cut_out_fast(
 ) -> np.ndarray:
     """Cut out the square of (3, H, W) uint8 and resize it to (3, image_size, image_size)."""
     left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
-    # A batch of one whose strides say that it is channels_last, which the view of a picture does
-    # not, with its colours first: torch then resizes without parting the colours.
+    # A batch of one with the strides of channels_last, which a view (3, H, W) cannot show: torch
+    # then resizes without separating the channels.
     batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     square = batch[:, :, top : top + side, left : left + side]
     if side != image_size:
@@ -161,8 +161,8 @@ def _decode_any(image: Image.Image, *, image_size: int) -> Decoded:
     if reduced is None:
         return Decoded(rgb, rgb.size)
     _, (_, _, box_width, box_height) = reduced
-    # The last four of the eight orientations exchange width and height. Those named here have the
-    # right and the bottom end of the rows and columns of the file at the left and at the top.
+    # Orientations 5 to 8 exchange width and height. The ones listed below turn the file's right or
+    # bottom edge to the left or top, and with it the margin that the reduction adds.
     if orientation in (5, 6, 7, 8):
         width, height, box_width, box_height = height, width, box_height, box_width
     left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
@@ -188,7 +188,7 @@ def _load(image: Image.Image) -> None:
     try:
         image.load()
     except SyntaxError as error:
-        # PIL's word for a broken PNG.
+        # PIL raises it for a broken PNG.
         raise OSError(str(error)) from error
 
 

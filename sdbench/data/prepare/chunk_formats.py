@@ -50,7 +50,7 @@ class ChunkFormat(NamedTuple):
     Attributes:
         name: File or folder of a chunk, with ``{}`` for its number.
         write: Takes the path to make, the rows and their columns; returns details for `finish`.
-            What it makes of no rows is thrown away.
+            Its output for no rows is discarded.
         finish: Takes the folder of all chunks and, by name and in order, those that have rows.
     """
 
@@ -144,7 +144,7 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> None:
 
 
 def _finish_tars(folder: Path, chunks: dict[str, Chunk]) -> None:
-    """Write how many samples each tar holds, for those who stream them."""
+    """Write the number of samples of each tar, which streaming needs."""
     sizes = {name: chunk.rows for name, chunk in chunks.items()}
     (folder / SIZES_NAME).write_bytes(to_json(sizes))
 

@@ -145,13 +145,13 @@ def _open(flags: ConvertFlags) -> Conversion:
 
 
 def choose_samples_per_shard(num_samples: int) -> int:
-    """Return the samples of a shard if the user gives no number."""
+    """Return the default number of samples per shard."""
     wanted = -(-num_samples // NUM_SHARDS_WANTED)
     return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
 
 
 def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
-    """Write the chunks that are missing, and make the data set of all of them."""
+    """Write the missing chunks, then put the data set together."""
     output, num_samples = conversion.output, conversion.num_samples
     started_s = time.monotonic()
     missing = output.missing_chunks()

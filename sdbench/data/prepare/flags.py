@@ -13,10 +13,9 @@ from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, one_of, whole_number
 from sdbench.settings.setting import REQUIRED, declarations, setting, shared
 
-# Without --samples_per_shard there are about so many shards: that lets workers share a small data
-# set, and a training run that is far from its data begin with a part of it. None gets so small that
-# opening it costs more than reading it, or so large that a kill loses minutes of work (512 images
-# of LAION at 512 px are about 50 MB).
+# Default number of shards: workers can share a small data set, and a training run far from its data
+# can begin with a part of it. The limits avoid shards that cost more to open than to read, and
+# shards that cost minutes of work in a kill (512 images of LAION at 512 px are about 50 MB).
 NUM_SHARDS_WANTED = 16
 MIN_SAMPLES_PER_SHARD = 32
 MAX_SAMPLES_PER_SHARD = 512
@@ -103,7 +102,7 @@ class ConvertFlags(StoredDataFlags):
 
 
 def blamed_on_place(flags: type) -> contextlib.AbstractContextManager[None]:
-    """Let errors of a place name PLACE, not the flags of training.
+    """Make errors about a place name PLACE instead of the flags of training.
 
     `flags` is the class of the command; errors of its own flags keep their names.
     """

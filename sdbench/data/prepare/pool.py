@@ -18,8 +18,8 @@ import sdbench
 from sdbench.base.errors import RunError
 from sdbench.base.progress import show_progress
 
-# Starting a process that imports torch takes seconds: fewer samples than take about 20 s are done
-# without any.
+# Samples from which processes pay off, about 20 s of work: starting one, which imports torch, takes
+# seconds.
 WORTH_PROCESSES = 2_000
 
 
@@ -66,8 +66,8 @@ def run_work(
     one, whatever ends it. The reports come in the order in which pieces are finished.
 
     `work` does the piece with a given number, and is pickled once for each process. `num_workers`
-    None is one per core, if there are samples enough. The progress is of `num_samples`, of which an
-    earlier run has done `num_done`.
+    None means one per core, from `WORTH_PROCESSES` samples on. The progress is of `num_samples`, of
+    which an earlier run has done `num_done`.
     """
     showing = functools.partial(
         show_progress,

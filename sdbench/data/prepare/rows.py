@@ -1,4 +1,4 @@
-"""Stored samples as rows of a data set of ours: checked, under our column names."""
+"""Stored samples as rows of a new data set: checked, under our column names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 
 class ImageRowReader:
-    """Images as they are, with their captions and sizes."""
+    """Image files unchanged, with their captions and sizes."""
 
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
@@ -108,7 +108,7 @@ def describe_source(
 ) -> SourceConfig:
     """Describe a data set that is read sample by sample, without batches or resizing.
 
-    The `flags` of a command that a source has are taken; `options` are other fields of it.
+    Its fields are those of the same name in `flags`, and `options`, which take precedence.
     """
     options = {
         "data_format": detect_format(place) if data_format == "auto" else data_format,
@@ -116,7 +116,7 @@ def describe_source(
         "image_size": VAE_FACTOR,
         "device_batch_size": 1,
         "seed": 0,
-        # Whoever reads sample by sample decides about each.
+        # The caller decides what to do about each bad sample.
         "on_bad_sample": "skip",
         **options,
     }
@@ -129,7 +129,7 @@ def open_rows(config: SourceConfig) -> RowReader:
     """Open a data set, latents in all their resolutions."""
     if not config.wants_latents:
         return ImageRowReader(open_samples(config), config=config)
-    # Without any size the check of one says what is there and what is needed.
+    # Without any size, the check of this one says what is there and what is needed.
     sizes = find_image_sizes(read_columns(config)) or [config.image_size]
     configs = [dataclasses.replace(config, image_size=size) for size in sizes]
     return LatentRowReader([(config, open_samples(config)) for config in configs])

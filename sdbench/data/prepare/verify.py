@@ -33,7 +33,7 @@ examples:
 exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 stopped
 """
 
-# Samples of a format without an index that a process opens in a row.
+# Samples that a process opens in one piece of work.
 SAMPLES_PER_PIECE = 256
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     with blamed_on_place(VerifyFlags):
-        # The shards' hashes are compared here, all of them.
+        # All hashes of the shards are compared below instead.
         config = describe_source(
             flags.place, data_format=flags.data_format, flags=flags, validate_hash="none"
         )
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     """Compare the shards of an MDS data set with its index.json, and print what is broken.
 
-    With --deep every sample is opened, if all shards are sound. Returns the number of faults, and
-    what is well if there are none.
+    With --deep every sample is opened, if all shards are sound. Returns the number of faults, and a
+    sentence on what was checked for when there are none.
     """
     (place,) = locate_mds(config)
     try:
@@ -103,7 +103,7 @@ def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
 
 
 def tell_kind(config: SourceConfig) -> SourceConfig:
-    """Return the same data set, with `latents` as its columns show it."""
+    """Return the same source with `latents` set by its columns."""
     holds_latents = find_image_sizes(read_columns(config))
     return dataclasses.replace(config, latents=PRECOMPUTED if holds_latents else ONLINE)
 

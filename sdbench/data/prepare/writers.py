@@ -128,7 +128,7 @@ class Output:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep a second command from writing to the same OUT; its death ends the lock."""
+        """Keep a second command from writing to the same OUT; the lock ends with the process."""
         with (self.partial / JOB_NAME).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,11 +185,11 @@ def open_output(
 ) -> Output:
     """Begin a data set, or go on with one that was not finished.
 
-    The `job` decides the content of the chunks, as values of JSON, but not how the work is done
-    (workers, what happens on bad samples). `data` is the source as `identify_data` describes it.
-    With `accepts_changes` it goes on where files of the source have been written again under their
-    names, e.g. a picture that was repaired, and finished chunks keep what they hold. Tars and
-    folders take the columns ``jpg`` and ``caption`` alone.
+    `job` holds, as JSON values, what decides the content of the chunks, but not how the work is
+    done (workers, what happens on bad samples). `data` is the source as `identify_data` describes
+    it. With `accepts_changes` it goes on if files of the source were written again under their
+    names, e.g. a repaired picture; finished chunks keep what they hold. Tars and folders take the
+    columns ``jpg``, ``caption``, ``width`` and ``height`` alone.
     """
     out = out.resolve()
     output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)
