@@ -75,8 +75,7 @@ def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     # It imports torch, which --help does without.
     from sdbench.data.formats.mds_shards import make_streams
 
-    # A compressed copy is gone once it is unpacked.
-    (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
+    (stream,) = make_streams(config)
     work = functools.partial(_verify_shard, place, stream)
     num_broken = _work_through(work, len(shards), place.num_samples, flags)
     if not num_broken:
