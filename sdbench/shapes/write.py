@@ -52,7 +52,7 @@ EPILOG = """\
 examples:
   python -m sdbench shapes --folder shapes
       shapes/train and shapes/validation, folders of pictures with captions.csv, and
-      shapes/prompts.txt, what is not in them
+      shapes/prompts.txt, captions of the scenes that are not in shapes/train
 
 then:
   python train.py --config configs/shapes_vae.yaml

@@ -45,7 +45,7 @@ METADATA_NAME = ".metadata"
 # keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
 TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
 AVERAGED_PREFIX, FROZEN_PREFIX = "ema.", "frozen."
-# The names in a pickle that `.metadata` needs. Each of them only makes a value.
+# The classes that the pickle `.metadata` may name. Each of them only makes a value.
 KNOWN_TO_PICKLE = {
     (known.__module__, known.__qualname__): known
     for known in (
@@ -76,7 +76,7 @@ class Checkpoint:
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
         files: Size and checksum of each file, from `describe_file`, by name.
-        ranks: Those that read it.
+        ranks: Ranks that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
     """
@@ -93,7 +93,7 @@ class Checkpoint:
     def open(cls, folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
         """Open a checkpoint.
 
-        It is a ConfigError if a file is missing or has another size, or if the description is
+        Raises ConfigError if a file is missing or has another size, or if the description is
         damaged or of another version.
         """
         path = folder / DESCRIPTION_NAME
@@ -229,7 +229,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows only what `.metadata` consists of."""
+    """Loads only the classes that `.metadata` consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in KNOWN_TO_PICKLE:
