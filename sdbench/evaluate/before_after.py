@@ -57,9 +57,7 @@ class BeforeAfterFlags(SimilaritySettings):
         f"folder with the pictures in {BEFORE} and {AFTER}; the results go there",
         is_positional=True,
     )
-    subject: str = setting(
-        TEXT, REQUIRED, "the subject's own pictures: a data set as for training"
-    )
+    subject: str = setting(TEXT, REQUIRED, "the subject's own pictures: a data set as for training")
     batch_size: int = setting(POSITIVE, 32, "pictures per batch", spelling="device_batch_size")
 
 

@@ -49,13 +49,13 @@ class SubmitFlags:
     """Flags of submit."""
 
     nodes: tuple[int, ...] = setting(list_of(POSITIVE), (), "numbers of nodes, e.g. 1,2,4")
-    repeats: int = setting(REPEATS, 3, "jobs of each")
+    repeats: int = setting(REPEATS, 3, "jobs for each number of nodes")
     scaling: str = setting(
         one_of("strong", "weak"),
         "strong",
         "weak: --batch_size is for the fewest nodes and grows with them",
     )
-    folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
+    folder: Path | None = setting(PATH, None, "folder of the jobs (default: runs/submit_<time>)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,11 +45,11 @@ class SaveReport:
     """How a save has ended.
 
     Attributes:
-        stall_s: How long training on this rank stood still for it.
+        stall_s: How long training on this rank waited for it.
         is_copied: Whether this rank's part was copied in memory before it was written.
-        num_bytes: Of the tensors, of all ranks; 0 if it failed.
+        num_bytes: Size of the tensors of all ranks; 0 if it failed.
         error: Why there is no checkpoint; None if all went well.
-        not_finite: The tensor whose values are the error; None if they were finite.
+        not_finite: Name of a tensor with a value that is not finite, or None.
     """
 
     step: int
@@ -78,7 +78,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
-        """Write nothing yet. All ranks do this together, when they have joined.
+        """Write nothing yet. All ranks call this together, once they are connected.
 
         The `keep` newest checkpoints are kept, and those of multiples of `keep_every` steps.
         """
@@ -98,14 +98,14 @@ class Checkpoints:
         self._reports: list[SaveReport] = []
         # Steps whose checkpoints are not removed, however old they become.
         self.held: set[int] = set()
-        # The newest one that was found whole to its last byte, by its save or as it was read.
+        # The step of the newest checkpoint that was verified to its last byte, when saved or read.
         self._verified: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole to its last byte, the same on all ranks, which call.
+        """The newest checkpoint that is whole to its last byte, the same on all ranks. All call it.
 
-        All checksums are checked; a file that one rank cannot read counts for all. What is passed
-        over is printed. If all are damaged, that is a ConfigError.
+        All checksums are checked; a file that one rank cannot read is damaged for all. Checkpoints
+        that are passed over are printed. Raises ConfigError if all are damaged.
         """
         found = find_newest(self.folder.parent, ranks=self._ranks, reads_all=True)
         self._verified = set() if found is None else {found.step}
@@ -125,7 +125,7 @@ class Checkpoints:
             tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
                 tensors under a name that only this rank gives. Must not change until
                 `wait_until_read` returns; those of at most 64 KiB may at once.
-            facts: More about the run, as JSON has it; those of the first rank are saved.
+            facts: Further facts about the run, as JSON values; the first rank's are saved.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))
         self._collect()
@@ -252,8 +252,8 @@ class Checkpoints:
     def _make_room(self, step: int, num_bytes: int) -> None:
         """Remove the oldest checkpoints until this many bytes are free for one of this step.
 
-        Only while another one stays that was found whole: else a run that is killed now would have
-        none. Nothing is removed if all of them together would not suffice.
+        A verified checkpoint always stays: else a run that is killed now would have none. Nothing
+        is removed if removing all others would not suffice.
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         if not self._verified & set(steps):
@@ -277,7 +277,7 @@ class Checkpoints:
 
 
 def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, the same on all ranks, which call it.
+    """The newest whole checkpoint of a run, the same on all ranks. All ranks call it.
 
     `reads_all` checks the checksums of all files, and not only their sizes.
     """
@@ -299,7 +299,7 @@ def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> 
         raise ConfigError(
             "none of the run's checkpoints is whole",
             value=passed_over,
-            allowed=f"one that is, put back into {folder}; to begin anew from step 0: another "
+            allowed=f"a whole one, put back into {folder}; to begin again from step 0: another "
             f"--run_name, or this one without {folder}",
             flag="--run_name",
         )

@@ -1,7 +1,7 @@
 """Writes one checkpoint: reading the tensors, writing them, and the rename that makes it whole.
 
-torch.distributed.checkpoint has the ranks agree on who writes what, and tells all of them of the
-error of one; these classes are its storage and its planner.
+torch.distributed.checkpoint decides which rank writes what, and reports an error of one rank to
+all; these classes are its storage writer and its planner.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes one checkpoint into a hidden folder, which gets its name when it is whole.
 
     Attributes:
-        is_read: Set when this rank's part of the tensors has been read: they may change.
-        is_copied: Whether they were copied first, or are read in place.
+        is_read: Set when this rank's part of the tensors has been read; then they may change.
+        is_copied: Whether they were copied first, or read in place.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
     def __init__(self, buffers: dict[Any, torch.Tensor], *, num_sharing: int) -> None:
         """Copy nothing yet; the GPU's work up to now comes before the copies.
 
-        The buffers of earlier saves are used again; so many ranks share the host's memory.
+        The buffers of earlier saves are reused; `num_sharing` ranks share the host's memory.
         """
         super().__init__(flatten_state_dict=False)
         self._buffers = buffers

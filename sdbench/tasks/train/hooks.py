@@ -36,8 +36,8 @@ class TrainHooks:
     Attributes:
         storage: Gets a copy of each checkpoint.
         resumed: The checkpoint that the run begins with.
-        log: Of the first rank; the others have none.
-        facts: What each checkpoint has beside the state.
+        log: The log of the first rank; None on the others.
+        facts: Facts that each checkpoint stores beside the state.
         seconds: Seconds without training in this process, by event.
         num_saved: Checkpoints written by this process.
         last_loss: The last finite loss that has been read; None before the first.
