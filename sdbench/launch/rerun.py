@@ -307,7 +307,7 @@ def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str
         if changes_speed and (here.get(name) == value or is_taken):
             assigned[name] = value
         else:
-            why = "it belongs to the other machine" if changes_speed else "it does not change speed"
+            why = "it is the other machine's" if changes_speed else "it does not change speed"
             told.append(f"{name}={value} is not set: {why}")
     told += [
         f"{name}={here[name]} is set here and was not" for name in here if name not in assigned
