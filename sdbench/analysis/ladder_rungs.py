@@ -44,7 +44,7 @@ RUNGS = tuple(
 
 
 def find_rung(added: Mapping[str, Any]) -> NamedRung | None:
-    """The rung with exactly these settings, or with these less the ones that it needs; or None."""
+    """The rung with these settings, which may include the settings that it needs; or None."""
     for rung in RUNGS:
         rest = {name: value for name, value in added.items() if name not in rung.settings}
         if rung.is_part_of(added) and rest in ({}, rung.needs):

@@ -79,7 +79,7 @@ class Progress:
             self._bar.update(count)
 
     def show(self, note: Callable[[], str] | None = None) -> None:
-        """Show now how much is done, with a `note` as of `advance`."""
+        """Show now how much is done, with a `note` as in `advance`."""
         if not self._enabled:
             return
         self._shown_s = time.perf_counter()

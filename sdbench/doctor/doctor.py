@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes_file=True,
     )
     flags = request.config
-    if flags.data_format != "auto":  # else it is told from the place, which may not answer
+    if flags.data_format != "auto":  # else it is detected at the place, which may not answer
         resolve_format(flags)
     job = Job(
         ranks=collective.find_ranks(),
@@ -173,7 +173,7 @@ def _look(job: Job) -> dict[str, Any]:
     checks = CHECKS if job.ranks.local_rank == 0 else ()
     findings = {check.name: settle(check, job) for check in checks}
     has_gpu = False
-    with contextlib.suppress(TimeoutError):  # which the line about the driver tells
+    with contextlib.suppress(TimeoutError):  # the line about the driver reports it
         has_gpu = bounded(torch.cuda.is_available, timeout_s=job.timeout_s)
     return {
         "host": socket.gethostname(),

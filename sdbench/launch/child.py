@@ -127,7 +127,7 @@ def find_program(command: Sequence[str]) -> list[str]:
         raise ConfigError(
             "there is no command, or its program is not installed",
             value=name,
-            allowed="composer, torchrun, python or a program on PATH, behind --",
+            allowed="composer, torchrun, python or a program on PATH, after --",
             flag="COMMAND",
         )
     return [program, *arguments]
@@ -208,7 +208,7 @@ def run_in_terminal(
 ) -> int:
     """Run a command as `run_guarded`, with assignments ``NAME=value``; returns its exit code."""
     end = run_guarded(["env", *variables, *find_program(command)], folder=folder, grace_s=grace_s)
-    if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # which it has told itself
+    if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # else it printed the cause
         print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
     return end.exit_code
 

@@ -212,7 +212,7 @@ def find_names(template: str) -> set[str]:
 
 
 def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
-    """The value of every variable of a template; refuses a variable without one."""
+    """The value of every variable of a template; refuses a variable that is not set."""
     is_at_pod = flags.rdzv_backend == "c10d"
     now = datetime.datetime.now(datetime.timezone.utc)
     num_nodes = flags.num_nodes or 0

@@ -56,7 +56,7 @@ examples:
   python -m sdbench rerun results/runs/RUN -- --remote my-mds
 
 Before the run it prints what the record lacks, and what differs from the record here: the commit,
-packages, the data set. Flags behind -- replace settings of the record, such as the places of data
+packages, the data set. Flags after -- replace settings of the record, such as the places of data
 and weights, which a published record lacks. The exit code is that of the run; 2 bad input, 130
 stopped.
 """
@@ -212,7 +212,7 @@ def _settings_to_give(
             raise ConfigError(
                 "a setting of the record has no value, and in this version it always has one",
                 value=f"{name}: null",
-                allowed=f"{one.kind.allowed}, behind --",
+                allowed=f"{one.kind.allowed}, after --",
                 flag=one.flag,
             )
         if is_elsewhere or (name == "ray_address" and value != "auto"):
@@ -220,7 +220,7 @@ def _settings_to_give(
                 f"a record does not say where {one.flag} is: places, commands and clusters are not "
                 "left to it",
                 value=value,
-                allowed=f"its place, behind --: -- {one.flag} PLACE{_tell_how_made(record)}",
+                allowed=f"its place, after --: -- {one.flag} PLACE{_tell_how_made(record)}",
                 flag=one.flag,
             )
         kept[name] = value
@@ -282,7 +282,7 @@ def _check_inputs(record: Mapping[str, Any], config: Any) -> dict[str, Any] | No
         raise ConfigError(
             f"the {what} not here ({error.what[:1].lower()}{error.what[1:]})",
             value=error.value,
-            allowed=f"{error.allowed}; another place behind --{how_made}",
+            allowed=f"{error.allowed}; another place after --{how_made}",
             flag=error.flag,
         ) from None
 

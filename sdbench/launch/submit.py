@@ -165,7 +165,7 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
             raise ConfigError(
                 "weak scaling needs the global batch on the fewest nodes",
                 value=" ".join(arguments),
-                allowed="--batch_size N behind --",
+                allowed="--batch_size N after --",
                 flag="--batch_size",
             )
         batch_size = SETTINGS["batch_size"].parse(given[-1])

@@ -104,7 +104,7 @@ class SweepRun(Run):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Begin a sweep or go on with it; returns the exit code."""
+    """Begin or resume a sweep; returns the exit code."""
     flags = parse(
         SweepFlags,
         argv,

@@ -40,7 +40,7 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     if num_steps is not None and needed > num_steps:
         raise ConfigError(
             f"{config.warmup_batches} warm-up and {config.measure_batches} measured batches and "
-            f"{behind} behind them do not fit into the run of {num_steps}",
+            f"{behind} after them do not fit into the run of {num_steps}",
             value=config.max_duration,
             allowed=f"at least {needed}ba, or fewer batches to measure",
             flag="--max_duration, --warmup_batches, --measure_batches or --profile_batches",

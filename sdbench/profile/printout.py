@@ -90,7 +90,7 @@ def format_profile(profile: Profile, *, top: int) -> str:
 
 
 def describe_floors(profile: Profile) -> str:
-    """The step as it is and at the ceilings, one below the other."""
+    """A table of the measured step and of its floors at the ceilings."""
     times_s = {
         "as it is": profile.step_s,
         "floor of its operators, one after the other": profile.floor_s,

@@ -120,7 +120,7 @@ class Profile:
     Attributes:
         rows: As `join` makes them.
         kernels: Of a GPU, by name; empty on a CPU.
-        step_s: Length of a step as it is, in seconds.
+        step_s: Length of a step without the profiler, in seconds.
         profiled_step_s: Length of a step under the profiler, which shares refer to.
         model_flop: Operations of the model for these images, nothing computed a second time.
         num_trained: Weights that the optimizer updates.

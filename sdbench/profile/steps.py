@@ -1,6 +1,6 @@
 """`ProfiledSteps` counts and profiles steps; `StepEvents` adds up the profiler's events.
 
-warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
+warm-up | measured (unprofiled) | one is counted | for each profiled one: one to settle, profiled
 
 Counting a step and reading profiler events fragment the heap. The next step of SD2 on a CPU then
 waits for new pages from the kernel, which is not time of its operators: hence the steps to settle.

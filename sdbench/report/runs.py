@@ -204,7 +204,7 @@ def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:
 
 
 def summary_cell(runs: Iterable[dict[str, Any]], name: str, **form: Any) -> Cell:
-    """Median over the runs of a figure of their summaries; `form` as of `median_cell`."""
+    """Median over the runs of a figure of their summaries; `form` is passed to `median_cell`."""
     return median_cell((run["summary"].get(name) for run in runs), **form)
 
 

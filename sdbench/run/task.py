@@ -80,7 +80,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def work(self, run: Run) -> dict[str, Any]:
-        """Do the work on every rank; return further fields of the record, of which rank 0's count.
+        """Do the work on every rank; return further fields of the record. Rank 0's are used.
 
         ``summary`` is among them; mappings are merged into those of `for_record`.
         """

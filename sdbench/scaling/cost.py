@@ -121,7 +121,7 @@ def estimate(
 ) -> Row:
     """Estimate a training at images/s of all GPUs together, by resolution in pixels.
 
-    Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
+    Days exclude interruptions and evaluation; energy is that of the GPU boards alone.
     """
     seconds = sum(
         stage["num_images"] / points.swap_ends(rates[stage["image_size"]])

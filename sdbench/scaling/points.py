@@ -226,12 +226,12 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
     size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
     images = row.get("images_per_step") or row.get("global_batch")
     for column, value, flag in (
-        ("micro_batch", size, "--micro_batch, for the rows that do not tell it"),
+        ("micro_batch", size, "--micro_batch, for rows without one"),
         ("global_batch", images, "the column global_batch or images_per_step"),
     ):
         if type(value) is not int or value < 1:
             raise ConfigError(
-                f"a row does not tell its {column} as a whole number above 0",
+                f"a row has no {column} that is a whole number above 0",
                 value=as_text(row.get(column)),
                 allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, "
                 f"{row.get('source')})",

@@ -181,7 +181,7 @@ class Checkpoint:
             known = _describe(saved[name]) if name in saved else "not saved"
             if known != _describe(tensor):
                 raise ConfigError(
-                    "The checkpoint is that of another job",
+                    "The checkpoint is of another job",
                     value=f"{name}: {known}",
                     allowed=_describe(tensor),
                     flag="--resume",

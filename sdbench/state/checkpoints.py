@@ -80,7 +80,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
         """Write nothing yet. All ranks call this together, once they are connected.
 
-        The `keep` newest checkpoints are kept, and those of multiples of `keep_every` steps.
+        The `keep` newest checkpoints are kept, and every one at a multiple of `keep_every` steps.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
@@ -124,7 +124,7 @@ class Checkpoints:
             step: Optimizer steps taken.
             tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
                 tensors under a name that only this rank gives. Must not change until
-                `wait_until_read` returns; those of at most 64 KiB may at once.
+                `wait_until_read` returns; tensors of at most 64 KiB may change at once.
             facts: Further facts about the run, as JSON values; the first rank's are saved.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))

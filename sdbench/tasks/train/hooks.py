@@ -101,7 +101,7 @@ class TrainHooks:
             self._timer.start()
 
     def step_ended(self, state: TrainState) -> None:
-        """Write figures, save and evaluate, whatever is due.
+        """Write figures, save and evaluate, as far as each is due.
 
         The save comes first: an evaluation takes minutes, in which a run may be stopped.
         """

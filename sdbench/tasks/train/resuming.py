@@ -66,7 +66,7 @@ def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
     config: Any = plan.config
     if config.train == "vae":  # there is no other part
         return []
-    # The weights beside LoRA or a learned token stay as they are.
+    # Weights other than LoRA or a learned token are frozen.
     is_beside = config.lora_rank is not None or config.learned_token is not None
     trained = () if is_beside else config.trained_parts
     # A run on latents has no encoders that another run could give it.
