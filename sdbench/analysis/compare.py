@@ -381,7 +381,7 @@ def _remarks(match: Match) -> list[str]:
 def _describe_detectable(changes: Iterable[float | None]) -> str:
     known = [change for change in changes if change]
     if not known:
-        return f"With {MIN_RUNS} runs or more on each side, the change that would be found is told."
+        return f"{MIN_RUNS} runs or more on each side can tell what change would be found."
     sizes = dict.fromkeys(f"{change:.1f}" for change in (min(known), max(known)))
     return (
         f"With this variation a change of {' to '.join(sizes)} % would be found in "
