@@ -118,8 +118,8 @@ class CompareFlags:
         "with A alone: the column whose values are the sides; with A and B: settings to compare "
         "across",
     )
-    baseline: str | None = setting(TEXT, None, "value of that column, or its beginning")
-    candidate: str | None = setting(TEXT, None, "value of that column, or its beginning")
+    baseline: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
+    candidate: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
     where: tuple[str, ...] = setting(
         TEXT,
         (),

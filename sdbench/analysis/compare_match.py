@@ -46,7 +46,7 @@ SETTINGS = frozenset(
         *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
     )
 )
-# Not settings, but differences are reported; those in names only if each side has a single value.
+# Not settings, but differences are reported: in NAMES only if each side has a single value.
 NAMES = ("kind", "source")
 ORIGINS = (*NAMES, "git_commit", UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)

@@ -139,7 +139,7 @@ def split(
 def _load_run(file: Path) -> Row:
     record = read_record(file, flag="the path given")
     if kind_of(record) != BENCHMARK:
-        return {"status": f"{kind_of(record)}, which is no training"}
+        return {"status": f"{kind_of(record)}, which is not a training run"}
     return row_of_run(record)
 
 

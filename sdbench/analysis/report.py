@@ -244,7 +244,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
             continue
         else:
             raise ConfigError(
-                "a folder of results has no text and no runs",
+                "the folder has neither a README.md nor runs",
                 value=str(path),
                 allowed="a folder that `publish --folder` has begun, or RUNS for a page of runs",
                 flag="--folder",

@@ -33,7 +33,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
     if not path.exists():
         raise FileNotFoundError("no such file")
     if not path.is_file():
-        raise ValueError("it is no file")  # reading a pipe would block
+        raise ValueError("it is not a regular file")  # reading a pipe would block
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -50,7 +50,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object; raises as `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is not a JSON object")
     return content
 
 

@@ -116,7 +116,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         ]
         if not all(np.isfinite(one).all() for one in embedded):
             raise RunError(
-                "The similarity of pictures is not finite: the network gives no numbers."
+                "The similarity of pictures is not finite: the network gives no finite numbers."
             )
         scores[name] = compare(embedded[0], generated=embedded[1:3], generated_class=embedded[3:])
     return {

@@ -139,7 +139,7 @@ class ImageNetwork(Network):
                 self._load(folder)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
-            raise self._refusal(f"the folder holds no network that loads ({reason})") from None
+            raise self._refusal(f"the network in the folder cannot be loaded ({reason})") from None
 
     def _load_model(self, kind: Any, folder: Path) -> None:
         """Load a model by its class in transformers, which draws missing weights at random."""

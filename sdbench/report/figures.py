@@ -73,7 +73,7 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
 def _parse_row(cells: Mapping[str | None, str | None], *, number: int) -> dict[str, Any]:
     """The values of a row of `csv.DictReader`."""
     if None in cells or None in cells.values():
-        raise ValueError(f"row {number} has not as many cells as the header")
+        raise ValueError(f"row {number} has more or fewer cells than the header")
     row = {column: _parse_cell(cell, column) for column, cell in cells.items()}
     for column, value in row.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -56,7 +56,7 @@ class WatchFlags:
 
     run: Path = setting(PATH, REQUIRED, "folder of a run of train.py", is_positional=True)
     every: float | None = setting(
-        SECONDS, None, "seconds from one page to the next (default: one page)"
+        SECONDS, None, "write the page again after so many seconds (default: once)"
     )
 
 
