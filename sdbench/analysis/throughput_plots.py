@@ -44,7 +44,7 @@ MAX_SERIES = 8
 MAX_TICKS = 12
 # Characters of a line of the legend.
 LEGEND_WIDTH = 74
-# A legend names any other model.
+# The model that a legend leaves out.
 USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17

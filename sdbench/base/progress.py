@@ -35,7 +35,7 @@ class Progress:
     """Shows how much is done; work that ends before the first line is due shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
-        """Begin now, after `num_done` units of `total`, which may change; 0 is not known."""
+        """Begin now, after `num_done` units of `total`, which may change; 0 if unknown."""
         self.total = total
         self._unit = unit
         self._num_before = self._num_done = num_done

@@ -50,7 +50,7 @@ examples:
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
 
 The same command resumes a sweep; a run whose folder is gone is made again. Runs that are out of
-memory, or that the budget leaves no time for, are no failures. The exit code is 1 if a run failed
+memory, or that the budget leaves no time for, are not failures. The exit code is 1 if a run failed
 otherwise, took too long or was invalid, and 130 if the sweep was stopped.
 """
 

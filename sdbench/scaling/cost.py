@@ -226,7 +226,7 @@ def _read_rows(path: Path | None, key: str) -> list[Row]:
 
 
 def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
-    """Read a YAML file with the schema of `like`, a file of this folder; without a path `like`."""
+    """Read a YAML file with the schema of `like`, a file of this folder; `like` without a path."""
     path, allowed = path or like, f"a YAML file like {like.name}"
     content = read_mapping(path, allowed=allowed, flag=flag)
     fault = next(load_schema(like.with_suffix(".schema.json")).iter_errors(content), None)

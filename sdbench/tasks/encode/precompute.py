@@ -134,8 +134,8 @@ class PrecomputeSettings:
     engine: str = setting(
         one_of(TORCH, RAY),
         TORCH,
-        "what encodes: torch: the ranks that a launcher starts, or this process alone; ray: actors "
-        "of Ray Data anywhere in a cluster",
+        "torch: this process and the ranks that a launcher starts encode; ray: actors of Ray Data "
+        "anywhere in a cluster do",
         demands={"num_workers": ((None, 0), "the --num_decoders of Ray Data read the images")},
     )
     ray_address: str | None = shared(RaySettings, "ray_address")
