@@ -39,8 +39,8 @@ Model what sharding or hiding the overhead of a step gains on more GPUs. The ste
 record with --profile_batches, or from phases that you give for one micro-batch on one GPU. The
 encoders, the forward and the backward pass count in each micro-batch; the optimizer, the EMA,
 gradients, rank wait and the rest (data wait, copies, other) once in a step. Communication with GPUs
-that the record did not have is computed from the speed of the links. The first row counts it in full,
-though DDP and FSDP hide a part. All figures are modelled: measure what matters.
+that the record did not have is computed from the speed of the links; the first row counts it in
+full, though DDP and FSDP hide a part. All figures are modelled: measure what matters.
 
 Changes: shared shards the optimizer and the EMA over the GPUs of a node; 16_bit sends gradients in
 16 bits; behind_backward and behind_encoders overlap gradients with the backward pass and with the
