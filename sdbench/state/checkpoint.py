@@ -36,8 +36,8 @@ from sdbench.base.files import crc32_of, write_json
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import ALONE, Ranks, gather
 
-# Raised with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights, so
-# only a version that draws the same ones may go on from them.
+# Increased with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights,
+# so only a version that draws the same ones may resume from them.
 SCHEMA_VERSION = 2
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
@@ -45,7 +45,7 @@ METADATA_NAME = ".metadata"
 # keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
 TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
 AVERAGED_PREFIX, FROZEN_PREFIX = "ema.", "frozen."
-# The classes that the pickle `.metadata` may name. Each of them only makes a value.
+# The names that the pickle in `.metadata` may use. Each of them only makes a value.
 KNOWN_TO_PICKLE = {
     (known.__module__, known.__qualname__): known
     for known in (

@@ -78,34 +78,34 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
-        """Write nothing yet. All ranks call this together, once they are connected.
+        """Write nothing yet. All ranks do this together, when they have joined.
 
-        The `keep` newest checkpoints are kept, and every one at a multiple of `keep_every` steps.
+        The `keep` newest checkpoints are kept, and the ones at multiples of `keep_every` steps.
         """
         assert keep >= 1
         self.folder = folder / FOLDER_NAME
         self._ranks = ranks
         self._keep = keep
         self._keep_every = keep_every
-        # Apart from the ranks' other communication, which goes on in the meantime.
+        # A separate group, as the ranks' other communication goes on in the meantime.
         self._group = torch.distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._buffers: dict[Any, torch.Tensor] = {}
-        # Of the current save: its writer, its end, and how long training has stood still for it.
+        # The current save: its writer, its result, and how long training has stood still for it.
         self._writer: CheckpointWriter | None = None
         self._ended: concurrent.futures.Future[SaveReport] | None = None
         self._stall_s = 0.0
         self._reports: list[SaveReport] = []
         # Steps whose checkpoints are not removed, however old they become.
         self.held: set[int] = set()
-        # The step of the newest checkpoint that was verified to its last byte, when saved or read.
+        # The newest one whose checksums are known to be right, from saving or reading it.
         self._verified: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole to its last byte, the same on all ranks. All call it.
+        """The newest undamaged checkpoint, the same on all ranks, which all call this.
 
-        All checksums are checked; a file that one rank cannot read is damaged for all. Checkpoints
-        that are passed over are printed. Raises ConfigError if all are damaged.
+        All checksums are checked; a file that one rank cannot read counts as damaged for all.
+        Checkpoints that are passed over are printed. If all are damaged, that is a ConfigError.
         """
         found = find_newest(self.folder.parent, ranks=self._ranks, reads_all=True)
         self._verified = set() if found is None else {found.step}
@@ -118,13 +118,13 @@ class Checkpoints:
     def begin_save(
         self, step: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
     ) -> None:
-        """Begin to save, as soon as the save before has ended. All ranks call it.
+        """Begin to save, after waiting for the previous save. All ranks call it.
 
         Args:
             step: Optimizer steps taken.
             tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
                 tensors under a name that only this rank gives. Must not change until
-                `wait_until_read` returns; tensors of at most 64 KiB may change at once.
+                `wait_until_read` returns, unless they have at most 64 KiB.
             facts: Further facts about the run, as JSON values; the first rank's are saved.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))
@@ -227,7 +227,7 @@ class Checkpoints:
         )
 
     def _describe(self, error: BaseException) -> tuple[str, str | None]:
-        """An error in a line, with its rank if there are several, and the tensor not finite."""
+        """An error in a line, with its rank if there are several, and the name of a bad tensor."""
         where, not_finite = "", None
         if isinstance(error, dcp.CheckpointException):
             failures = [failure for failure, _ in error.failures.values()]
@@ -252,8 +252,8 @@ class Checkpoints:
     def _make_room(self, step: int, num_bytes: int) -> None:
         """Remove the oldest checkpoints until this many bytes are free for one of this step.
 
-        A verified checkpoint always stays: else a run that is killed now would have none. Nothing
-        is removed if removing all others would not suffice.
+        Only while a checkpoint stays that is known to be whole: else a run that is killed now would
+        have none. Nothing is removed if removing all of them would not free enough.
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         if not self._verified & set(steps):
@@ -277,7 +277,7 @@ class Checkpoints:
 
 
 def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, the same on all ranks. All ranks call it.
+    """The newest whole checkpoint of a run, the same on all ranks, which all call this.
 
     `reads_all` checks the checksums of all files, and not only their sizes.
     """

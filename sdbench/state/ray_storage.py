@@ -42,8 +42,8 @@ class RayStorage:
     def keep(self, step: int) -> None:
         """Begin to copy the checkpoint of a step. All ranks call it after the same step.
 
-        The checkpoint is held until it is copied: with a storage slower than the saves it would be
-        removed as an old one, and Ray would end the run. Raises RuntimeError if the previous copy
+        The checkpoint is held until it is copied: with a store slower than the saves it would be
+        removed as an old one, for which Ray ends the run. It is a RuntimeError if the previous copy
         has failed.
         """
         is_first = self._ranks.rank == 0

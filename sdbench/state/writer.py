@@ -1,7 +1,7 @@
 """Writes one checkpoint: reading the tensors, writing them, and the rename that makes it whole.
 
-torch.distributed.checkpoint decides which rank writes what, and reports an error of one rank to
-all; these classes are its storage writer and its planner.
+torch.distributed.checkpoint has the ranks agree on who writes what, and reports an error of one
+rank to all; these classes are its storage and its planner.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def __init__(
         self, folder: Path, *, step: int, facts: Mapping[str, Any], make_room: Callable[[int], None]
     ) -> None:
-        """Write nothing yet; `make_room` removes older checkpoints until so many bytes are free."""
+        """Write nothing yet; `make_room` removes old checkpoints until that many bytes are free."""
         # Files are synced to disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
         super().__init__(hidden, sync_files=False, per_thread_copy_ahead=0)
@@ -60,7 +60,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.is_copied = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove what an earlier save has left."""
+        """Remove the remains of earlier saves."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             remove_remains(self._folder.parent)
@@ -123,7 +123,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class CopyingPlanner(dcp.DefaultSavePlanner):
-    """Copies what this rank writes to host memory, if there is room.
+    """Copies the tensors that this rank writes to host memory, if there is room.
 
     Memory is copied far faster than a disk writes, so training goes on sooner.
     """
@@ -168,7 +168,7 @@ class CopyingPlanner(dcp.DefaultSavePlanner):
         return True
 
     def resolve_data(self, write_item: Any) -> torch.Tensor:
-        """The copy of what is to be written, or the tensor itself."""
+        """The copy of the tensor to write, or the tensor itself."""
         copied = self._buffers.get(write_item.index)
         return super().resolve_data(write_item) if copied is None else copied
 
