@@ -125,7 +125,7 @@ class Checkpoints:
             tensors: The whole state by name: tensors that are equal on all ranks, DTensors, and
                 tensors under a name that only this rank gives. Must not change until
                 `wait_until_read` returns, unless they have at most 64 KiB.
-            facts: Further facts about the run, as JSON values; the first rank's are saved.
+            facts: More about the run, as JSON has it; those of the first rank are saved.
         """
         facts = json.loads(json.dumps(facts, allow_nan=False))
         self._collect()
