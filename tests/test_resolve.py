@@ -205,7 +205,7 @@ def test_a_gpu_whose_memory_may_not_suffice_is_tried_with_a_warning():
     argv = ("--batch_size", "128", "--device_train_microbatch_size", "128")
     result = plan(*argv, machine=make_machine())
     (note,) = [note for note in result.notes if note.startswith("The memory may not suffice")]
-    assert f"estimated are {result.memory.total_gib:.1f} GiB" in note
+    assert f"the estimate is {result.memory.total_gib:.1f} GiB" in note
     assert "at most 72.8 GiB" in note and "--device_train_microbatch_size (below 128)" in note
     assert note in for_person(result)
     for changes in (("--no_check_memory",), ("--batch_size", "8", *argv[2:3], "8")):

@@ -51,7 +51,7 @@ def test_a_record_that_names_no_commit_is_announced(tmp_path, monkeypatch, capsy
     monkeypatch.delenv("SDBENCH_GIT_COMMIT", raising=False)
     assert data.main([*SMALL, "--results_dir", str(tmp_path / "runs")]) == 0
     assert only_record(tmp_path / "runs")["git"] == {"commit": None, "dirty": None}
-    assert "warning: which commit the suite is at is not known: " in capsys.readouterr().err
+    assert "warning: the commit of the suite is not known: " in capsys.readouterr().err
 
 
 def test_a_path_that_the_terminal_cannot_show_costs_no_run(tmp_path, monkeypatch):

@@ -46,36 +46,36 @@ from sdbench.statistics.intervals import MIN_RUNS
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
-Set two tables of figures, or two sets of runs, against each other, row by row.
+Compare two tables of figures, or two sets of runs, row by row.
 
-A and B are tables in CSV or folders with records at any depth; A is the baseline. Rows are matched
-on every setting, except those that have one value in A and another in B: these are compared, and
+A and B are CSV tables or folders with records at any depth; A is the baseline. Rows are matched on
+every setting. A setting with one value in A and another in B is not matched on, but compared and
 named. Several runs of one configuration are its replicates. With one table or folder, --between
 names the column whose values are the two sides.
 
 A row with two or more runs on each side has a 95 % interval and a verdict: faster or slower only
 if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). In
-2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose runs differ by 1 %
-and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in brackets 0.5:
+2,000 simulated comparisons each (tests/test_statistics_simulated.py), runs vary by 1 % and their
+200 steps by 3 %, with a lag-1 correlation of 0.8 (in brackets: 0.5):
   runs on each side                     3             5            10
   the interval covers the truth    97 % (97)     95 % (96)     95 % (96)
   wrongly said to differ          1.0 % (0.6)   0.8 % (0.2)     0 % (0.05)
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
-A change of 5 % is found with 5 runs on each side in more than 99 %.
+With 5 runs on each side, a change of 5 % is found in more than 99 %.
 
-The time of the runs counts: an hour later a machine differs by more than two runs beside each
-other do. If the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
-sample. If not, an occasion is: runs with no run of the other side and no pause of more than an hour
-between them. With one occasion on a side there is no verdict: measured apart. Nor is there one if
-the machine's matrix product differs by more than 5 % beyond chance. Of 2,000 simulated pairs of
-equal sides, whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), these
-are wrongly said to differ:
+When a run was measured matters: a machine changes more within an hour than between two consecutive
+runs. If the sides take turns, as with `python -m sdbench repeat N --against`, each run is a sample.
+Otherwise an occasion is one sample: runs without a run of the other side and without a pause of
+more than an hour between them. A side with a single occasion gets no verdict (measured apart), nor
+does a row if the machine's matrix product changed by more than 5 % and by more than chance. Of
+2,000 simulated comparisons of equal sides, whose occasions vary by 1, 1.5 and 2 %
+(tests/test_statistics_occasions.py), these are wrongly said to differ:
   five runs of each, in turn                  0.15 %  0.10 %  0.15 %
   two occasions of each, of three runs        0.95 %  1.25 %  2.50 %
   five occasions of each, of three runs       0.60 %  2.55 %  4.35 %
   five, then five, if each run were a sample    20 %    36 %    49 %
-With three samples or more on each side, the comparison tells the change that 80 % of comparisons
-would find if runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
+With three or more samples on each side, the comparison also states the change that 80 % of
+comparisons would find at this variation (74 to 81 % in simulations with 3 to 10 runs).
 
 A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
@@ -91,12 +91,12 @@ examples:
       --allow precision --format markdown
 """
 
-# Settings that are told first.
+# Settings that are listed first.
 FIRST = (
     *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
     *("global_batch", "micro_batch", "gpu", "device", "num_gpus", "num_devices"),
 )
-# Settings that all rows share and that are told without --all.
+# Shared settings that are listed without --all.
 MAX_SAME = 6
 
 
@@ -118,23 +118,23 @@ class CompareFlags:
         "with A alone: the column whose values are the sides; with A and B: settings to compare "
         "across",
     )
-    baseline: str | None = setting(TEXT, None, "value of that column, or its beginning")
-    candidate: str | None = setting(TEXT, None, "value of that column, or its beginning")
+    baseline: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
+    candidate: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
     where: tuple[str, ...] = setting(
         TEXT,
         (),
-        "COLUMN=VALUE: use only the rows with these values, or with the only one that begins so",
+        "COLUMN=VALUE: use only rows with this value, given in full or by an unambiguous beginning",
         takes_several=True,
     )
     allow: tuple[str, ...] = setting(
-        list_of(one_of(*GUARDED)), (), "compare across these settings nevertheless"
+        list_of(one_of(*GUARDED)), (), "compare even if the sides differ in these settings"
     )
     fail_if_slower: float | None = setting(
         SHARE,
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
-        "than, e.g., 5%, or if a row has no verdict: fewer than 2 runs on a side, sides measured "
-        "apart, a machine that changed, a row that B has no figure for",
+        "than this, e.g. 5%, or if a row has no verdict: fewer than 2 runs on a side, sides "
+        "measured apart, a machine that changed, or no figure in B",
     )
     format: str = setting(
         one_of("terminal", "markdown", "csv", "json"), "terminal", "form of the tables"
@@ -142,8 +142,7 @@ class CompareFlags:
     all: bool = setting(
         SWITCH,
         False,
-        "list every setting that is the same, and the rows that are on one side only (csv and json "
-        "always do)",
+        "list all shared settings, and the rows that only one side has (csv and json always do)",
     )
     out: Path | None = setting(PATH, None, "write to a file instead of the terminal")
 
@@ -180,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find_failures(match: Match, *, threshold: float) -> list[str]:
-    """Why the candidate fails --fail_if_slower: a run without a figure may have crashed."""
+    """Why the candidate fails --fail_if_slower; a missing figure does: its run may have crashed."""
     judged = [row for row in match.rows if row["row"] != ONLY_CANDIDATE]
     columns = _varying_columns(match, judged[:-1])
     failures = []
@@ -259,13 +258,13 @@ def _as_paragraphs(texts: Iterable[str]) -> str:
 
 
 def _both(row: Row, what: str) -> str:
-    """The numbers of both sides, one where they are equal or a side has none."""
+    """The numbers of both sides; a single one if they are equal or only one side has it."""
     numbers = (row.get(f"num_{side}_{what}") for side in ("baseline", "candidate"))
     return " and ".join(map(str, dict.fromkeys(filter(None, numbers))))
 
 
 def _occasions(row: Row) -> Cell:
-    """The numbers of occasions; empty if each run is one."""
+    """The numbers of occasions; empty if each run is an occasion."""
     text = "" if _both(row, "occasions") == _both(row, "runs") else _both(row, "occasions")
     return Cell(text, text or None)
 
@@ -299,7 +298,7 @@ def _varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
 
 
 def _in_order(columns: Iterable[str]) -> list[str]:
-    """Settings with those of `FIRST` before the others."""
+    """The settings, with `FIRST` before the others."""
     return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
@@ -312,7 +311,7 @@ def _describe_settings(row: Row, columns: Iterable[str]) -> str | None:
 def _facts(match: Match, row: Row, varying: Sequence[str], *, lists_all: bool) -> list[str]:
     """The lines above the table; `row` is one of its rows."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
-    # The columns gpu and device have the same value in runs of this suite.
+    # Columns that change alike are named together: gpu and device are equal in runs of this suite.
     columns_of = group(match.compared, key_of=match.compared.__getitem__)
     lines += [
         f"compared: {', '.join(columns)}: {ours} -> {theirs}"

@@ -1,7 +1,7 @@
 """Matches the rows of two sides and compares the rates of each pair.
 
-Rows are matched on every setting, except those that have one value in the baseline and another in
-the candidate: these are compared. Runs of one configuration are its replicates, and runs of one
+Rows are matched on every setting, except settings with one value in the baseline and another in the
+candidate, which are compared. Runs of one configuration are its replicates, and runs of one
 occasion are one sample.
 """
 
@@ -37,8 +37,8 @@ from sdbench.statistics.occasions import compare_occasions, detectable_change, f
 # A text for the baseline and one for the candidate.
 Texts = tuple[str, str]
 
-# The columns of this suite that are settings; its others are figures and origins. An unknown column
-# counts as a setting, so that a difference in it is never overlooked.
+# Columns of this suite that are settings; its other columns are figures and origins. An unknown
+# column counts as a setting: a difference in it is never overlooked.
 SETTINGS = frozenset(
     (
         *("gpu", "num_gpus", "device", "num_devices", "num_cpu_cores", "num_nodes"),
@@ -46,13 +46,13 @@ SETTINGS = frozenset(
         *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
     )
 )
-# No settings, but a difference in them is told; of names only where each side has one.
+# Not settings, but differences are reported: in NAMES only if each side has a single value.
 NAMES = ("kind", "source")
 ORIGINS = (*NAMES, "git_commit", UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
 NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *ORIGINS}
-# The work per image depends on these: with the encoders in the step it is 1.48 times that without,
-# at 512 px 4.2 times that at 256. Sides that differ in them are compared only with --allow.
+# The work per image depends on these: encoders in the step make it 1.48 times as much, 512 px
+# instead of 256 px 4.2 times. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
 MAX_VALUES = 3
 # Sides that differ in these were measured on different machines, which share no occasion.
@@ -74,9 +74,9 @@ class Match:
 
     Attributes:
         columns: Settings that rows were matched on.
-        compared: Values of baseline and candidate of each setting that is compared.
+        compared: Values in baseline and candidate, by compared setting.
         missing_on: Settings that only the other side has, by name of the side that lacks them.
-        origins: Values of baseline and candidate of what differs beside settings.
+        origins: Values in baseline and candidate, by differing origin (commit, versions, ...).
         rows: One for each configuration and one for the mean ratio, each with its kind as ``row``.
     """
 
@@ -98,14 +98,14 @@ def match(
 ) -> Match:
     """Match two sides.
 
-    `between` has settings to compare, beside those that have one value on each side, and `allow`
-    settings of `GUARDED` in which the sides may differ.
+    `between` names further settings to compare across, and `allow` the settings of `GUARDED` in
+    which the sides may differ.
     """
     sides = (baseline, candidate)
     known = [_known_settings(side.rows) for side in sides]
     common = [column for column in known[0] if column in known[1]]
     if all(UNCOMMITTED in row for side in sides for row in side.rows):
-        # In records each has a column of its own; this one also says who chose a value.
+        # Records have a column for each of these settings; this one also says who chose a value.
         common = [column for column in common if column != "other_settings"]
     differing, compared = {}, {}
     for column in common:
@@ -151,7 +151,7 @@ def _make_rows(
     compared: Collection[str],
     origins: Mapping[str, Texts],
 ) -> list[Row]:
-    """The rows of `Match` of the runs of baseline and candidate, grouped by configuration."""
+    """Make the rows of `Match` from the runs of both sides, grouped by configuration."""
     pairs = [(runs, theirs[key]) for key, runs in ours.items() if key in theirs]
     judged = [_compare_runs(*pair, compared=compared, origins=origins) for pair in pairs]
     comparisons = correct_verdicts([comparison for comparison, _, _ in judged])
@@ -211,9 +211,9 @@ def _comparison_values(comparison: Comparison) -> Row:
 
 
 def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Comparison:
-    """Compare the runs of two configurations, whatever they differ in, as `match` does.
+    """Compare the runs of two configurations as `match` does, whatever they differ in.
 
-    But if a side has a single run and the runs are of several occasions, they are measured apart.
+    Unlike there, a side with a single run is measured apart if the runs have several occasions.
     """
     rows = [*baseline, *candidate]
     compared = [
@@ -238,7 +238,7 @@ def _compare_runs(
     """Compare the runs of one configuration; without a verdict if the machine may differ.
 
     Also returns the numbers of occasions of both sides, and the ratio of the machine's matrix
-    products, None if it is unknown or differs by no more than 5 % or chance.
+    products: None if it is unknown, or differs from 1 by at most 5 % or by chance.
     """
     sides = (candidate, baseline)
     times, other_times = ([row[WHEN] for row in side] for side in sides)
@@ -257,7 +257,7 @@ def _compare_runs(
         may_be_chance = found.interval and found.interval.low <= 1 <= found.interval.high
         if abs(found.ratio - 1) > MAX_MACHINE_CHANGE and not may_be_chance:
             product_ratio = found.ratio
-    # A difference of the sides may itself change the matrix product.
+    # A compared setting, version or environment variable may itself change the matrix product.
     is_explained = not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
         ours != theirs and column.startswith(ORIGIN_PREFIXES)
         for column, (ours, theirs) in origins.items()
@@ -315,7 +315,7 @@ def _check_same_work(
     sides: Sequence[Side],
     allow: Sequence[str],
 ) -> None:
-    """Refuse sides whose images are different work, or may be."""
+    """Refuse sides whose work per image differs or may differ."""
     for column in GUARDED:
         if column in allow:
             continue

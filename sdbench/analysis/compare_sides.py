@@ -26,10 +26,10 @@ from sdbench.statistics.occasions import Time
 
 Row = dict[str, Any]
 
-# Columns of rows of records beside those of tables: versions, environment variables, ...
+# Columns that rows of records have and rows of tables lack: versions, environment variables, ...
 VERSION_PREFIX = "version of "
 VARIABLE_PREFIX = "variable "
-# ... the time of the run, which rows of tables have too, and other facts.
+# ... and other facts. Only the time of the run is also in rows of tables.
 WHEN = "time of the run"
 UNCOMMITTED = "uncommitted changes"
 WEIGHTS = "weights of the model"
@@ -74,7 +74,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def make_side(name: str, rows: Iterable[Row]) -> Side:
-    """Make a side of the rows that have a rate. Raises ConfigError without any."""
+    """Make a side of the rows that have a rate. Raises ConfigError if no row has one."""
     side = Side(name, [], Counter())
     for row in rows:
         if row.get("status") not in (None, OK):
@@ -109,7 +109,7 @@ def check_distinct(baseline: Side, candidate: Side) -> None:
 def split(
     rows: Sequence[Row], *, column: str, baseline: str | None, candidate: str | None
 ) -> tuple[Side, Side]:
-    """Split rows into two sides by the value in a column, given by its beginning or one of two."""
+    """Split rows by two values of a column, given by their beginnings unless it has only two."""
     names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
     if not names:
         raise ConfigError(
@@ -139,7 +139,7 @@ def split(
 def _load_run(file: Path) -> Row:
     record = read_record(file, flag="the path given")
     if kind_of(record) != BENCHMARK:
-        return {"status": f"{kind_of(record)}, which is no training"}
+        return {"status": f"{kind_of(record)}, which is not a training run"}
     return row_of_run(record)
 
 

@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """Format the result of data.py that ended well as lines of name and value."""
+    """Format the result of a data.py run that ended well, as lines of name and value."""
     config, summary = record["config"], record["summary"]
     stages, target = summary.get("ray"), config["target_images_per_second"]
     megabytes, split_ms = summary["megabytes_per_second"], summary["ms_per_image"]
@@ -106,7 +106,7 @@ def _describe_stage(stages: dict[str, Any], worker: str) -> str:
 
 
 def _needed(stages: dict[str, Any]) -> str:
-    """How many actors the target takes."""
+    """How many actors reach the target."""
     numbers = {one: stages[f"num_{one}s_for_target"] for one in STAGES}
     if None in numbers.values():
         return "not known: too little was prepared in the window"
@@ -175,7 +175,7 @@ def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_job(record: dict[str, Any]) -> str:
-    """The kind of the record, with the actors where there were some."""
+    """The kind of the record, with its actors if Ray ran them."""
     stages = (record["summary"] or {}).get("ray")
     if not stages:
         return kind_of(record)

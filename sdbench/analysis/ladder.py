@@ -1,8 +1,8 @@
 """Finds the ladder of speed-ups among runs, by the settings in their records.
 
-A configuration is identified by its speed-ups that differ from the preset seed. A rung alone is
-seed with that rung only. The ladder is the longest chain of configurations in which each adds one
-rung to the one before.
+A configuration is identified by its speed-ups that differ from the preset seed. A rung measured
+alone is the preset seed with that rung only. The ladder is the longest chain of configurations in
+which each adds one rung to the one before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Configuration:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """The runs as they are compared."""
+        """The runs as rows of a comparison."""
         return [row_of_run(run) for run in self.runs]
 
     @property
@@ -93,7 +93,7 @@ def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration
 
 
 def added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
-    """Speed-ups of a run that differ from those of the preset seed and have an effect there."""
+    """Speed-ups that differ from the preset seed and have an effect in this run."""
     return _changed_from(SEED, record) | _own_threads(record)
 
 
@@ -118,7 +118,7 @@ def _context_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed_from(preset: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Speed-ups of a run that differ from a preset, without those that have no effect there."""
+    """Speed-ups that differ from a preset and have an effect in this run."""
     config = record["config"]
     on_gpu = record["machine"]["device_type"] == GPU
     acts = {
@@ -136,7 +136,7 @@ def _changed_from(preset: Mapping[str, Any], record: dict[str, Any]) -> dict[str
 
 
 def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
-    """Speed-ups that the user set to another value than that of the run's preset."""
+    """Speed-ups that the user set to a value other than that of the preset."""
     changed = _changed_from(PRESETS[record["config"]["preset"]], record)
     return {name: value for name, value in changed.items() if record["origin"].get(name) in BY_USER}
 
@@ -160,8 +160,8 @@ def find_ladders(configurations: Sequence[Configuration]) -> list[Ladder]:
 
 def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder:
     fast = next((one for one in others if one.preset == "fast"), None)
-    # The longest chain from the base to each configuration. Of chains of the same length, the first
-    # is the one whose last configuration was measured first.
+    # The longest chain from the base to each configuration. Among chains of one length, the chain
+    # whose last configuration was measured first comes first.
     chains = [[base]]
     for one in sorted(others, key=lambda other: len(other.added)):
         before = [chain for chain in chains if is_one_rung(difference(chain[-1], one))]
@@ -185,7 +185,7 @@ def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder
 
 
 def difference(before: Configuration, after: Configuration) -> dict[str, Any]:
-    """The speed-ups that `after` adds to `before`; empty unless it has all those of `before`."""
+    """The speed-ups that `after` adds to `before`; empty if it lacks or changes one of `before`."""
     if any(after.added.get(name) != value for name, value in before.added.items()):
         return {}
     return {name: value for name, value in after.added.items() if name not in before.added}

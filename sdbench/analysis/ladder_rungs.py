@@ -1,4 +1,4 @@
-"""The rungs of the ladder: each speed-up on top of the preset seed, where it can be measured."""
+"""The rungs of the ladder: the speed-ups that are measured on top of the preset seed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sdbench.settings.setting import ANY_NUMBER, RANKS, Rung
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedRung(Rung):
-    """A declared rung with its settings by name, several where they are one idea.
+    """A declared rung with all settings that belong to it, by name.
 
-    `needs_ranks` says whether it has an effect with several ranks only.
+    `needs_ranks` says whether it has an effect only with several ranks.
     """
 
     settings: Mapping[str, Any]
     needs_ranks: bool
 
     def is_part_of(self, added: Mapping[str, Any]) -> bool:
-        """Whether these settings contain this rung, whatever number stands for `ANY_NUMBER`."""
+        """Whether these settings contain this rung; `ANY_NUMBER` matches any value."""
         return all(
             name in added and value in (ANY_NUMBER, added[name])
             for name, value in self.settings.items()
@@ -44,7 +44,7 @@ RUNGS = tuple(
 
 
 def find_rung(added: Mapping[str, Any]) -> NamedRung | None:
-    """The rung that has these settings, with or without those that it needs; None without one."""
+    """The rung with these settings, which may include the settings that it needs; or None."""
     for rung in RUNGS:
         rest = {name: value for name, value in added.items() if name not in rung.settings}
         if rung.is_part_of(added) and rest in ({}, rung.needs):

@@ -39,7 +39,7 @@ DEVICES = {CPU: "CPU", GPU: "GPU"}
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"
 MICRO_BATCH = "device_train_microbatch_size"
 CHECKPOINTING = "activation_checkpointing"
-# A configuration and the one that it is set against, if there is one.
+# A configuration and its baseline, if it has one.
 Pair = tuple[Configuration, Configuration | None]
 
 
@@ -120,7 +120,7 @@ class _Step(NamedTuple):
 
 
 def _climb(ladder: Ladder) -> Iterator[_Step]:
-    """The rows of a ladder: the seed, the chain, fast and what lies beside it, then the others."""
+    """The rows of a ladder: seed, the chain, fast and its neighbours, then the other rungs."""
     base, fast = ladder.base, ladder.fast
     effect = f"the recipe of {SEED_ORIGIN}"
     yield _Step("--preset seed", effect, SEED_ORIGIN, base, together=base)
@@ -152,7 +152,7 @@ def _make_step(
 
 
 def _own_settings(added: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a rung without those that it needs."""
+    """Settings of a rung without the settings that it needs."""
     rung = find_rung(added)
     needs = {} if rung is None else rung.needs
     return {name: value for name, value in added.items() if name not in needs}
@@ -184,7 +184,7 @@ def _describe_context(base: Configuration) -> str:
 
 
 def _pair_engines(configurations: Sequence[Configuration]) -> Iterator[Pair]:
-    """The same settings on Composer and on the engine torch, there with a CUDA graph too."""
+    """The same settings on Composer and on the engine torch, the latter also with a CUDA graph."""
     for family in families(configurations, without=("engine", "cuda_graph")):
         by_engine = {one.config["engine"]: one for one in reversed(family)}
         if {"composer", "torch"} <= by_engine.keys():
@@ -193,7 +193,7 @@ def _pair_engines(configurations: Sequence[Configuration]) -> Iterator[Pair]:
 
 
 def _pair_emas(configurations: Sequence[Configuration]) -> Iterator[Pair]:
-    """A run without an EMA, and the same with one of each implementation."""
+    """A run without an EMA, and the same run with each implementation of the EMA."""
     for family in families(configurations, without=("use_ema", *_acting_with(EMA))):
         plain = next((one for one in family if not one.config["use_ema"]), None)
         if plain is not None and any(one.config["use_ema"] for one in family):
@@ -211,7 +211,7 @@ def _pair_micro_batches(configurations: Sequence[Configuration]) -> Iterator[Pai
 
 
 def _pair_ranks(configurations: Sequence[Configuration]) -> Iterator[Pair]:
-    """One rank, and several that share its work, with the same number of threads in all."""
+    """One rank, and several ranks that share its work, with the same total number of threads."""
 
     def num_threads(one: Configuration) -> int:
         return one.num_ranks * one.config[THREADS]
@@ -225,19 +225,19 @@ def _pair_ranks(configurations: Sequence[Configuration]) -> Iterator[Pair]:
 
 
 def _acting_with(condition: str) -> list[str]:
-    """The settings that have an effect in runs of this kind only."""
+    """The settings that have an effect only under this condition."""
     return [name for name, declared in SETTINGS.items() if declared.acts_with == condition]
 
 
 def _ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cell:
-    """Rate over that of a baseline, with how sure that is; empty for the baseline itself."""
+    """The rate over that of the baseline, with its interval; empty for the baseline itself."""
     if one is None or baseline is None or one is baseline:
         return EMPTY
     return _comparison_cell(one, baseline, lambda ratio: f"{ratio:.2f}", unit="x")
 
 
 def _added_time_cell(pair: Pair) -> Cell:
-    """How much longer the steps are than those without an EMA, in percent."""
+    """How much longer steps take than without an EMA, in percent."""
     one, plain = pair
     if one is plain:
         return EMPTY
@@ -248,7 +248,7 @@ def _added_time_cell(pair: Pair) -> Cell:
 def _comparison_cell(
     one: Configuration, baseline: Configuration, form: Callable[[float], str], *, unit: str = ""
 ) -> Cell:
-    """A ratio; in brackets its interval or the reason why there is none, but for single runs."""
+    """A ratio; in brackets its interval, or why the runs are not comparable."""
     comparison = compare_rows(baseline.rows, one.rows)
     text = f"{form(comparison.ratio)}{unit}"
     if comparison.interval is not None:
@@ -322,7 +322,7 @@ ENGINES = (
 )
 EMAS = (
     *PLACE,
-    # That of the run without an EMA: the EMA has a column of its own.
+    # The recipe of the run without an EMA: the EMA has a column of its own.
     Field("recipe", lambda pair: describe_recipe(pair[1].runs[0])),
     ENGINE,
     Field(

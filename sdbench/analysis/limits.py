@@ -36,7 +36,7 @@ def load_profile(path: Path) -> dict[str, Any]:
 
 
 def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """The floors of steps, and the parts above them, of profiles with a needed floor."""
+    """Tables of floors and of the time above them, from profiles with a needed floor."""
     known = [profile for profile in profiles if "needed_floor_ms" in profile["step"]]
     if not known:
         return []

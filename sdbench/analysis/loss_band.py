@@ -1,11 +1,11 @@
 """Compares the losses of recipes with those of a reference.
 
-The reference is the preset seed in fp32, not compiled. Five more runs of it with other weights, on
-the same data and noise, give the spread of losses that are equally right: the root mean square over
-the steps of the standard deviation at each step. The band reaches three spreads to each side of the
-reference. A recipe has the weights, data and noise of the reference, so that only its arithmetic
-differs. It is inside if all of its 50 losses lie in the band. Nothing is smoothed: an average would
-hide a single bad step.
+The reference is the preset seed in fp32, not compiled. Five more runs with other initial weights,
+on the same data and noise, give the spread of equally correct losses: the standard deviation at
+each step, as a root mean square over the steps. The band reaches three spreads to each side of the
+reference. A recipe has the weights, data and noise of the reference; only its arithmetic differs.
+It is inside if all of its 50 losses lie in the band. Nothing is smoothed: an average would hide a
+single bad step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
 
 
 def make_tables(runs: Sequence[LossRun]) -> list[Table]:
-    """A table for each device and size with a reference, the other weights, then the recipes."""
+    """A table for each device and size: the reference, its runs with other weights, the recipes."""
     tables: list[Table] = []
     for alike in group(runs, key_of=lambda run: as_key(_same_for_all(run.record))).values():
         references = [run for run in alike if _is_eager_fp32(run) and not _has_other_weights(run)]
@@ -110,9 +110,9 @@ def _describe(run: LossRun) -> dict[str, Any]:
 
 
 def _deviations(run: LossRun, reference: LossRun) -> dict[str, Any]:
-    """The largest distance at one step, NaN if a loss is NaN, that step, and the mean deviation."""
+    """The largest deviation (NaN if a loss is NaN), its step, and the mean deviation."""
     deviations = np.subtract(run.losses, reference.losses)
-    # The first NaN, if there is one, and else the largest: nothing is larger than a NaN.
+    # The first NaN if there is one, else the largest deviation.
     step = int(np.argmax(np.nan_to_num(np.abs(deviations), nan=math.inf)))
     return {
         "deviation": float(abs(deviations[step])),
@@ -126,7 +126,7 @@ def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
     recipe = {*PRESETS["seed"], "preset", "engine", THREADS, "use_ema"}
     settings = settings_of(record) | {
         "seed": record["config"]["seed"],
-        # Without it: a record from before all threads drew.
+        # Records without it are older than drawing with all threads.
         "drawing": record["workload"].get("drawing", 1),
     }
     return {name: value for name, value in settings.items() if name not in recipe}

@@ -28,7 +28,7 @@ from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
-# A path of the machine: absolute, and neither the inside of another one nor of a URL.
+# An absolute path that is not a part of another path or of a URL.
 PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
 
 EPILOG = """\
@@ -49,7 +49,7 @@ class PublishFlags(ReportFlags):
     numerics: bool = setting(
         SWITCH,
         False,
-        "runs for the band of losses, which are no measurements of speed: to results/numerics",
+        "publish runs for the band of losses, which do not measure speed, to results/numerics",
     )
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     kind = NUMERICS if flags.numerics else RUNS
     publish_one = functools.partial(publish, results=flags.folder, kind=kind)
-    if len(flags.runs) == 1:  # what is wrong with it is bad input
+    if len(flags.runs) == 1:  # a fault in a single run is bad input
         published, refused = [publish_one(flags.runs[0])], []
     else:
         published, refused = use_each(flags.runs, publish_one)
@@ -147,7 +147,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
 
 
 def secrets_in(path: Path) -> Iterator[str]:
-    """The place and kind of each text that looks like a secret: a JSON path or a line number."""
+    """The place (JSON path or line number) and the kind of each text that looks like a secret."""
     if path.suffix == ".json":
         texts = _texts_in(read_json(path), place="")
     else:

@@ -92,7 +92,7 @@ def make_seed_table(
 
 
 def _times_cell(ratio: Any) -> Cell:
-    """A ratio; what is no number is shown as it is."""
+    """A ratio; anything but a number is shown as it is."""
     return Cell(f"{ratio:.2f}x", ratio) if isinstance(ratio, int | float) else make_cell(ratio)
 
 

@@ -97,7 +97,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         (),
     ),
 }
-# The places of the texts that are written by hand; a text but README.md need not exist.
+# Places for tables in the texts that are written by hand. Texts other than README.md are optional.
 PLACES = {
     README: (COMPARISON, HEADLINES, OTHERS, DATA, TIMES),
     LADDER_PAGE: (
@@ -124,9 +124,9 @@ examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportFlags:
-    """Flags of report."""
+    """Flags of report and publish."""
 
-    folder: Path = setting(PATH, Path("results"), "of the results, and of what is made of them")
+    folder: Path = setting(PATH, Path("results"), "folder of the results and of the pages made")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unused = "folder" if flags.runs else "out"
     if request.is_users(unused):
         raise ConfigError(
-            "runs become a page of their own, a folder of results has its pages inside",
+            "--out needs RUNS, and --folder takes no RUNS",
             value=str(getattr(flags, unused)),
             allowed="RUNS with --out, or --folder",
             flag=f"--{unused}",
@@ -245,7 +245,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
             continue
         else:
             raise ConfigError(
-                "a folder of results has no text and no runs",
+                "the folder has neither a README.md nor runs",
                 value=str(path),
                 allowed="a folder that `publish --folder` has begun, or RUNS for a page of runs",
                 flag="--folder",
@@ -290,8 +290,8 @@ def _make_sections(
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
     Args:
-        records: Of all runs.
-        folders: Of these runs, by run id.
+        records: Records of all runs.
+        folders: Folders of these runs, by run id.
         quoted: Figures of others, by table.
         modelled: Predicted figures, by table.
         losses: Runs whose losses are compared.

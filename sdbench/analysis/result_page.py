@@ -256,7 +256,7 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _num_warmup_steps(run: dict[str, Any]) -> int:
-    """Steps before the measured window. Old records have only the setting, which was kept."""
+    """Steps before the measured window. Old records have only the setting, which was exact then."""
     return run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"])
 
 

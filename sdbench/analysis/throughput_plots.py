@@ -1,8 +1,8 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
-They are the three charts of the AWS test case under its names, from quoted, measured and modelled
-rows, and one of the micro-batches of other work. Axes show figures of one resolution and one place
-of the encoders. A series of a single figure is not drawn.
+Three charts are those of the AWS test case, under its names; a fourth has the micro-batches of
+other work. Rows are quoted, measured and modelled. A panel has one resolution and one place of the
+encoders. A series of a single figure is drawn only beside its counterpart with or without EMA.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_SERIES = 8
 MAX_TICKS = 12
 # Characters of a line of the legend.
 LEGEND_WIDTH = 74
-# A legend names the model only if it is another one.
+# The model that a legend leaves out.
 USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17
@@ -74,7 +74,7 @@ class Series(NamedTuple):
 
     @property
     def line(self) -> tuple[str, str, str]:
-        """What it shares with its counterpart without EMA: a single figure is drawn beside it."""
+        """Key that it shares with its counterpart with or without EMA."""
         return self.device, self.settings, self.source
 
     @property
@@ -84,7 +84,7 @@ class Series(NamedTuple):
         return ", ".join(filter(None, (self.device, ema, self.settings, self.kind)))
 
 
-# Series on common axes, by the title of these.
+# Series on common axes, by the title of the axes.
 Panels = dict[str, list[Series]]
 
 
@@ -127,7 +127,7 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     panels = {describe_work(image_size=size, latents=latents): of for (size, latents), of in found}
     from_smallest = {}
     for title, series in panels.items():
-        # A speed-up is that over the smallest number of GPUs of all.
+        # Speed-ups are relative to the smallest number of GPUs in the panel.
         smallest = min(min(one.points) for one in series)
         lines = [one for one in series if smallest in one.points and len(one.points) > 1]
         if lines:
@@ -146,7 +146,7 @@ def _collect(
     panel_of: Callable[[dict[str, Any]], tuple[Any, ...]],
     settings_of: Callable[[dict[str, Any]], list[str | None]],
 ) -> list[tuple[tuple[Any, ...], list[Series]]]:
-    """Sort rows into panels and series with a line: the seed's work, then by number of points."""
+    """Sort rows into panels of series to draw: the seed's work first, then by number of points."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(filter(None, settings_of(row)))

@@ -37,7 +37,7 @@ from sdbench.report.tables import ORIGIN, Cell, Field, Table, median_cell, tabul
 from sdbench.report.terminal import format_number
 from sdbench.statistics.intervals import between_runs_interval
 
-# Columns of rows that have the names of the columns of results/throughput.csv, and some more.
+# Columns. Their keys are the columns of results/throughput.csv, and some more.
 WHO = (Field("kind", "kind"), Field("device", "device"), Field("devices", "num_devices"))
 CONFIGURATION = Field("configuration", "configuration")
 RATE = Field("images/s (95 % interval)", "rates")
@@ -64,7 +64,7 @@ USE = (
     Field("power, W", "power_w"),
 )
 NOTES, SOURCE = Field("notes", "notes", unknown=""), Field("source", "source")
-# Only a page has the names of the runs, and the command of the first.
+# Only on an HTML page: the names of the runs, and the command of the first.
 RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
 # The settings of a measured row: its configuration names those that differ.
 SETTINGS = tuple(
@@ -137,9 +137,9 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     """Make the table of the best configuration of each machine, model and kind of work.
 
     The best is the one whose 95 % interval begins highest, so that a poorly known figure does not
-    stand for a machine. One with an interval between runs goes before one without: what the next
-    run gives is further off than the steps of a run differ. GPUs come first, and of a machine the
-    model with the most trained parameters.
+    stand for a machine. A configuration with an interval between runs is preferred: runs vary more
+    than the steps within a run. Rows are sorted by GPUs first, then by machine, then by the number
+    of trained parameters, largest first.
     """
     tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
     machines = list(dict.fromkeys(track.machine for track in tracks))
@@ -165,7 +165,7 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
 
 
 class _Track(NamedTuple):
-    """What a machine did: so many GPUs, or the CPUs of so many nodes, with any number of ranks."""
+    """A machine (GPUs, or CPU nodes with any number of ranks), a model and a kind of work."""
 
     on_gpu: bool
     machine: str
@@ -182,9 +182,9 @@ def _track_of(record: dict[str, Any]) -> _Track:
 
 
 def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[bool, float, float]:
-    """Whether a configuration has an interval between runs, where it begins, the median rate.
+    """Sort key: whether there is an interval between runs, its low end, and the median rate.
 
-    Without it, where the intervals within the runs begin; 0 if a run has none.
+    Without one, the lowest end of the intervals within the runs; 0 if a run has none.
     """
     rates = [run["summary"]["images_per_second"] for run in runs]
     between = between_runs_interval(rates)

@@ -27,7 +27,7 @@ NAME = "training_times"
 NAMES = (NAME,)
 TITLE = "Time of a training run against the number of workers"
 MAX_PANELS = 4
-# Settings that change with the number of workers, and those of the folder of a run.
+# Settings that change with the number of workers, and settings of the length and folder of a run.
 SCALED = {"num_devices", "num_nodes", "batch_size", "device_train_microbatch_size"}
 KEPT = declarations(LengthSettings).keys() - {"init_from"}
 
@@ -131,7 +131,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
 
 
 def _make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """A run in the columns of quoted figures, and what tells its series."""
+    """A run as a row of quoted figures, with the settings that identify its series."""
     settings = {
         name: value for name, value in settings_of(record).items() if name not in SCALED | KEPT
     }

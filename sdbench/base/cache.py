@@ -12,8 +12,8 @@ from sdbench.base.errors import ConfigError
 def private_folder(name: str = ".") -> Path:
     """Make and return the folder `name` in ``$XDG_CACHE_HOME/sdbench`` or ``~/.cache/sdbench``.
 
-    Only this user can read and write it; another folder is refused. It may be deleted whenever no
-    run is in progress.
+    Only this user can read and write it; a folder open to others is refused. It may be deleted
+    whenever no run is in progress.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sdbench")
     for folder in (root, root / name):
@@ -21,14 +21,14 @@ def private_folder(name: str = ".") -> Path:
             raise ConfigError(
                 f"The cache folder {fault}",
                 value=str(folder),
-                allowed="a folder of this user's with mode 0700, in one that others cannot change",
+                allowed="a folder of this user with mode 0700, inside one that others cannot write",
                 flag="XDG_CACHE_HOME (for copies of data also --local)",
             )
     return root / name
 
 
 def _find_fault(folder: Path) -> str | None:
-    """Make a folder, and say why it is not this user's alone, if it is not."""
+    """Make a folder; return why others may have access to it, or None."""
     if not folder.is_absolute():
         return "is not an absolute path"
     try:
@@ -41,5 +41,5 @@ def _find_fault(folder: Path) -> str | None:
         return f"is a link or open to others (mode {mode}, user {own.st_uid})"
     is_open = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
     if is_open or above.st_uid not in (0, os.geteuid()):
-        return "could be exchanged for another by others"
+        return "could be replaced by another user"
     return None

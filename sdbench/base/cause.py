@@ -1,4 +1,4 @@
-"""Tells the program that started this one why this one ends badly."""
+"""Tells the program that started this process why the process fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KILLED, LOST = "Killed", "Lost"
 
 
 def report_cause(error: str, message: str) -> None:
-    """Write class and message of the error that ends this process, where somebody asks for it.
+    """Write class and message of the error that ends this process to the files that are asked for.
 
-    The first process to do so counts: others end because of it.
+    The first process to do so counts: the others end because of it.
     """
     message = redact(message)
     for_torchrun = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

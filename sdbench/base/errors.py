@@ -57,7 +57,7 @@ class MemoryEstimateError(ConfigError):
 def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
     """Let errors of the block name this flag of a command in place of flags of training.
 
-    An error of `own` flags alone, which the command has too, stays as it is.
+    An error that names only flags in `own`, which the command has too, stays as it is.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
 
 
 def add_remark(error: BaseException, remark: str) -> None:
-    """Add the end of a sentence to an error, for the reason of the run's end."""
+    """Append a text to the reason that an error gives in the record."""
     error.remark = remark  # type: ignore[attr-defined]
 
 

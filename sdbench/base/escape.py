@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 # Excel, LibreOffice and Google Sheets take these for the beginning of a formula (OWASP, "CSV
-# Injection"); the last four are the full-width forms. A leading apostrophe makes a text of it.
+# Injection"); the last four are the full-width forms. A leading apostrophe makes it a text.
 FORMULA_BEGINNINGS = (*"=+-@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 # The dollar sign begins a formula on GitHub.
 MARKDOWN_MARKS = {mark: f"\\{mark}" for mark in "\\|`*_[#~$"}
@@ -47,7 +47,7 @@ def without_controls(text: str) -> str:
 def as_utf8(text: str) -> str:
     """A text that UTF-8 can encode: a lone surrogate becomes its number.
 
-    Python stands one for a byte of a file name that is not UTF-8.
+    Python decodes a byte of a file name that is not UTF-8 as a lone surrogate.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 

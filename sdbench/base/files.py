@@ -1,4 +1,4 @@
-"""Files that are either as before or complete, for readers, after a crash and on a full disk."""
+"""Atomic writes: a file is complete or unchanged, for readers, after a crash and on a full disk."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
 def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = None) -> None:
     """Write a file atomically, as `new_file` does; an OSError if that fails.
 
-    In a text secrets of the environment are replaced by their names. Other secrets are the caller's
-    to remove (`redact`), who knows where a value ends and which URL is a link. If the disk is full,
+    In a text, secrets of the environment are replaced by their names. The caller removes other
+    secrets (`redact`): it knows where a value ends and which URL is a link. If the disk is full,
     the file `reserve` is overwritten and renamed.
     """
     data = redact_environment(content).encode() if isinstance(content, str) else content
@@ -116,7 +116,7 @@ def append_bytes(file: int, content: bytes) -> None:
 
 
 class GrowingFile:
-    """A text file that grows by whole lines; lines that the disk does not take are kept."""
+    """A text file that grows by whole lines; lines that cannot be written are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         """Prepare; the file may exist, and nothing is written yet."""
@@ -127,8 +127,8 @@ class GrowingFile:
     def append(self, lines: str) -> None:
         """Append the kept lines and these; the first time that fails, a warning is printed.
 
-        They are written at once: a kill leaves whole lines. Nothing waits for the device, so a
-        power failure may take the last ones.
+        They are written in one call: a kill leaves whole lines. Nothing is synced, so a power
+        failure may lose the last lines.
         """
         warns = not self._kept
         self._kept += lines.encode()

@@ -1,4 +1,4 @@
-"""`nearest` finds the known name that an unknown one was meant for."""
+"""`nearest` finds the known name that is most like an unknown one."""
 
 from __future__ import annotations
 

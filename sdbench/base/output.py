@@ -29,7 +29,7 @@ def protected_output() -> Iterator[None]:
     Secrets are removed from the output, and on a terminal control characters, which a record, a
     table or a file name may hold. Output that cannot be written is dropped: to a pipe without a
     reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
-    the stream's encoding lacks comes out as its number.
+    the stream's encoding lacks is written as its number.
     """
     _open_standard_descriptors()
     with open(os.devnull, "w") as null:
@@ -47,7 +47,7 @@ def protected_output() -> Iterator[None]:
 def _open_standard_descriptors() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Otherwise files of the run get these descriptors, and the output of C libraries.
+    Otherwise files of the run would get these descriptors, and with them output of C libraries.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)

@@ -1,8 +1,8 @@
-"""Reads numbers, texts, tables and JSON of others, which may hold anything.
+"""Reads numbers, texts, tables and JSON from outside, which may hold anything.
 
-A number is finite, at most `LARGEST` and, unless it is 0, at least `SMALLEST`: what is computed
-from a few of them is finite too. A file has a bounded length, and its content a bounded depth,
-unique keys, and only texts that can be written as UTF-8.
+A number is 0, or between `SMALLEST` and `LARGEST` in size: what is computed from a few of them is
+finite. A file has a bounded length, and its content a bounded depth, unique keys, and only texts
+that can be written as UTF-8.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Between them is all that is measured, bought or counted here, and the losses that fp32 can hold.
+# Everything measured, bought or counted here lies between them, and every loss that fp32 can hold.
 SMALLEST, LARGEST = 1e-100, 3e38
 # Records have 5 levels, and the deepest config files of others 8.
 MAX_DEPTH = 32
@@ -33,7 +33,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
     if not path.exists():
         raise FileNotFoundError("no such file")
     if not path.is_file():
-        raise ValueError("it is no file")  # reading a pipe would block
+        raise ValueError("it is not a regular file")  # reading a pipe would block
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -50,12 +50,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object; raises as `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is not a JSON object")
     return content
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of another program or another machine; raises as its two steps."""
+    """Read a JSON file from outside; raises as `read_text` and `parse_json`."""
     return parse_json(read_text(path))
 
 
@@ -74,7 +74,7 @@ def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
 
     A ValueError names the key.
     """
-    # By depth, of lists and mappings: in YAML several keys may share one, and the sum is huge.
+    # Of lists and mappings, by identity and depth: YAML aliases share them, and their sum is huge.
     sizes: dict[tuple[int, int], int] = {}
 
     def size_of(one: Any, place: str, depth: int) -> int:

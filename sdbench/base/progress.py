@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 LINE_PERIOD_S = 10.0
 NOTE_PERIOD_S = 1.0
-# The pace is that of the last advances, so that a slow first one is soon forgotten.
+# The pace is taken over the last advances, so that a slow first one is soon forgotten.
 NUM_RECENT = 10
 
 Item = TypeVar("Item")
@@ -35,7 +35,7 @@ class Progress:
     """Shows how much is done; work that ends before the first line is due shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
-        """Begin now, after `num_done` units of the total, which may change; 0: it is not known."""
+        """Begin now, after `num_done` units of `total`, which may change; 0 if unknown."""
         self.total = total
         self._unit = unit
         self._num_before = self._num_done = num_done
@@ -79,7 +79,7 @@ class Progress:
             self._bar.update(count)
 
     def show(self, note: Callable[[], str] | None = None) -> None:
-        """Show now how much is done, with a `note` as of `advance`."""
+        """Show now how much is done, with a `note` as in `advance`."""
         if not self._enabled:
             return
         self._shown_s = time.perf_counter()

@@ -1,6 +1,6 @@
 """Removes passwords and tokens from what a run writes and prints.
 
-Three kinds are recognised: values of environment variables whose name says secret; parts of a URL
+Three kinds are recognised: values of environment variables with names such as TOKEN; parts of a URL
 that may be secret (user info, query, fragment); and keys, headers and tokens of known forms. Of a
 ``pipe:`` command only the program's name is kept, since any argument may be a secret.
 

@@ -80,7 +80,7 @@ _request: StopRequest | None = None
 _process_id: int | None = None
 # When the exception of a signal was raised.
 _stopped_s: float | None = None
-# A signal that was taken by another process for this one.
+# A stop signal that another process received for this one.
 _asked: int | None = None
 
 
@@ -119,7 +119,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a `stoppable` main, and end the process with its exit code, which no signal changes."""
     for number in TERMINATIONS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            # A signal before main is obeyed where a run begins, a later one has no effect.
+            # A signal before main is obeyed when a run begins; a later one has no effect.
             signal.signal(number, lambda number, _: ask_to_stop(number))
     exit_code = main()
     keep_exit_code(exit_code)
@@ -135,7 +135,7 @@ def stop_signals_raise() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             _process_id, _stopped_s = os.getpid(), None
             for number in STOP_SIGNALS:
-                # nohup has SIGHUP ignored.
+                # nohup ignores SIGHUP.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, _obey)
         yield
@@ -224,7 +224,7 @@ def stopped_by(number: int) -> BaseException:
 
 
 def obey_parent_alone() -> None:
-    """In a worker process, obey SIGTERM of the parent alone.
+    """In a worker process, obey SIGTERM only from the parent.
 
     A scheduler sends SIGTERM to all processes of a job, and a trainer that is told to stop still
     needs its workers for the current step. Linux only: elsewhere a process cannot tell who sent a

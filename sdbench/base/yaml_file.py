@@ -1,4 +1,4 @@
-"""Reads YAML of others: a file of keys and values, or the value of a flag.
+"""Reads YAML from outside: a file of keys and values, or the value of a flag.
 
 Values have no tags, keys are unique, and depth and size are bounded (`outside.check_values`).
 """
@@ -34,12 +34,12 @@ def read_mapping(path: Path, *, allowed: str, flag: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, max_values: int = MAX_CONFIG_VALUES) -> Any:
-    """Parse YAML; a ValueError if it is none, or a value has a tag or is out of bounds."""
+    """Parse YAML; a ValueError if it is invalid, or a value has a tag or is out of bounds."""
     import yaml
 
     depth = 0
     try:
-        # Before values are made: a loader needs seconds, or ends the process, for deep lists.
+        # Before values are made: deep lists take a loader seconds, or crash the process.
         for event in yaml.parse(text, Loader=_loader()):
             if getattr(event, "tag", None) is not None:
                 line = event.start_mark.line + 1

@@ -1,1 +1,1 @@
-"""Is this machine, or are these nodes, fit for an expensive job?"""
+"""Checks whether this machine, or each node of a job, is fit for an expensive job."""

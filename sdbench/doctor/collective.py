@@ -17,8 +17,8 @@ from sdbench.base.errors import ConfigError
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bounded, describe
 from sdbench.ranks.distributed import Ranks, gather, num_tasks_without_launcher
 
-# As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
-# Linux gives to clients.
+# As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below Linux's
+# ephemeral ports.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 MAX_REPEATS = 5
 # Shares of the nominal speed. Below half of it something slows the link; below a tenth the
@@ -27,7 +27,7 @@ LOW_SHARE, HOPELESS_SHARE = 0.5, 0.1
 
 
 def find_ranks() -> Ranks:
-    """Find the ranks as a launcher, or else srun, tells them.
+    """Find the ranks in the environment of a launcher, or else of srun.
 
     The values of srun are written into the environment under the names that launchers use.
     """

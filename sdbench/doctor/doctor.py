@@ -24,9 +24,9 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 DESCRIPTION = """\
-Look at this machine, or at each node that takes part, before an expensive job begins. Each line is
-ok, skipped, a warning or an error, with what was found and what to do about it. Beside flags of its
-own it takes those of the job, as benchmark.py has them.
+Check this machine, or each node of a job, before an expensive job begins. Each line is ok, skipped,
+a warning or an error, with what was found and what to do about it. Takes the flags of the job, as
+benchmark.py does, and flags of its own.
 """
 
 EPILOG = """\
@@ -41,7 +41,7 @@ examples:
 exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 stopped; under
 torchrun any failure is 1
 """
-# GPUs come before whatever opens a context on them.
+# The GPUs come first, before other checks open a context on them.
 CHECKS = [
     one
     for module in (gpus, network, machine)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes_file=True,
     )
     flags = request.config
-    if flags.data_format != "auto":  # else it is told from the place, which may not answer
+    if flags.data_format != "auto":  # else it is detected at the place, which may not answer
         resolve_format(flags)
     job = Job(
         ranks=collective.find_ranks(),
@@ -112,13 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             as_text = to_text(report, hosts=hosts, width=terminal_width())
             text = to_json(report, hosts=hosts) if flags.json else as_text
-            # A rank that has lost the first one must not spoil what that one prints.
+            # A rank that cannot reach the first one must not write into its output.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
             exit_code = int(report["status"] == "error")
     except STOPS:
         exit_code = EXIT_INTERRUPTED
     if is_stuck() or job.ranks.world_size > 1:
-        # What hangs would keep the interpreter from ending.
+        # A hanging check or rank would keep the interpreter from ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(job: Job) -> tuple[list[dict[str, Any]], list[str]] | None:
     """Check this node, and all nodes with the other ranks; return the lines and the hosts.
 
-    They come from the first rank, or from a rank that cannot reach the others; else None.
+    The first rank, or a rank that cannot reach the others, returns them; other ranks return None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _look(job: Job) -> dict[str, Any]:
     checks = CHECKS if job.ranks.local_rank == 0 else ()
     findings = {check.name: settle(check, job) for check in checks}
     has_gpu = False
-    with contextlib.suppress(TimeoutError):  # which the line about the driver tells
+    with contextlib.suppress(TimeoutError):  # the line about the driver reports it
         has_gpu = bounded(torch.cuda.is_available, timeout_s=job.timeout_s)
     return {
         "host": socket.gethostname(),

@@ -29,8 +29,8 @@ class Job:
     """The flags of the job, and the results of earlier checks.
 
     A check takes `timeout_s` at most; `link_gbps` is the nominal speed of the link between the
-    ranks. The check of the model sets `architecture` and `num_trainable`, its weights with a
-    gradient, and the check of the plan sets `plan`.
+    ranks. The check of the model sets `architecture` and `num_trainable`, its number of trained
+    parameters, and the check of the plan sets `plan`.
     """
 
     ranks: Ranks
@@ -49,7 +49,7 @@ Seen = Iterator[tuple[str, str]]
 class Check(NamedTuple):
     """A line of the report: its name, what checks a node, and advice about a fault.
 
-    What `look` raises is an error of the node.
+    An exception of `look` is an error of the node.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Checks of the GPUs by NVML. It opens no context, so processes on a GPU are those of others."""
+"""Checks of the GPUs by NVML, which opens no context: all processes on a GPU are others'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdbench.measure.host import ask, open_nvml
 
 # The version of the running kernel's driver, which a container sees even without its GPUs.
 KERNEL_DRIVER = Path("/sys/module/nvidia/version")
-# Share of a GPU's memory that other processes may hold: a job that fills the GPU fits no more.
+# Share of a GPU's memory that other processes may hold before a job that fills it does not fit.
 MAX_SHARE_OF_OTHERS = 0.05
 # A CUDA context alone takes about half of this.
 MAX_IDLE_GIB = 1.0
@@ -49,7 +49,7 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES; like CUDA, only those before one that is missing."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES; like CUDA, it stops at the first missing one."""
     nvml, gpus = open_nvml(), []
     if nvml is None:
         return []
@@ -116,12 +116,12 @@ def check_gpus(job: Job) -> Seen:
         source, num_given = f"SLURM_GPUS_ON_NODE={given}", int(given) if given.isdecimal() else 0
     if num_given > len(gpus):
         yield ERROR, f"{source} gives the job {num_given} GPUs, and {len(gpus)} can be seen"
-    # A single one is what a launcher shows to each rank that it binds to a GPU of its own.
+    # With a single one, the launcher may have bound each rank to a GPU of its own.
     if 1 < len(gpus) < job.ranks.local_world_size:
         yield ERROR, f"{job.ranks.local_world_size} ranks for {len(gpus)} GPUs"
     for gpu in gpus:
         used_gib, memory_gib = gpu.read_memory_gib()
-        # None are seen from inside most containers.
+        # Most containers hide other processes.
         num_others = len(gpu.ask("ComputeRunningProcesses") or ())
         is_full = used_gib > MAX_SHARE_OF_OTHERS * memory_gib
         if is_full or num_others or used_gib > MAX_IDLE_GIB:

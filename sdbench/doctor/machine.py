@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 # What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
 NCCL_BYTES = 1 * BYTES_PER_GIB
-# Enough for records, logs and traces; copies of a data set take what it takes.
+# Enough for records, logs and traces, without copies of a data set.
 LOW_FREE_BYTES = 1 * BYTES_PER_GIB
 
 
@@ -71,9 +71,9 @@ def count_ranks_per_node(job: Job) -> int:
     return max(job.ranks.local_world_size, len(read_gpus()))
 
 
-@check("model", "--model_name FOLDER takes whole weights from a disk")
+@check("model", "--model_name FOLDER loads complete weights from a disk")
 def check_model(job: Job) -> Seen:
-    """Check that the model is available; a file of weights that was cut off is refused."""
+    """Check that the model is available and its files of weights are not truncated."""
     from sdbench.models.architecture import resolve_architecture
     from sdbench.models.components import count_parameters
 
@@ -141,7 +141,7 @@ def check_processes(job: Job) -> Seen:
 @check(
     "shared memory",
     "docker run --shm-size, in a pod an emptyDir of medium Memory at /dev/shm, or fewer "
-    "--num_workers; the next run that needs them removes files of killed ones",
+    "--num_workers; the next run that uses Streaming removes files of killed runs",
 )
 def check_shared_memory(job: Job) -> Seen:
     """Check that batches and NCCL fit into /dev/shm, without files of killed runs."""

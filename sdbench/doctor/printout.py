@@ -37,7 +37,7 @@ def make_report(
     num_ranks: int,
     strict: bool,
 ) -> dict[str, Any]:
-    """Make the document that is printed. An error, or with `strict` a warning, is its status."""
+    """Make the document to print; errors, and with `strict` warnings, make its status ``error``."""
     levels = [line["level"] for line in lines]
     counts = {level: levels.count(level) for level in reversed(LEVELS)}
     is_bad = counts[ERROR] > 0 or (strict and counts[WARNING] > 0)

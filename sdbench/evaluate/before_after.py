@@ -41,7 +41,7 @@ examples:
       --class_prompt "photo of a dog" --clip_network clip-vit-large-patch14
 
 `before` and `after` are folders of generate.py, drawn for the same prompts with the same seeds.
-before_after.png has them side by side, and dreambooth.json, with networks, how alike they are.
+before_after.png shows them side by side. With networks, dreambooth.json has their similarities.
 """
 
 Listed = list[tuple[Path, str]]
@@ -57,10 +57,8 @@ class BeforeAfterFlags(SimilaritySettings):
         f"folder with the pictures in {BEFORE} and {AFTER}; the results go there",
         is_positional=True,
     )
-    subject: str = setting(
-        TEXT, REQUIRED, "the subject's own pictures: a data set as training takes it"
-    )
-    batch_size: int = setting(POSITIVE, 32, "pictures of a batch", spelling="device_batch_size")
+    subject: str = setting(TEXT, REQUIRED, "the subject's own pictures: a data set as for training")
+    batch_size: int = setting(POSITIVE, 32, "pictures per batch", spelling="device_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +116,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         ]
         if not all(np.isfinite(one).all() for one in embedded):
             raise RunError(
-                "The similarity of pictures is not finite: the network gives no numbers."
+                "The similarity of pictures is not finite: the network gives no finite numbers."
             )
         scores[name] = compare(embedded[0], generated=embedded[1:3], generated_class=embedded[3:])
     return {
@@ -140,10 +138,10 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """The similarity of pictures before and after a training, from embeddings (N, D) of length 1.
 
-    As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs.
+    Each figure is the mean cosine of all pairs, as in the DreamBooth paper (arXiv 2208.12242).
     Among class pictures, pairs of the same seed are left out, which are similar for that reason.
-    Generated pictures are those before and after, class pictures by the same seeds in the same
-    order. The figures are those of `MEANINGS`; without class pictures the first alone.
+    Both lists have the pictures before and after; class pictures have the same seeds in the same
+    order. Returns the figures of `MEANINGS`, without class pictures only the first.
     """
     means = {"subject": [_mean_cosine(one, subject) for one in generated]}
     if generated_class:
@@ -167,7 +165,8 @@ def _mean_cosine(
 ) -> tuple[float | None, int]:
     """The mean cosine of all pairs from two sets, and the number of pairs.
 
-    Of two sets `of_same_seeds`, in the same order, pairs of one seed are left out.
+    With `of_same_seeds` both sets have the same seeds in the same order, and pairs of one seed are
+    left out.
     """
     total, num_pairs = one.sum(0) @ other.sum(0), len(one) * len(other)
     if of_same_seeds:

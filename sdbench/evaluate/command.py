@@ -36,11 +36,11 @@ class ScoreFlags:
         is_positional=True,
     )
     reference: str | None = setting(
-        TEXT, None, "pictures that FID compares with: a data set as training takes it"
+        TEXT, None, "pictures that FID compares with: a data set as for training"
     )
     fid_network: str | None = shared(WatchSettings, "fid_network")
     clip_network: str | None = shared(WatchSettings, "clip_network")
-    batch_size: int = setting(POSITIVE, 32, "pictures of a batch", spelling="device_batch_size")
+    batch_size: int = setting(POSITIVE, 32, "pictures per batch", spelling="device_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

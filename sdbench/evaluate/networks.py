@@ -1,7 +1,7 @@
 """The networks that score pictures, from local files: one for the features of FID, CLIP, and DINO.
 
-No file is unpickled. TorchScript is a program that torch runs, though: it deserves the trust of a
-program, and its sha256 is in every result. CLIP and DINO come from safetensors.
+No file is unpickled; CLIP and DINO come from safetensors. TorchScript is a program that torch runs:
+use only files that you trust. Its sha256 is in every result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 @contextlib.contextmanager
 def _whole_fp32() -> Iterator[None]:
-    """Compute without gradients, in fp32 on a GPU, not in TF32, whatever the training uses."""
+    """Compute without gradients, on a GPU in fp32 and not in TF32, whatever the training uses."""
     owners = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [owner.allow_tf32 for owner in owners]
     try:
@@ -121,8 +121,8 @@ class FidNetwork(Network):
 class ImageNetwork(Network):
     """A model in a folder of transformers that compares pictures; its weights are safetensors.
 
-    Subclasses load it in `_load`. Their `embeddings` are (B, D), of length 1 and in fp64, of uint8
-    pictures (B, 3, H, W).
+    Subclasses load it in `_load`. Their method `embeddings` turns uint8 pictures (B, 3, H, W) into
+    unit vectors (B, D) in fp64.
     """
 
     reads_text: ClassVar[bool] = False
@@ -139,10 +139,10 @@ class ImageNetwork(Network):
                 self._load(folder)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
-            raise self._refusal(f"the folder holds no network that loads ({reason})") from None
+            raise self._refusal(f"the network in the folder cannot be loaded ({reason})") from None
 
     def _load_model(self, kind: Any, folder: Path) -> None:
-        """Load a model by its class in transformers, which makes up weights that are missing."""
+        """Load a model by its class in transformers, which draws missing weights at random."""
         model, report = kind.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, local_files_only=True
         )
@@ -238,8 +238,8 @@ def open_networks(
 ) -> dict[str, Any]:
     """Load by kind the networks that settings name, at least one, and try them on blank pictures.
 
-    The settings have ``<kind>_network`` for each kind. Without a device it is the GPU, where there
-    is one.
+    The settings have ``<kind>_network`` for each kind. The default device is the GPU, if there is
+    one.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     networks = {

@@ -92,7 +92,7 @@ class Scores:
     """Collects the features and similarities of this rank's pictures, and scores all ranks'."""
 
     def __init__(self, networks: Mapping[str, Any]) -> None:
-        """Begin without pictures; the networks are of the kinds ``fid`` and ``clip``, or one."""
+        """Begin without pictures; `networks` has ``fid``, ``clip`` or both."""
         self._fid, self._clip = networks.get("fid"), networks.get("clip")
         self._reference: dict[int, np.ndarray] = {}
         self._features: dict[int, np.ndarray] = {}
@@ -155,8 +155,8 @@ def score_model(
 
     The model is the same on every rank, or sharded; every rank has to call. At most `num_images`
     held-out pictures are taken, from the first on. `check` is called before each batch that all
-    ranks have, and each step of a drawing; it may raise. The scores are the same for any number of
-    ranks.
+    ranks have, and before each denoising step; it may raise. The scores are the same for any number
+    of ranks.
     """
     from sdbench.models.drawing import draw_share
 
@@ -202,8 +202,8 @@ def _frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)) with unbiased covariances (arXiv 1706.08500). With
     C1 = A^T A and C2 = B^T B the trace of the root is the sum of the singular values of A B^T.
-    That needs no root of rounding errors where pictures are fewer than features: on two equal sets
-    of 256 x 2048 features torchmetrics 1.7.4, which takes the eigenvalues of C1 C2, gives -0.3.
+    This takes no root of rounding errors if there are fewer pictures than features. torchmetrics
+    1.7.4, with the eigenvalues of C1 C2, gives -0.3 for two equal sets of 256 x 2048 features.
     """
     means, factors = [], []
     for matrix in (torch.from_numpy(reference), torch.from_numpy(features)):

@@ -1,1 +1,1 @@
-"""How are fresh measuring processes started and what became of them? Needs no torch."""
+"""Starts measuring commands in fresh processes and says how they ended. Needs no torch."""

@@ -46,7 +46,7 @@ MAX_REASON_LENGTH = 300
 class Outcome:
     """How a measuring command ended."""
 
-    status: str  # one of those of a record
+    status: str  # as in a record
     reason: str | None  # None for ok
     exit_code: int  # as of `End`
     duration_s: float
@@ -102,10 +102,10 @@ def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> 
 
 
 def measuring_command(command: Sequence[str]) -> list[str]:
-    """A user's command for `run_child`: found, and without a results folder of its own.
+    """A user's command for `run_child`: with the path of its program, and without --results_dir.
 
     A flag or a value that benchmark.py or data.py does not know is refused here: each start of them
-    takes seconds. Those of another checkout may know others.
+    takes seconds. Programs of another checkout are not checked.
     """
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
     for number, word in enumerate(command, start=1):
@@ -116,7 +116,7 @@ def measuring_command(command: Sequence[str]) -> list[str]:
 
 
 def find_program(command: Sequence[str]) -> list[str]:
-    """The command with its program as a path: this Python, beside it, or on PATH."""
+    """The command with the path of its program: this Python, one beside it, or one on PATH."""
     name, *arguments = command or ("",)
     if name in ("python", "python3"):  # not one with other packages
         return [sys.executable, *arguments]
@@ -127,7 +127,7 @@ def find_program(command: Sequence[str]) -> list[str]:
         raise ConfigError(
             "there is no command, or its program is not installed",
             value=name,
-            allowed="composer, torchrun, python or a program on PATH, behind --",
+            allowed="composer, torchrun, python or a program on PATH, after --",
             flag="COMMAND",
         )
     return [program, *arguments]
@@ -137,8 +137,8 @@ def find_program(command: Sequence[str]) -> list[str]:
 def only_one_in(folder: Path) -> Iterator[None]:
     """Make the folder, and keep other programs out of it during the block.
 
-    What the block starts by `run_guarded` holds the lock, too: after a kill of this process the
-    folder is free when all that is left has ended.
+    Processes that the block starts by `run_guarded` hold the lock, too: after a kill of this
+    process the folder is free when all of them have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_NAME).open("a") as file:
@@ -173,9 +173,9 @@ def run_guarded(
 ) -> End:
     """Run a command in a process of its own to its end, or for `timeout_s`.
 
-    The command and all that it has started end with this process, however this one ends, within
-    `grace_s`. In the folder the command tells what ended it badly. Without an `output` it prints
-    where this process does.
+    The command and its descendants end with this process, however that ends, within `grace_s`. The
+    command writes the cause of a failure into the folder. Without an `output` it prints where this
+    process does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cause_file = (folder / CAUSE_NAME).absolute()
@@ -208,7 +208,7 @@ def run_in_terminal(
 ) -> int:
     """Run a command as `run_guarded`, with assignments ``NAME=value``; returns its exit code."""
     end = run_guarded(["env", *variables, *find_program(command)], folder=folder, grace_s=grace_s)
-    if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # which it has told itself
+    if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # else it printed the cause
         print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
     return end.exit_code
 
@@ -274,7 +274,7 @@ def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
     elif record is not None and record["duration_s"] is not None:  # the record has an end
         status, reason = record["status"], record["reason"]
         if (status == OK) != (end.exit_code == 0) or status == INTERRUPTED:
-            # Nobody has stopped this run, so that one of its ranks must have ended otherwise.
+            # Nobody has stopped this run, so one of its ranks must have ended in another way.
             status, reason = FAILED, f"{ended}; the record says: {reason or 'ok'}"
     else:
         last_line = (tail(folder).splitlines() or ["no output"])[-1]
@@ -302,7 +302,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _signal_of(exit_code: int) -> signal.Signals | None:
-    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n."""
+    """The signal n in an exit code: 128 + n of a shell, 256 - n of composer, or -n."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     if 192 < exit_code < 255:  # 255 is taken for a program's own exit(-1)
         number = 256 - exit_code

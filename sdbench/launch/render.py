@@ -102,8 +102,8 @@ NODES = whole_number(1, 10_000)
 class RenderFlags:
     """Flags of render: its own, then one for each variable of the templates."""
 
-    out: Path | None = setting(PATH, None, "where it goes (default: standard output)")
-    dry_run: bool = setting(SWITCH, False, "say what it would run, and write nothing")
+    out: Path | None = setting(PATH, None, "file to write (default: standard output)")
+    dry_run: bool = setting(SWITCH, False, "print what the job would run, and write nothing")
 
     registry: str | None = setting(
         _matching(
@@ -115,7 +115,7 @@ class RenderFlags:
     docker_image_name: str = setting(WORD, "mosaicml-stable-diffusion", "name of the image")
     tag: str | None = setting(TAG, None, "tag of the image, e.g. 0.32.1")
     num_nodes: int | None = setting(NODES, None, "nodes, and so pods, that train")
-    num_gpus_per_node: int = setting(whole_number(1, 1024), 8, "GPUs, and so ranks, of a node")
+    num_gpus_per_node: int = setting(whole_number(1, 1024), 8, "GPUs, and so ranks, per node")
     num_efa_per_node: int | None = setting(
         whole_number(0, 1024),
         None,
@@ -206,13 +206,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_names(template: str) -> set[str]:
-    """The variables of a template, ``${NAME}`` each, and those that they follow from."""
+    """The variables ``${NAME}`` of a template, and the variables that they are computed from."""
     names = {found["braced"] for found in string.Template.pattern.finditer(template)}
     return names | {"NUM_NODES", "NUM_GPUS_PER_NODE"}
 
 
 def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
-    """The value of every variable of a template; refuses a variable without one."""
+    """The value of every variable of a template; refuses a variable that is not set."""
     is_at_pod = flags.rdzv_backend == "c10d"
     now = datetime.datetime.now(datetime.timezone.utc)
     num_nodes = flags.num_nodes or 0

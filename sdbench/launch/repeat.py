@@ -35,8 +35,9 @@ examples:
   python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate    (once more)
 
 Three runs or more give an interval between runs. With --against the two commands take turns, and
-are compared: the same command five times now and five times an hour later differs by more than
-chance. The exit code is 1 if a run failed, and the others are kept; 2 if the command is refused.
+are compared: without turns, five runs now and five runs of the same command an hour later differ by
+more than chance. The exit code is 1 if a run failed (the others are kept), and 2 if the command is
+refused.
 """
 
 
@@ -50,10 +51,10 @@ class RepeatFlags:
     against: str | None = setting(
         TEXT,
         None,
-        "a second command, in one pair of quotes: the baseline, with which COMMAND takes turns and "
-        "is compared",
+        "a second command, in one pair of quotes: the baseline that COMMAND takes turns with and "
+        "is compared with",
     )
-    folder: Path | None = setting(PATH, None, "for the runs (default: runs/repeat_<time>)")
+    folder: Path | None = setting(PATH, None, "folder for the runs (default: runs/repeat_<time>)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for run, outcome in measure(runs):
             outcomes[run.folder.parent].append(outcome)
-            # A launcher may make another exit code of it. All other runs would be refused as well.
+            # A launcher may change the exit code. All other runs would be refused as well.
             if outcome.exit_code == EXIT_BAD_INPUT or outcome.cause == ConfigError.__name__:
                 raise ConfigError(
                     f"the command is refused ({outcome.reason})",
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     allowed="a command that runs",
                     flag="--against" if run.name == BASELINE else "COMMAND",
                 )
-    finally:  # a stop signal costs what has ended nothing
+    finally:  # a stop signal loses no run that has ended
         for place, of_command in outcomes.items():
             if of_command:
                 print(f"\n{describe(of_command)}\n\nruns: {place}")

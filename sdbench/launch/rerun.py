@@ -55,10 +55,10 @@ examples:
   python -m sdbench rerun runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
   python -m sdbench rerun results/runs/RUN -- --remote my-mds
 
-Before the run it says what the record does not know, and what is not as in the record: the commit,
-packages, the data set. Flags behind -- replace settings of the record: the places of data and
-weights are left out of a record that is published. The exit code is that of the run; 2 bad input,
-130 stopped.
+Before the run it prints what the record lacks, and what differs from the record here: the commit,
+packages, the data set. Flags after -- replace settings of the record, such as the places of data
+and weights, which a published record lacks. The exit code is that of the run; 2 bad input, 130
+stopped.
 """
 
 # The program that makes records of a kind, and its settings.
@@ -73,7 +73,7 @@ OF_THE_RUN = {"results_dir", "resume", "max_failures", "ray_storage_path", "stop
 ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 CHOOSES_GPUS = "CUDA_VISIBLE_DEVICES"
 # Values that a record may give a variable: a number or a switch for any variable of speed, and a
-# word for those below. Others might name a library or a program that is then loaded.
+# word for the variables below. Other values might name a library or a program that is then loaded.
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?|true|false|yes|no|on|off", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z0-9_^][A-Za-z0-9_^:;,.=+-]*")
 TAKES_WORDS = {
@@ -94,7 +94,7 @@ class RerunFlags:
         PATH, REQUIRED, "folder of a run, or its record.json", is_positional=True
     )
     folder: Path | None = setting(
-        PATH, None, "for the new run (default: runs/rerun_<name of the run>)"
+        PATH, None, "folder for the new run (default: runs/rerun_<name of the run>)"
     )
     dry_run: bool = setting(SWITCH, False, "print the command and stop")
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         RerunFlags,
         argv,
         prog="python -m sdbench rerun",
-        description="Run what a record says once more: launcher, ranks, settings, environment.",
+        description="Repeat the run of a record: launcher, ranks, settings, environment.",
         epilog=EPILOG,
         rest="FLAGS ...",
     )
@@ -187,9 +187,9 @@ def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def _settings_to_give(
     record: Mapping[str, Any], config_type: type, *, without: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings that a command line has to name, and sentences on settings without a record.
+    """The settings that the command line has to give, and sentences on settings unknown to a side.
 
-    Those that this version's default or preset gives by itself are left out.
+    Settings that this version's default or preset gives by itself are left out.
     """
     recorded, declared = record["config"], declarations(config_type)
     on_gpu = record["machine"]["device_type"] == GPU
@@ -212,7 +212,7 @@ def _settings_to_give(
             raise ConfigError(
                 "a setting of the record has no value, and in this version it always has one",
                 value=f"{name}: null",
-                allowed=f"{one.kind.allowed}, behind --",
+                allowed=f"{one.kind.allowed}, after --",
                 flag=one.flag,
             )
         if is_elsewhere or (name == "ray_address" and value != "auto"):
@@ -220,7 +220,7 @@ def _settings_to_give(
                 f"a record does not say where {one.flag} is: places, commands and clusters are not "
                 "left to it",
                 value=value,
-                allowed=f"its place, behind --: -- {one.flag} PLACE{_tell_how_made(record)}",
+                allowed=f"its place, after --: -- {one.flag} PLACE{_tell_how_made(record)}",
                 flag=one.flag,
             )
         kept[name] = value
@@ -233,7 +233,7 @@ def _settings_to_give(
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
-    """Return True for a command, and for the name of a flag, as `publish` writes for a path.
+    """Return True for a command, and for ``<flag>``, which `publish` writes for a path.
 
     A record keeps only the program of a ``pipe:`` command. Braces may expand to one as well.
     """
@@ -282,7 +282,7 @@ def _check_inputs(record: Mapping[str, Any], config: Any) -> dict[str, Any] | No
         raise ConfigError(
             f"the {what} not here ({error.what[:1].lower()}{error.what[1:]})",
             value=error.value,
-            allowed=f"{error.allowed}; another place behind --{how_made}",
+            allowed=f"{error.allowed}; another place after --{how_made}",
             flag=error.flag,
         ) from None
 
@@ -307,7 +307,7 @@ def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str
         if changes_speed and (here.get(name) == value or is_taken):
             assigned[name] = value
         else:
-            why = "it is of its machine" if changes_speed else "it does not change speed"
+            why = "it is the other machine's" if changes_speed else "it does not change speed"
             told.append(f"{name}={value} is not set: {why}")
     told += [
         f"{name}={here[name]} is set here and was not" for name in here if name not in assigned
@@ -321,7 +321,7 @@ def _environment(record: Mapping[str, Any], *, has_gpus: bool) -> tuple[list[str
 def _compare(
     record: Mapping[str, Any], data_here: Mapping[str, Any] | None, *, gpu: str | None
 ) -> tuple[list[str], list[str]]:
-    """Facts other than settings that the record lacks, and sentences on those that differ here."""
+    """Facts, other than settings, that the record lacks, and sentences on facts that differ."""
     machine, git, state = record["machine"], record["git"], git_state()
     data_then, workload = record.get("data"), record.get("workload", {})
     then = {
@@ -354,7 +354,7 @@ def _compare(
         "a hash of its weights": workload.get("weights") == "loaded" and not workload["revision"],
         "the versions of its other packages": "other_versions" not in record,
         "its commit": git["commit"] is None,
-        "the changes to its commit, with which it ran": git["dirty"],
+        "the uncommitted changes that it ran with": git["dirty"],
     }
     return [fact for fact, is_lacking in lacks.items() if is_lacking], differences
 

@@ -39,8 +39,7 @@ def measure(
 ) -> Iterator[tuple[RunT, Outcome]]:
     """Make runs, each within `timeout_s`, until `end_s`, and show how each has ended.
 
-    The run that is under way at `end_s`, on the monotonic clock, is not given unless its own time
-    is up too.
+    A run that is cut off at `end_s`, on the monotonic clock, is not yielded.
     """
     with Progress(len(runs), unit="run") as progress:
         for run in runs:
@@ -60,7 +59,7 @@ def measure(
 
 
 def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
-    """Number of the round, from 1, and item: what changes slowly on a machine meets all alike."""
+    """Pairs of round, from 1, and item: a slow change of the machine affects all items alike."""
     return list(itertools.product(range(1, times + 1), items))
 
 

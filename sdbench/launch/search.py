@@ -1,7 +1,7 @@
 """The command `python -m sdbench search`: finds the largest and the fastest micro-batch.
 
-Every probe is a process of its own, and so never meets memory that a failed one still holds.
-The fastest is measured once more in a fresh process, with the settings of the command.
+Every probe is a fresh process, so it never meets memory that a failed one still holds. The fastest
+is measured once more in a fresh process, with the settings of the command.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 FLAG = "--device_train_microbatch_size"
-# What a run without enough memory ends by, if it cannot say `oom` itself.
+# Causes by which a run without enough memory ends, if it cannot say `oom` itself.
 MEMORY_CAUSES = (KILLED, MemoryEstimateError.__name__)
 MAX_MICRO_BATCH = 256
-# Between powers of two only multiples of it are tried.
+# Between powers of two, only multiples of this are tried.
 MULTIPLE = 4
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
@@ -47,7 +47,7 @@ GPUs, and on a CPU one micro-batch per rank, which then grows with the micro-bat
 class SearchFlags:
     """Flags of search."""
 
-    folder: Path | None = setting(PATH, None, "for the runs (default: runs/search_<time>)")
+    folder: Path | None = setting(PATH, None, "folder for the runs (default: runs/search_<time>)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

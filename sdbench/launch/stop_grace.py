@@ -48,6 +48,6 @@ def _ignore_terminations() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are none of the launcher's
+    sys.path.pop(0)  # this folder, whose modules must not shadow the launcher's
     _, launcher_name, grace, *sys.argv[1:] = sys.argv
     sys.exit(main(launcher_name, float(grace)))

@@ -49,13 +49,13 @@ class SubmitFlags:
     """Flags of submit."""
 
     nodes: tuple[int, ...] = setting(list_of(POSITIVE), (), "numbers of nodes, e.g. 1,2,4")
-    repeats: int = setting(REPEATS, 3, "jobs of each")
+    repeats: int = setting(REPEATS, 3, "jobs for each number of nodes")
     scaling: str = setting(
         one_of("strong", "weak"),
         "strong",
         "weak: --batch_size is for the fewest nodes and grows with them",
     )
-    folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
+    folder: Path | None = setting(PATH, None, "folder of the jobs (default: runs/submit_<time>)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +165,7 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
             raise ConfigError(
                 "weak scaling needs the global batch on the fewest nodes",
                 value=" ".join(arguments),
-                allowed="--batch_size N behind --",
+                allowed="--batch_size N after --",
                 flag="--batch_size",
             )
         batch_size = SETTINGS["batch_size"].parse(given[-1])

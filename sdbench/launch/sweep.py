@@ -1,7 +1,7 @@
 """The command `python -m sdbench sweep`: runs many configurations, each in a process of its own.
 
 A run that is out of memory, fails or takes too long is a row like any other. When a run has ended,
-its outcome is written to cell.json in one piece. A run without this file is made by the next start.
+its outcome is written atomically to cell.json. The next start makes the runs without this file.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ examples:
   python -m sdbench sweep sweeps/tiny.yaml
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
 
-Started again, the same command goes on where it was; a run whose folder is gone is made again.
-Running out of memory is a finding, and so is what the budget leaves no time for; the exit code is 1
-if a run failed otherwise, took too long or was invalid, and 130 if the sweep was stopped.
+The same command resumes a sweep; a run whose folder is gone is made again. Runs that are out of
+memory, or that the budget leaves no time for, are not failures. The exit code is 1 if a run failed
+otherwise, took too long or was invalid, and 130 if the sweep was stopped.
 """
 
 
@@ -104,7 +104,7 @@ class SweepRun(Run):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Begin a sweep or go on with it; returns the exit code."""
+    """Begin or resume a sweep; returns the exit code."""
     flags = parse(
         SweepFlags,
         argv,
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
         print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
     machines = {run.record["machine"]["slug"] for run in runs if run.record is not None}
-    if len(machines) > 1:  # another GPU, too, which the environment does not tell
+    if len(machines) > 1:  # e.g. another GPU, which environment.json does not have
         names = for_terminal(", ".join(sorted(machines)))
         print(f"caution: measured on different machines: {names}", file=sys.stderr)
     statuses = {run.outcome["status"] for run in runs if run.outcome is not None}
@@ -155,7 +155,7 @@ def _check_environment(folder: Path) -> None:
         "commit": git_state()["commit"],
         **package_versions(),
         "num_cpu_cores": psutil.cpu_count(),
-        # Rounded: a kernel takes a little more or less of it from one boot to the next.
+        # Rounded: the kernel takes a little more or less of it from one boot to the next.
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
     }
     path = folder / ENVIRONMENT_NAME

@@ -11,8 +11,8 @@ from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
 GPU_BATCH_SIZE = 2048
 CPU_MICROBATCH = 2
-# Of a rank, with --task dreambooth: two pictures of the subject and two of its class, as
-# dreambooth_run.sh of Ray's example has it.
+# Pictures per rank with --task dreambooth: two of the subject and two of its class, as in
+# dreambooth_run.sh of Ray's example.
 SUBJECT_BATCH_SIZE = 4
 # `auto` leaves a tenth of the memory free: estimates may be 15 % off, and fragmentation grows.
 AUTO_MEMORY_FRACTION = 0.9
@@ -85,7 +85,7 @@ def _check_batch(draft: Draft) -> None:
 
 def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
     """The largest micro-batch whose estimate fits, and the reason."""
-    # Of all memory, since free memory may differ between ranks, and the choice must not.
+    # A share of all memory: free memory may differ between ranks, and the choice must not.
     budget_gib = AUTO_MEMORY_FRACTION * per_rank_gib(draft, draft.machine.device_memory_gib)
     candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]
     best = candidates[0]

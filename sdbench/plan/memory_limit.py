@@ -1,6 +1,6 @@
 """`check_memory`: refuses a run whose estimated peak memory is more than a rank has.
 
-On a GPU it warns: constants of the estimate were not measured there.
+On a GPU it only warns: constants of the estimate were not measured there.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def check_memory(draft: Draft) -> MemoryEstimate:
     allowed = f"at most {limit_gib:.1f} GiB, {MAX_MEMORY_FRACTION:.0%} of what is free"
     if draft.on_gpu:
         draft.notes.append(
-            f"The memory may not suffice: estimated are {needed_gib:.1f} GiB "
-            f"({estimate.describe()}), and there should be {allowed}. Constants of the estimate "
-            f"were not measured on a GPU, so that the run is tried. What lowers it: "
+            f"The memory may not suffice: the estimate is {needed_gib:.1f} GiB "
+            f"({estimate.describe()}), and it should be {allowed}. Constants of the estimate were "
+            f"not measured on a GPU, so the run is tried. These flags lower it: "
             f"{_flags_that_lower_memory(draft)}."
         )
         return estimate

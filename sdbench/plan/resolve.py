@@ -43,11 +43,11 @@ StepsResolver = Callable[..., tuple[int, int]]
 
 @dataclasses.dataclass
 class Plan(Draft):
-    """A run; with nothing left open once `resolve` has returned it.
+    """A planned run; no setting is open once `resolve` has returned it.
 
     Attributes:
         source: The data source of this rank.
-        class_source: That of the pictures of a subject's class; None: there are none.
+        class_source: The source of pictures of a subject's class, or None.
         memory: Estimated peak memory of one rank.
         num_steps: Optimizer steps of the run, unless the measurement needs more.
         max_num_steps: Most optimizer steps that the measurement may need.
@@ -197,7 +197,7 @@ def _check_tokens(draft: Draft) -> None:
         raise ConfigError(
             f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",
             value=config.model_name,
-            allowed="a model in which they are as many, to add one",
+            allowed="a model whose text encoder and tokenizer have equally many, to add one",
             flag="--model_name",
         )
 

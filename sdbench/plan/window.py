@@ -12,23 +12,23 @@ from sdbench.settings.setting import PerDevice, of_device
 from sdbench.statistics.intervals import num_precise_steps
 
 # A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. On a CPU
-# Composer's third step is still slow: 4.36 and then 3.56 s. (4 + 10 + 3 behind) steps of 8 images
-# at 256 px, as in the first command of the README, are 3 to 6 minutes at the 0.7 to 0.4 images/s of
-# two cores.
+# Composer's third step is still slow: 4.36 and then 3.56 s. 4 + 10 steps and 3 after the window, of
+# 8 images at 256 px as in the first command of the README, take two cores 3 to 6 minutes at 0.7 to
+# 0.4 images/s.
 WARMUP_BATCHES = PerDevice(gpu=3, cpu=4)
 MEASURE_BATCHES = PerDevice(gpu=20, cpu=10)
 # Shares of a step hardly vary, so two profiled steps say enough.
 PROFILE_BATCHES = 2
 # A run that has not settled after three windows will not settle in a fourth.
 MAX_WARMUP_WINDOWS = 2
-# Each doubling of a window narrows its interval by 0.7: from 4 % to 1 % in four.
+# Each doubling of a window narrows its interval to 0.7 of its width: from 4 % to 1 % in four.
 MAX_WINDOW_FACTOR = 16
 
 
 def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     """Choose the windows of a run whose batch is settled; returns the plan's numbers of steps.
 
-    `num_samples` are those of an epoch, None if unknown.
+    `num_samples` is the number of samples of an epoch, None if unknown.
     """
     num_steps = None
     if draft.config.max_duration is not None:
@@ -40,7 +40,7 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     if num_steps is not None and needed > num_steps:
         raise ConfigError(
             f"{config.warmup_batches} warm-up and {config.measure_batches} measured batches and "
-            f"{behind} behind them do not fit into the run of {num_steps}",
+            f"{behind} after them do not fit into the run of {num_steps}",
             value=config.max_duration,
             allowed=f"at least {needed}ba, or fewer batches to measure",
             flag="--max_duration, --warmup_batches, --measure_batches or --profile_batches",
@@ -65,7 +65,7 @@ def looks_at_attention(config: BenchmarkConfig, ranks: Ranks) -> bool:
 def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
     """Optimizer steps of a --max_duration in batches, epochs or samples, the last one rounded up.
 
-    `num_samples` are those of an epoch; with None, epochs are refused.
+    `num_samples` is the number of samples of an epoch; with None, epochs are refused.
     """
     number, unit = int(duration[:-2]), duration[-2:]
     if unit == "ba":

@@ -38,7 +38,7 @@ GFLOP: matrix products and convolutions. GB: each input read once, each output w
 
 
 def add_figures(rows: pd.DataFrame, profile: Profile) -> pd.DataFrame:
-    """The names in rows of a profile with their `FIGURES`; None is not known."""
+    """Names and `FIGURES` of rows of a profile; an unknown figure is None."""
     time_s = rows.time_s.where(rows.time_s > 0)
     bound = np.where(rows.arithmetic_s > rows.memory_s, "arithmetic", "memory")
     figures = rows[[name for name in NAMES if name in rows]].assign(
@@ -90,7 +90,7 @@ def format_profile(profile: Profile, *, top: int) -> str:
 
 
 def describe_floors(profile: Profile) -> str:
-    """The step as it is and at the ceilings, one below the other."""
+    """A table of the measured step and of its floors at the ceilings."""
     times_s = {
         "as it is": profile.step_s,
         "floor of its operators, one after the other": profile.floor_s,
@@ -145,7 +145,7 @@ def warnings_of(profile: Profile, *, is_compiled: bool) -> list[str]:
     if len(changed) and not is_compiled:
         names = ", ".join(changed.operator[:MAX_NAMED])
         lines.append(
-            f"warning: {len(changed)} operators were called another number of times in the "
+            f"warning: {len(changed)} operators were called a different number of times in the "
             f"profiled steps than in the counted one: {names}"
         )
     if is_compiled:
@@ -164,7 +164,7 @@ def to_csv(profile: Profile) -> str:
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """The figures but for the single operators, which to_csv has."""
+    """The figures; only `to_csv` has the operators by their shapes."""
     phases = add_figures(profile.by_phase, profile).set_index("phase")
     return {
         "ceilings": {

@@ -2,7 +2,7 @@
 
 Williams, Waterman and Patterson, "Roofline" (CACM 52, 4, 2009): an operator ends neither before its
 arithmetic is done at the peak rate nor before its bytes have moved at the full bandwidth. Both
-ceilings are measured, so a floor is what this machine reaches at its best and no data sheet's.
+ceilings are measured on this machine, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def join(
 ) -> pd.DataFrame:
     """Set the work of each operator in a step beside its time, the longest time first.
 
-    Work is counted by operator and type of its numbers. All calls with the same key do the same
-    work, so the larger of their sums is the sum of the larger ones. In the sums of a row NaN is not
-    known. In ``calls_differ`` the profiler saw another number of calls than were counted, of an
-    operator that does work: autograd may make a view more or less.
+    Work is counted by operator and dtype. Calls with the same key do the same work, so the maximum
+    of their summed arithmetic and memory times is their summed floor. NaN is an unknown sum.
+    ``calls_differ`` marks an operator that the profiler saw another number of times than counted.
+    Operators without work are never marked: autograd may make a view more or less.
     """
     work = pd.DataFrame(
         [
@@ -109,7 +109,7 @@ def join(
 
 
 def add_up(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Add up the rows that agree in some columns; what is not known in all of them stays NaN."""
+    """Add up the rows that agree in some columns; a sum is NaN if it is unknown in all of them."""
     return rows.groupby([*by], sort=False)[[*SUMS]].sum(min_count=1).reset_index()
 
 
@@ -120,7 +120,7 @@ class Profile:
     Attributes:
         rows: As `join` makes them.
         kernels: Of a GPU, by name; empty on a CPU.
-        step_s: Length of a step as it is, in seconds.
+        step_s: Length of a step without the profiler, in seconds.
         profiled_step_s: Length of a step under the profiler, which shares refer to.
         model_flop: Operations of the model for these images, nothing computed a second time.
         num_trained: Weights that the optimizer updates.

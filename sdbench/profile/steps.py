@@ -1,14 +1,13 @@
 """`ProfiledSteps` counts and profiles steps; `StepEvents` adds up the profiler's events.
 
-warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
+warm-up | measured (unprofiled) | one is counted | for each profiled one: one to settle, profiled
 
-Counting a step and reading the events of a profiled one take small blocks out of the heap. The
-next step of SD2 on a CPU finds the large blocks broken up and waits for new pages of the kernel,
-which is not time of its operators: hence the steps to settle.
+Counting a step and reading profiler events fragment the heap. The next step of SD2 on a CPU then
+waits for new pages from the kernel, which is not time of its operators: hence the steps to settle.
 
-Events are nested: autograd calls operators, and operators call others. Going down from the top, the
-first event that was counted (work.py) has the time of all that are below it. On a GPU the time is
-the time of the kernels that an event launched.
+Events are nested: autograd calls operators, and operators call others. The topmost event that was
+counted (work.py) gets the time of all events below it. On a GPU the time is that of the kernels
+that an event launched.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sdbench.profile.roofline import Operator, Timing
 from sdbench.profile.work import WorkCounter
 
 NUM_COUNTED_STEPS = 1
-# Ranges whose name begins so say which phase the step is in.
+# Prefix of the profiler's ranges that mark the phase of a step.
 PHASE_RANGE = "sdbench: "
 # Events in which torch only walks from one operator to the next.
 WALKS = ("autograd::", "torch::autograd::")
@@ -81,8 +80,8 @@ class ProfiledSteps:
 
     Attributes:
         num_steps: Steps of the whole run.
-        counter: Has counted the work of a step.
-        step: To be entered around the training: an engine that fails ends within a step.
+        counter: Counts the work of a step.
+        step: Context to enter around the training: an engine that fails ends within a step.
         events: Of the profiled steps; None before the first.
     """
 
@@ -156,7 +155,7 @@ class StepEvents:
         self._kernels: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, events: Sequence[Any]) -> None:
-        """Add the profiler's events of one step, with shapes and under phase ranges without gap."""
+        """Add the profiler's events of one step, recorded with shapes and within phase ranges."""
         on_host = [event for event in events if event.device_type == DeviceType.CPU]
         ranges = [event for event in on_host if event.name.startswith(PHASE_RANGE)]
         ranges.sort(key=lambda event: event.time_range.start)
@@ -202,7 +201,7 @@ class StepEvents:
         }
 
     def _find_operators(self, event: Any, phase_of: PhaseFinder) -> Found:
-        """The counted operators in an event and below it, and the others."""
+        """The operators in an event and below it, counted or not."""
         phase = phase_of(event)
         shapes = _shapes(event.input_shapes)
         operator = self._find(phase, event.name, shapes)
@@ -234,12 +233,12 @@ class StepEvents:
 
 
 def _is_operator(name: str) -> bool:
-    """Also for kernels that inductor makes: graph_0_cpp_fused_add_1, triton_poi_fused_add_1."""
+    """Whether it is an operator or a kernel of inductor, e.g. triton_poi_fused_add_1."""
     return ("::" in name and not name.startswith(WALKS)) or "_fused_" in name
 
 
 def _shapes(input_shapes: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Without numbers and lists of tensors, which are lists of shapes in some versions."""
+    """The shapes of tensors, without numbers and lists of tensors (lists in some versions)."""
     return tuple(
         tuple(shape)
         for shape in input_shapes or []

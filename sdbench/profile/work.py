@@ -1,8 +1,8 @@
 """`WorkCounter`: counts the arithmetic and the bytes of each operator of a step.
 
-Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are what a
-call must read and write at least, each input once and each output once; what it writes for itself
-on the way, or reads a second time, is not counted.
+Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are the least
+that a call must read and write, each input once and each output once, without temporaries and
+repeated reads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 # The marks of torch's profiler and optimizers are dispatched as operators too.
 NO_WORK = ("profiler", "prim")
 
-# torch 2.7 and 2.11 have formulas for the attention kernels of GPUs only, and take that of a CPU
-# to be none. The arguments are the same. A backward pass is five products and not four: these
-# kernels compute the scores again instead of keeping them.
+# torch 2.7 and 2.11 have formulas only for the attention kernels of GPUs, and count nothing for a
+# CPU. The arguments are the same. A backward pass is five products and not four: these kernels
+# compute the scores again instead of keeping them.
 FORMULAS = {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         aten._scaled_dot_product_flash_attention
@@ -54,18 +54,18 @@ OVERWRITES = {
 }
 # Only the rows asked for are read from a table: as many bytes as the output has.
 LOOK_UPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-# The schema lets these write the gradients too, which they do only to take a loss scale off them.
+# The schema lets these write the gradients too, which they do only to undo loss scaling.
 FUSED_OPTIMIZERS = {aten._fused_adamw_, aten._fused_adam_}
 
 
 class WorkCounter(TorchDispatchMode):
     """Counts the work of every operator while it is entered.
 
-    It is shown every operator below autograd and autocast: exactly those that compute something.
-    It keeps numbers and no tensors, so that the step needs no more memory than any other.
+    It sees every operator below autograd and autocast: exactly those that compute something. It
+    keeps numbers and no tensors, so that the step needs no more memory than any other.
 
     Attributes:
-        work: Operator and type of its numbers to the sum over its calls.
+        work: Sum over the calls, by operator and dtype.
     """
 
     def __init__(self, *, phase: Callable[[], str], device_type: str) -> None:
@@ -156,7 +156,7 @@ def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _num_bytes(tensor: torch.Tensor, device_type: str) -> int:
-    """Bytes in memory; along a dimension without a stride all elements are the same one."""
+    """Bytes in memory; along a dimension of stride 0 all elements are the same one."""
     if tensor.device.type != device_type:
         return 0
     num_elements = 1

@@ -1,7 +1,7 @@
 """Groups runs into configurations: runs with the same settings are replicates.
 
-All settings that may change a step are compared, also those of other versions of the suite: runs
-with an unknown difference must not be averaged.
+All settings that may change a step are compared, including settings of other versions of the suite:
+runs with an unknown difference must not be averaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_COLUMNS = frozenset(
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where a step has its latents from: ``online``, ``precomputed``, `BESIDE` or `SUBJECT`."""
+    """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`."""
     if config.get("task") == DREAMBOOTH:
         return SUBJECT
     return BESIDE if config.get("online_preprocessing") else config["latents"]
@@ -85,7 +85,7 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
 def hash_of_data(record: Mapping[str, Any]) -> dict[str, str]:
     """The hash of a run's data set, by name; empty if unknown.
 
-    A published record has a placeholder for the place, which may stand for several data sets.
+    It tells data sets apart in published records, whose paths are placeholders.
     """
     described = record.get("data")
     return {"data_sha256": described["sha256"][:12]} if described else {}

@@ -10,9 +10,9 @@ from typing import Any
 
 from sdbench.base.outside import open_table
 
-# The window and the steps have clocks of their own: host times at the edges of the window, events
-# of the GPU in between. In the 154 published records with steps, all of CPUs and so of one clock,
-# they agree to 1e-6. What a short window of a GPU needs was not measured: this is an allowance.
+# The host times the window, and on a GPU its events time the steps. In the 154 published records
+# with steps, all of CPUs and so of one clock, both agree to 1e-6. How far they differ in a short
+# window of a GPU was not measured: this is an allowance.
 MAX_CLOCK_DIFFERENCE = 0.1
 
 
@@ -52,4 +52,4 @@ def _read_step_times(file: Path) -> list[float]:
         rows = [row for row in csv.DictReader(open_table(file)) if row["phase"] == "measured"]
         return [float(row["step_time_s"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, csv.Error):
-        return []  # what draws the steps names the fault
+        return []  # the code that draws the steps reports the fault

@@ -14,7 +14,7 @@ SCHEMA = SCHEMA_FILE.with_name("history.schema.json")
 HISTORY_NAME = "history.jsonl"
 # A line for each batch whose loss was not finite.
 BAD_BATCHES_NAME = "bad_batches.jsonl"
-# Of the steps.csv of a training run, which goes on over all its processes.
+# Columns of the steps.csv of a training run, which all its processes extend.
 TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "data_wait_percent")
 
 
@@ -52,9 +52,9 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the stops of a run have cost, over all its processes.
 
-    ``num_lost_steps`` came after a checkpoint and were trained again; ``lost_s`` is the training
-    time of those in steps.csv; ``down_s`` is the time from the last line that a process wrote to
-    the first step of the next.
+    ``num_lost_steps`` counts steps after a checkpoint that were trained again; ``lost_s`` is the
+    training time of those in steps.csv; ``down_s`` is the time from the last line that a process
+    wrote to the first step of the next process.
     """
     restarts = [event for event in events if event["event"] == "begin"][1:]
     facts = ("num_lost_steps", "lost_s", "down_s")

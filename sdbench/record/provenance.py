@@ -32,7 +32,7 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
 )
 NO_COMMIT = (
-    "which commit the suite is at is not known: there is no checkout that git can read, and "
+    "the commit of the suite is not known: there is no checkout that git can read, and "
     "SDBENCH_GIT_COMMIT is not set"
 )
 # Variables that change speed, by prefix and by name. The whole environment would hold secrets.
@@ -44,10 +44,10 @@ ENVIRONMENT_NAMES = (
     *("GLIBC_TUNABLES", "MALLOC_CONF", "MALLOC_ARENA_MAX", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE"),
     "NVIDIA_TF32_OVERRIDE",
 )
-# Files that are code of the suite even where git does not know them yet: Python anywhere, which may
-# be imported from beside a program, and all that is in the package.
+# Untracked files that count as code of the suite: Python anywhere, which a program beside it may
+# import, and everything in the package.
 CODE = (":/*.py", ":/sdbench")
-# Of torchrun about its own run: temporary files, restarts. None changes speed.
+# torchrun's variables about its own run (temporary files, restarts), which do not change speed.
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 
 
@@ -66,7 +66,7 @@ def other_versions() -> dict[str, str]:
     """Installed version of every package outside `PACKAGES`, by its normalized name.
 
     Packages vendored within another one are left out: Ray and setuptools put theirs on `sys.path`
-    when they are imported, so that the answer would change within a process.
+    when they are imported, which would change the answer within a process.
     """
     return dict(_other_versions(tuple(sys.path)))
 
@@ -77,7 +77,7 @@ def _other_versions(path: tuple[str, ...]) -> dict[str, str]:
     for installed in metadata.distributions(path=list(path)):
         name, version = installed.metadata["Name"], installed.metadata["Version"]
         above = {folder.name for folder in Path(str(installed.locate_file(""))).parents}
-        # Both are missing where its installation was cut off.
+        # Both are missing if its installation was interrupted.
         if name and version and not above & {"site-packages", "dist-packages"}:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)  # PEP 503
     return {name: found[name] for name in sorted(found.keys() - {*PACKAGES})}
@@ -97,9 +97,9 @@ def speed_environment() -> dict[str, str]:
 def git_state() -> dict[str, str | bool | None]:
     """Commit of the suite and whether its code differs from it; None where that is unknown.
 
-    It differs if a tracked file is changed, or if there is code that git does not know: a module
-    beside a program is imported before an installed one. A container image has no checkout; its
-    build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
+    It differs if a tracked file is changed, or if there is untracked code: a module beside a
+    program is imported before an installed one. A container image has no checkout; its build sets
+    SDBENCH_GIT_COMMIT to the 40-digit commit.
     """
     commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
     commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
@@ -110,7 +110,7 @@ def git_state() -> dict[str, str | bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
-    # git does not read another user's checkout, as a container often has it, lest its settings run
+    # git refuses another user's checkout, which a container often has, because its settings may run
     # a program. Here the checkout's own code runs already.
     command = ["git", "-c", "safe.directory=*", *arguments]
     folder = Path(__file__).parent

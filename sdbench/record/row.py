@@ -1,8 +1,8 @@
-"""Makes a record one row of a long table, and writes such tables as CSV.
+"""Turns records into rows of a table, and writes such tables as CSV.
 
 The columns include those of the tables of published figures, so that measured and quoted rows can
-be compared. Unknown is an empty cell. A text that a spreadsheet would take for a formula begins
-with an apostrophe.
+be compared. An unknown value is an empty cell. A text that a spreadsheet would take for a formula
+gets a leading apostrophe.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str
 def append_row(path: Path, record: dict[str, Any]) -> None:
     """Append a record's row to a CSV file; a new file gets a header.
 
-    The file is locked while it is written. One with the columns of another version of the suite is
-    renamed, so that no cell lands in a wrong column. On a full disk OSError is raised, and the file
-    is unchanged.
+    The file is locked while it is written. A file with the columns of another version of the suite
+    is renamed, so that no cell lands in a wrong column. On a full disk OSError is raised, and the
+    file is unchanged.
     """
     while True:
         with path.open("a+", encoding="utf-8", newline="") as file:

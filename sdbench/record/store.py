@@ -1,9 +1,9 @@
 """Writes the folder of a run and reads its record.
 
 Each run has its own folder: record.json (everything needed to repeat it), stdout.log and, where a
-model was trained, steps.csv (every step; after an error those that the first rank has timed). The
-record exists from the start with the status `failed`, so that a run killed without warning leaves
-one, and disk space is reserved for its last version. A log that cannot be written never ends a run.
+model was trained, steps.csv (every step; after an error, the steps that the first rank has timed).
+The record exists from the start with the status `failed`, so that a killed run leaves one, and disk
+space is reserved for its last version. A log that cannot be written never ends a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SCHEMA_FILES = {
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
     TRAIN: SCHEMA_FILE.with_name("train.schema.json"),
 }
-# Settings that were added after some records were written, with the behaviour before.
+# Settings that were added after some records were written, with their value in older records.
 CAME_LATER = {
     name: declared.before
     for name, declared in SETTINGS.items()
@@ -115,7 +115,7 @@ class RunFolder:
     def write_record(self, record: dict[str, Any], *, is_last: bool = False) -> dict[str, Any]:
         """Replace the record atomically, and return it as written, without secrets.
 
-        The last version is written in the reserved space if the disk is full, and frees it.
+        The last version uses the reserved space if the disk is full, and frees it otherwise.
         """
         if not is_last:
             return write_json(self._record_path, record)
@@ -143,11 +143,11 @@ class RunFolder:
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Read a record of any kind: record.json, or that of a run folder.
+    """Read a record of any kind, given by its file or the folder of its run.
 
-    Settings added since are filled in with the behaviour before. ValueError: the file is not JSON
-    within bounds (`sdbench.base.outside`), has another schema version or an unknown kind, does not
-    match its schema, or contradicts itself.
+    Settings added since then get the value of the behaviour before. ValueError: the file is not
+    JSON within bounds (`sdbench.base.outside`), has another schema version or an unknown kind, does
+    not match its schema, or contradicts itself.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:

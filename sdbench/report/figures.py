@@ -73,7 +73,7 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
 def _parse_row(cells: Mapping[str | None, str | None], *, number: int) -> dict[str, Any]:
     """The values of a row of `csv.DictReader`."""
     if None in cells or None in cells.values():
-        raise ValueError(f"row {number} has not as many cells as the header")
+        raise ValueError(f"row {number} has more or fewer cells than the header")
     row = {column: _parse_cell(cell, column) for column, cell in cells.items()}
     for column, value in row.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -123,7 +123,7 @@ def describe_origin(row: Mapping[str, Any]) -> str:
 
 
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give all rows of a run but the first the status `COPY`; those that differ are refused."""
+    """Give further rows of a run the status `COPY`. Rows of one run that differ are refused."""
     first: dict[str, dict[str, Any]] = {}
     marked = []
     for row in rows:
@@ -143,7 +143,7 @@ def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
-    """Parse conditions ``COLUMN=VALUE``. Raises ConfigError for this flag without a column or =."""
+    """Parse conditions ``COLUMN=VALUE``. Raises ConfigError if a column or the = is missing."""
     conditions = {}
     for text in texts:
         column, equals, conditions[column] = text.partition("=")

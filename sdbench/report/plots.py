@@ -32,9 +32,9 @@ PART_COLOURS = (
     *("#882255", "#555555", "#999933", "#AA4499", "#BBBBBB"),
 )
 MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
-# As wide as a phone, where a label of 8 points has 8 pixels: 5.2 x 72 = 374.
+# As wide as a phone: 5.2 x 72 = 374 pixels, so that a label of 8 points has 8 pixels.
 WIDTH_INCHES = 5.2
-# Several charts on one page would have these ids twice, such as patch_1 and matplotlib.axis_2.
+# Ids such as patch_1 and matplotlib.axis_2, which several charts on one page would share.
 NUMBERED_ID = re.compile(r' id="(?:matplotlib\.)?[A-Za-z0-9]+_[0-9]+"')
 METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 DOTS_PER_INCH = 130
@@ -44,7 +44,7 @@ STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    # A fixed place for the title: to find one takes a seventh of the time.
+    # A fixed place for the title: finding one takes a seventh of the drawing time.
     "axes.titley": 1.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -69,7 +69,7 @@ class Plot:
 
     Attributes:
         chart: Name of the chart.
-        index: Of the panel, from 0.
+        index: Index of the panel, from 0.
         title: Also the alternative text of the picture.
         notes: Text that the page shows at each point of a line or at a bar, by its id in the SVG,
             which begins with the name.
@@ -174,7 +174,7 @@ def render(
 
 
 def save(plots: Iterable[Plot], folder: Path, *, charts: Sequence[str]) -> None:
-    """Write the plots, and delete panels of `charts`, all possible ones, that were not drawn."""
+    """Write the plots. Delete files of panels that were not drawn; `charts` names all charts."""
     folder.mkdir(exist_ok=True)
     pictures = {}
     for plot in plots:

@@ -96,7 +96,7 @@ def draw_step_times(
 ) -> tuple[list[Plot], list[Path]]:
     """Draw the time of every step of the newest runs, a panel each, with warm-up shaded.
 
-    Tables of steps in the folders of the runs that cannot be read are named and returned.
+    Tables of steps that cannot be read are named on stderr and returned.
     """
     traced = {folders[record["run_id"]] / STEPS_NAME: record for record in _latest(records)}
     traced = {path: record for path, record in traced.items() if path.exists()}

@@ -122,11 +122,11 @@ def _describe_cores(record: dict[str, Any]) -> str:
 def tell_apart(
     records: Sequence[dict[str, Any]], *, without: Collection[str] = ()
 ) -> tuple[str, list[str]]:
-    """The facts that configurations, given by a record each, share, and a label for each.
+    """The facts that configurations share, and a label for each; a record stands for each.
 
-    A label has the facts that differ; if these do not suffice, also the commit, and if that does
-    not, the start time. The label of a single configuration is its preset and the user's settings.
-    Facts named in `without` are left out.
+    A label has the facts that differ, and the commit and the start time as far as it needs them to
+    be unique. The label of a single configuration is its preset and the user's settings. Facts
+    named in `without` are left out.
     """
     facts = [
         {name: text for name, text in _facts_of(record).items() if name not in without}
@@ -204,7 +204,7 @@ def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:
 
 
 def summary_cell(runs: Iterable[dict[str, Any]], name: str, **form: Any) -> Cell:
-    """Median over the runs of a figure of their summaries; `form` as of `median_cell`."""
+    """Median over the runs of a figure of their summaries; `form` is passed to `median_cell`."""
     return median_cell((run["summary"].get(name) for run in runs), **form)
 
 

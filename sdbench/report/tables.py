@@ -33,7 +33,7 @@ class Field(NamedTuple):
         value: Key of the value in a record, or a function of the record.
         digits: Significant figures of a float.
         unknown: Text of None.
-        is_left: Whether its cells are left-aligned; those of a column with a text always are.
+        is_left: Whether its cells are left-aligned; a column with a text always is.
         is_extra: Whether only an HTML page has it, hidden until a reader chooses it.
     """
 
@@ -69,7 +69,7 @@ class Table:
 
     @property
     def constants(self) -> dict[int, str]:
-        """Text of each column that is the same in all of several rows, by its index.
+        """Text of each column that is the same in all rows, by its index; empty with a single row.
 
         Figures with decimals do not count, nor does the column ``kind``, which rows are filtered
         by.
@@ -156,7 +156,7 @@ def make_table(
 ) -> Table:
     """Make a table of rows by heading, in the order in which the headings first occur.
 
-    A heading that a row lacks is an unknown value. `left` has columns of numbers to left-align.
+    A heading that a row lacks is an unknown value. `left` names columns of numbers to left-align.
     """
     rows = list(rows)
     headings = dict.fromkeys(heading for row in rows for heading in row)
@@ -196,7 +196,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_captioned_markdown(tables: Iterable[Table]) -> str:
-    """Tables in markdown, each below its caption, which has what is the same in all rows."""
+    """Tables in markdown, each below its caption, which says what is the same in all rows."""
     return "\n\n".join(
         f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}"
         for table in (table.without_folded_columns() for table in tables)

@@ -35,7 +35,7 @@ DASHED = {"color": "#666666", "linestyle": "--", "linewidth": 1}
 class TrainingRun:
     """A training run, which may still be going on.
 
-    The record is that of the newest process, and the events are those of all. A row of `steps` has
+    The record is from the newest process, the events are from all processes. A row of `steps` has
     `TRAIN_STEP_COLUMNS` and ``smooth_loss``, the exponentially weighted mean of the losses.
     """
 
@@ -85,7 +85,7 @@ def read_run(folder: Path) -> TrainingRun:
 
 
 def draw_run(run: TrainingRun) -> Plot | None:
-    """Draw losses, learning rate, throughput and waiting against steps; None before the first."""
+    """Draw losses, learning rate, throughput and data wait by step; None before the first step."""
     if run.steps.empty:
         return None
     sources = (
@@ -99,7 +99,7 @@ def draw_run(run: TrainingRun) -> Plot | None:
     panels = {"learning_rate": "learning rate", "images_per_second": "images/s"}
     panels["data_wait_percent"] = "data wait, %"
     for ax, (column, label) in zip(axes[1:], panels.items(), strict=True):
-        # The figures of a period are those of each step in it.
+        # A figure holds for every step of its logging period.
         ax.plot(shown["step"], shown[column], color=SERIES_COLOURS[0], drawstyle="steps-pre")
         ax.set_ylim(0, 1.1 * max(shown[column].max(), 1e-9))
         ax.set_ylabel(label)
@@ -149,7 +149,7 @@ def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:
 
 
 def encode_grids(run: TrainingRun) -> list[tuple[int, str]]:
-    """Steps and data URIs of grids, the newest first, the others from all over the run."""
+    """Steps and data URIs of grids: the newest first, then others spread over the run."""
     # A step that was trained twice has one file.
     files = {one["step"]: run.folder / one["file"] for one in run.of("samples") if one["file"]}
     steps = sorted((step for step, path in files.items() if path.exists()), reverse=True)

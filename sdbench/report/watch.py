@@ -26,11 +26,11 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 PAGE_NAME = "watch.html"
-# A century: figures of others may give any time.
+# A century: a file may hold any number.
 MAX_DURATION_S = 100 * 365.25 * 86_400
 # Each table has the newest rows.
 MAX_ROWS = 12
-HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
+HELP = "Times are hours:minutes:seconds. Validating and drawing do not count as training."
 # Events that pause training.
 PAUSES = {"validation": "validating", "samples": "drawing pictures", "scores": "scoring pictures"}
 EVENTS = {"begin": "start", "save": "checkpoint", "end": "end", "bad_loss": "loss not finite"}
@@ -56,7 +56,7 @@ class WatchFlags:
 
     run: Path = setting(PATH, REQUIRED, "folder of a run of train.py", is_positional=True)
     every: float | None = setting(
-        SECONDS, None, "seconds from one page to the next (default: one page)"
+        SECONDS, None, "write the page again after so many seconds (default: once)"
     )
 
 

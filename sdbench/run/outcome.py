@@ -91,15 +91,15 @@ class RunRecord:
     def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return the record of a run that has succeeded, without secrets.
 
-        Mappings among the further fields are merged into existing ones. A record that cannot be
-        written is a RunError.
+        Mappings in `fields` are merged into existing ones. A record that cannot be written is a
+        RunError.
         """
         merged = dict(fields)
         for name, value in fields.items():
             known = self._content.get(name)
             if isinstance(known, dict):
                 merged[name] = known | value
-        # Not before the run, whose start-up it would lengthen by 0.4 s.
+        # Read at the end: it would lengthen the start-up by 0.4 s.
         merged["other_versions"] = provenance.other_versions()
         return self._end(status=store.OK, reason=None, **merged)
 
@@ -135,10 +135,10 @@ def warn_if_not_written(name: str) -> Iterator[None]:
 def explain(
     error: BaseException, *, rank: int | None = None, heartbeat: Heartbeat | None = None
 ) -> Failure:
-    """Turn the error that ended a run, on a rank if it has ranks, into a status and a reason.
+    """Turn the error that ended a run, on this rank if one is given, into a status and a reason.
 
     Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored. The
-    heartbeat, which has listened for the other ranks, names the one that caused the error.
+    heartbeat, which watches the other ranks, names a rank that caused the error.
     """
     failure = _classify(error, rank=rank)
     # A launcher ends ranks by SIGTERM when another one is lost, and never by SIGHUP.
@@ -183,7 +183,7 @@ def _classify(error: BaseException, *, rank: int | None) -> Failure:
         )
     else:
         reason = f"{type(error).__name__}: {error}"
-        # torch says the first of a GPU and the second of a CPU.
+        # torch's messages for a GPU and for a CPU.
         said = any(part in reason for part in ("out of memory", "can't allocate memory"))
         status = store.OOM if said or isinstance(error, MemoryError) else store.FAILED
     reason += remark_of(error)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time for what was measured before a failure to be written.
+# Time limit for writing what was measured before a failure.
 PARTIAL_WITHIN_S = 30.0
-# Errors that every rank raises: the first one prints them.
+# Errors that every rank raises: the first rank prints them.
 _SHARED: list[Exception] = []
 
 
@@ -50,9 +50,9 @@ def run(
 ) -> int:
     """Run a task as a command line asks, and return the exit code: 0 ok, 1 failed, 2 bad input.
 
-    A stop signal before there is a record is the caller's, see `stop.stoppable`.
+    The caller handles a stop signal before there is a record, see `stop.stoppable`.
 
-    The task, `entry` of `TASKS`, is imported once `parse` has made its request of the arguments.
+    The task, `entry` of `TASKS`, is imported after `parse` has turned the arguments into a request.
     `began` is called with the folder of the run, on the first rank. `launch` is
     `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
     """

@@ -27,7 +27,7 @@ class Run:
 
 
 class Task(abc.ABC):
-    """One run of a task; its methods are called in the order in which they stand here.
+    """One run of a task; its methods are called in the order of their definition.
 
     Of the last two, `write_partial` is called after a failure and `conclude` after success.
 
@@ -54,8 +54,8 @@ class Task(abc.ABC):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Fill in open settings and check all; on every rank, before the ranks are connected.
 
-        A request that cannot be run here is a ConfigError; data or models out of reach are a
-        RunError.
+        Raises ConfigError for a request that cannot be run here, and RunError for data or models
+        that are out of reach.
         """
 
     def printed_config(self) -> str | None:
@@ -66,8 +66,8 @@ class Task(abc.ABC):
     def make_folder(self) -> Path:
         """Make the folder of the run and open other outputs; on the first rank.
 
-        It is a ConfigError if one exists already or cannot be written, a RunError if it is out of
-        reach.
+        Raises ConfigError if an output exists already or cannot be written, and RunError if it is
+        out of reach.
         """
 
     @abc.abstractmethod
@@ -80,7 +80,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def work(self, run: Run) -> dict[str, Any]:
-        """Do the work; on every rank. The first one's further fields of the record are used.
+        """Do the work on every rank; return further fields of the record. Rank 0's are used.
 
         ``summary`` is among them; mappings are merged into those of `for_record`.
         """

@@ -1,4 +1,4 @@
-"""Logs of a run for other programs, TensorBoard and W&B, whose failures never end the run."""
+"""Logs a run to TensorBoard and W&B, whose failures never end the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENTS_FOLDER_NAME = "tensorboard"
 # An observer logs to W&B this often, and where the phase changes: reading a loss waits for the
 # device.
 PERIOD_S = 10.0
-# Has the id of the W&B run, with which the next process of the same run goes on.
+# Holds the id of the W&B run, which the next process of the same run continues.
 ID_NAME = "wandb_id.txt"
 
 

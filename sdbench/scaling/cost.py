@@ -33,10 +33,10 @@ RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 PRICES_FILE = Path(__file__).with_name("prices.yaml")
 
 DESCRIPTION = """\
-Days, GPU-hours, cost and energy of a whole training at the throughput of a table. Days are those of
-training alone: no evaluation, checkpoints or broken nodes. Prices and powers are those of
-prices.yaml, which you edit; energy is that of the GPU boards at the most that they may draw,
-without hosts and cooling. Intervals of the throughput are carried through.
+Days, GPU-hours, cost and energy of a whole training at the throughput of a table. Days are of pure
+training, without evaluation, checkpoints and broken nodes. Prices and powers come from prices.yaml,
+which you can edit. Energy is that of the GPU boards at their maximum power, without hosts and
+cooling. Intervals of the throughput carry over to every figure.
 """
 
 EPILOG = """\
@@ -59,7 +59,7 @@ def _parse_price(text: str) -> float | str:
 class RecipeFlags:
     """What is trained, and what a GPU-hour costs."""
 
-    recipe: str = setting(TEXT, REQUIRED, "a training of --recipes")
+    recipe: str = setting(TEXT, REQUIRED, "name of a training in --recipes")
     recipes: Path | None = setting(
         PATH, None, "YAML file of trainings (default: sdbench/scaling/recipes.yaml)"
     )
@@ -121,7 +121,7 @@ def estimate(
 ) -> Row:
     """Estimate a training at images/s of all GPUs together, by resolution in pixels.
 
-    Its days are without interruptions and evaluation, its energy is that of the GPU boards alone.
+    Days exclude interruptions and evaluation; energy is that of the GPU boards alone.
     """
     seconds = sum(
         stage["num_images"] / points.swap_ends(rates[stage["image_size"]])
@@ -165,7 +165,7 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
 
 
 def load_recipe(arguments: RecipeFlags) -> Row:
-    """Read the recipe with this name, or with the only name that begins so."""
+    """Read the recipe with this name, which may be an unambiguous beginning."""
     recipes = _read_file(arguments.recipes, like=RECIPES_FILE, flag="--recipes")
     name = find_name(
         arguments.recipe, list(recipes), what="there is no such recipe", flag="--recipe"
@@ -174,7 +174,7 @@ def load_recipe(arguments: RecipeFlags) -> Row:
 
 
 def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
-    """The price of a GPU-hour: that of --price, or of the first row for a GPU, if there is one."""
+    """The price of a GPU-hour: --price, or the first row for this GPU; None without a row."""
     chosen = arguments.price
     if isinstance(chosen, float):
         return Tariff(chosen, "given with --price")
@@ -191,10 +191,10 @@ def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
 
 
 def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
-    """Read the machine with this name, or with the only name that begins so, which a flag gives.
+    """Read the machine with this name, which may be an unambiguous beginning.
 
-    ``num_devices`` are the trainers or encoders on it: its GPUs, or 1 if it computes on the CPU;
-    each of ``num_cpu_cores`` can run a decoder. ``value`` is the price of an hour in dollars.
+    ``num_devices`` is its number of trainers or encoders: its GPUs, or 1 if it computes on the CPU.
+    Each of ``num_cpu_cores`` can run a decoder. ``value`` is the price of an hour in dollars.
     """
     rows = _read_rows(path, "machines")
     return _find_row(name, rows, what="there is no such machine", flag=flag)
@@ -226,7 +226,7 @@ def _read_rows(path: Path | None, key: str) -> list[Row]:
 
 
 def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
-    """Read a YAML file of the schema of a file of this folder, or that file."""
+    """Read a YAML file with the schema of `like`, a file of this folder; `like` without a path."""
     path, allowed = path or like, f"a YAML file like {like.name}"
     content = read_mapping(path, allowed=allowed, flag=flag)
     fault = next(load_schema(like.with_suffix(".schema.json")).iter_errors(content), None)

@@ -48,13 +48,13 @@ from sdbench.settings.ray import RAY
 from sdbench.settings.setting import REQUIRED, setting, shared
 
 DESCRIPTION = """\
-How many machines of which kind a training takes, for how long and at which price, if its pictures
-are encoded by GPUs beside the trainers (online preprocessing), in the step of the trainers, or once
-before the training. Works from images/s of one trainer, one encoder and one decoder (a CPU worker
-that reads, decodes and tokenizes): records of this suite, or numbers. Encoders and decoders are as
-many as keep the trainers from waiting, with a margin, or as many as you have: then the slowest
-decides. Intervals of the rates are carried to every figure. What it does not know it leaves out:
-storage of latents, disturbed runs, and what a network slows down.
+Machines, hours and cost of a training for three ways to encode its pictures: by GPUs beside the
+trainers (online preprocessing), in the step of the trainers, or once before the training. Works
+from images/s of one trainer, one encoder and one decoder (a CPU worker that reads, decodes and
+tokenizes): records of this suite, or numbers. By default there are enough encoders and decoders to
+keep the trainers from waiting, with a margin; with numbers that you give, the slowest workers set
+the pace. Intervals of the rates carry over to every figure. Not included: storage of latents,
+interrupted runs, and slow networks.
 """
 
 EPILOG = """\
@@ -143,19 +143,19 @@ class MachinesFlags:
     encoder_rates: tuple[Row | Path, ...] = setting(
         RATE_OR_RECORD,
         REQUIRED,
-        "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
+        "images/s of one encoder: records of precompute or of data.py --engine ray, or SIZE=RATE",
         takes_several=True,
     )
     decoder_rates: tuple[Row | Path, ...] = setting(
         RATE_OR_RECORD,
         REQUIRED,
-        "images/s of one CPU worker with a core of its own: records of data.py, or so",
+        "images/s of one CPU worker with a core of its own: records of data.py, or SIZE=RATE",
         takes_several=True,
     )
     in_step_rates: tuple[Row | Path, ...] = setting(
         RATE_OR_RECORD,
         (),
-        "images/s of one trainer that encodes in its step: records of benchmark.py, or so "
+        "images/s of one trainer that encodes in its step: records of benchmark.py, or SIZE=RATE "
         "(default: this way is left out)",
         takes_several=True,
     )
@@ -163,20 +163,20 @@ class MachinesFlags:
     scaling_efficiency: float = setting(
         EFFICIENCY,
         REQUIRED,
-        "assumed: images/s of one of these trainers over those in --trainer_rates; 1 if these were "
-        "measured on as many",
+        "assumed images/s of one of these trainers, over those in --trainer_rates; 1 if those were "
+        "measured on as many trainers",
     )
-    num_encoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
-    num_decoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
+    num_encoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers need)")
+    num_decoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers need)")
     margin: float = setting(
-        NOT_NEGATIVE_NUMBER, 0.1, "share by which encoders and decoders may do more than is taken"
+        NOT_NEGATIVE_NUMBER, 0.1, "spare capacity of encoders and decoders, as a share"
     )
     trainer_machine: str = setting(TEXT, REQUIRED, "a row under machines in --prices")
     encoder_machine: str = setting(TEXT, REQUIRED, "likewise; its CPU cores decode")
     num_dataset_images: int | None = setting(
         whole_number(1, 10**12),
         None,
-        "pictures that are encoded if that is done once (default: those of each stage, none twice)",
+        "pictures to encode if that is done once (default: as many as each stage trains on)",
     )
     prices: Path | None = shared(RecipeFlags, "prices")
     out: Path | None = setting(PATH, None, points.OUT_HELP)
@@ -343,7 +343,7 @@ def _plan_ways(
         training = {TRAINERS: feeding["trained"]}
         encoding = {ENCODERS: feeding["num_encoders"] * rates[ENCODER][size]}
         decoding = {DECODERS: feeding["num_decoders"] * rates[DECODER][size]}
-        # Workers whose number follows from the need are fast enough.
+        # Workers whose number was computed from the need are fast enough.
         at_work = training | (encoding if flags.num_encoders else {})
         at_work |= decoding if flags.num_decoders else {}
         both = [trainers, feeding["machines"]]
@@ -367,15 +367,15 @@ def _make_job(
     machines: Sequence[Machines],
     counts: Mapping[str, int],
 ) -> Row:
-    """A stage of the training, or the encoding of its data set, at the pace of the slowest.
+    """A stage of the training, or the encoding of its data set, at the pace of the slowest workers.
 
-    These are the workers with the lowest rate, and others whose known interval overlaps.
+    Slowest are the workers with the lowest rate, and others whose known interval overlaps it.
     """
     names = sorted(at_work, key=lambda name: at_work[name][0])
     lowest = at_work[names[0]]
     # Comparisons with NaN are False: without an interval no other worker counts as the slowest.
     slowest = [names[0], *(name for name in names[1:] if at_work[name][1] < lowest[2])]
-    # NaN for an end that one of them lacks.
+    # An end that one of them lacks is NaN.
     rate = functools.reduce(np.minimum, at_work.values())
     hours = stage["num_images"] / points.swap_ends(rate) / SECONDS_PER_HOUR
     work = "train" if "num_trainers" in counts else "encode"

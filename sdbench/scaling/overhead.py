@@ -35,16 +35,16 @@ from sdbench.settings.setting import setting
 from sdbench.statistics.law import Setup, communication_share
 
 DESCRIPTION = """\
-What would sharing out, or hiding, the overhead of a step give on more GPUs? The step is that of a
-record with --profile_batches, or of phases that you give: a micro-batch on one GPU. Optimizer,
-moving average, gradients and what is in no phase count once in a step, the encoders, the forward
-and the backward pass in each micro-batch. What gradients take between GPUs that the record did not
-have comes from the links; the first row counts all of it, though DDP and FSDP hide a part. All of
-it is modelled: measure what matters.
+Model what sharding or hiding the overhead of a step gains on more GPUs. The step comes from a
+record with --profile_batches, or from phases that you give for one micro-batch on one GPU. The
+encoders, the forward and the backward pass count in each micro-batch; the optimizer, the EMA,
+gradients, rank wait and the rest (data wait, copies, other) once in a step. Communication with GPUs
+that the record did not have is computed from the speed of the links; the first row counts it in
+full, though DDP and FSDP hide a part. All figures are modelled: measure what matters.
 
-Changes: the GPUs of a node share out optimizer and moving average (shared); gradients travel in 16
-bits (16_bit), behind the backward pass (behind_backward), behind the encoders of the next step
-(behind_encoders); what is in no phase is hidden, as CUDA graphs do (no_rest).
+Changes: shared shards the optimizer and the EMA over the GPUs of a node; 16_bit sends gradients in
+16 bits; behind_backward and behind_encoders overlap gradients with the backward pass and with the
+encoders of the next step; no_rest hides the rest, as CUDA graphs do.
 """
 
 EPILOG = """\
@@ -90,15 +90,15 @@ class OverheadFlags(BatchFlags):
     num_parameters: int = setting(
         whole_number(1, 10**12),
         865_910_724,
-        "with --phases: trained weights, whose gradients travel in 32 bits",
+        "with --phases: trained parameters, whose gradients are sent in 32 bits",
     )
     changes: tuple[str, ...] = setting(
         one_of(*CHANGES),
         CHANGES,
-        "what is done about the overhead, in this order",
+        "changes to model, in this order",
         takes_several=True,
     )
-    gpus_per_node: int = setting(POSITIVE, 8, "that share a fast link")
+    gpus_per_node: int = setting(POSITIVE, 8, "GPUs that share a fast link")
     # AWS's page of p5 instances: NVSwitch of 900 GB/s a GPU in both directions together, and
     # 3200 Gbit/s of EFA for 8 GPUs.
     node_gb_per_s: float = setting(
@@ -114,8 +114,8 @@ class OverheadFlags(BatchFlags):
 class Step:
     """A measured step: seconds by phase, and the images of a micro-batch on one GPU.
 
-    ``gradient_bytes`` are those that one GPU averages with the others. ``num_sharers`` GPUs share
-    optimizer and moving average. Buckets of gradients differ within a node and between nodes.
+    ``gradient_bytes`` are what one GPU averages with the others. ``num_sharers`` GPUs shard the
+    optimizer and the EMA. Gradient buckets differ in size within a node and between nodes.
     """
 
     source: str
@@ -135,7 +135,7 @@ class Step:
 
 
 def run(arguments: OverheadFlags) -> None:
-    """Print what changes of the overhead give, and write it to the file of --out."""
+    """Print the gain of each change, and write it to the file of --out."""
     step = _read_step(arguments)
     setups = points.make_setups(
         arguments, global_batch=arguments.global_batch, micro_batch=step.micro_batch
@@ -178,7 +178,7 @@ def _tabulate(rows: Sequence[Row]) -> Table:
 def _forecast(step: Step, links: OverheadFlags, made: Collection[str], setup: Setup) -> Row:
     """The step with these changes; communication with GPUs that it did not have is added in full.
 
-    DDP and FSDP hide a part of that, which is left to the changes.
+    DDP and FSDP hide a part of it, which only the changes model.
     """
     share = 1.0
     if SHARE in made:  # the record may share over more GPUs than a node has
@@ -205,7 +205,7 @@ def _exposed(step: Step, links: OverheadFlags, made: Collection[str], *, num_gpu
     part = 0.5 if HALVE in made and not step.is_16_bit else 1.0
     num_bytes = part * step.gradient_bytes
     whole_s = _transfer_s(links, num_bytes, num_gpus)
-    # The measured time, and by the model that of the GPUs that the record did not have.
+    # The measured time, plus the modelled time of GPUs that the record did not have.
     added_s = max(0.0, whole_s - _transfer_s(links, num_bytes, step.num_gpus))
     unhidden_s = part * step.seconds[phases.GRADIENT_COMMUNICATION] + added_s
     if BEHIND_BACKWARD not in made and BEHIND_ENCODERS not in made:

@@ -22,10 +22,10 @@ from sdbench.settings.setting import setting
 from sdbench.statistics.law import Prediction, StepLaw
 
 DESCRIPTION = """\
-Which number of GPUs, with which micro-batch, trains this in so many days or for a sum? Fits the
-step law for every resolution of the recipe and tries each number of GPUs. Fits: yes, if the whole
-95 % interval keeps the limits; likely, if only the value does. The best is the cheapest that keeps
-the deadline, and with a sum alone the fastest that it pays for.
+Find the number of GPUs and the micro-batch that train a recipe within a deadline or a budget. Fits
+the step law for every resolution of the recipe and tries each number of GPUs. The column fits has
+yes if the whole 95 % interval keeps the limits, and likely if only the value does. The best is the
+cheapest that keeps the deadline; with only a budget, the fastest within it.
 """
 
 EPILOG = """\
@@ -50,8 +50,8 @@ class PlanFlags(RecipeFlags, FitFlags):
         points.COUNTS, None, f"numbers to try (default: {DEFAULT_GPU_COUNTS}, up to the batch)"
     )
     global_batch: int | None = setting(POSITIVE, None, "(default: that of the recipe)")
-    max_days: float | None = setting(POSITIVE_NUMBER, None, "longest that it may take")
-    max_cost: float | None = setting(POSITIVE_NUMBER, None, "most that it may cost, in USD")
+    max_days: float | None = setting(POSITIVE_NUMBER, None, "deadline in days")
+    max_cost: float | None = setting(POSITIVE_NUMBER, None, "budget in USD")
 
 
 def run(arguments: PlanFlags) -> None:
@@ -60,7 +60,7 @@ def run(arguments: PlanFlags) -> None:
         raise ConfigError(
             "the plan has no limit",
             value="none",
-            allowed="a number of days or a sum",
+            allowed="a deadline in days or a budget in USD",
             flag="--max_days or --max_cost",
         )
     recipe = cost.load_recipe(arguments)
@@ -137,7 +137,7 @@ def _fit_stages(rows: Sequence[Row], recipe: Row, arguments: PlanFlags) -> dict[
 def _gpu_counts(arguments: PlanFlags, global_batch: int) -> Sequence[int]:
     default = points.parse_counts(DEFAULT_GPU_COUNTS)
     counts = arguments.num_gpus or [count for count in default if count <= global_batch]
-    return counts or default  # which a smaller batch cannot be divided among
+    return counts or default  # `split_batch` refuses a batch smaller than all of them
 
 
 def _predict_fastest(

@@ -39,7 +39,7 @@ Amount = np.ndarray
 # Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
-# Seconds of a step that wait for gradients: communication that the backward pass does not hide.
+# Seconds that a step waits for gradients: communication that the backward pass does not hide.
 COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
@@ -99,7 +99,7 @@ class BatchFlags:
 def read_rows(arguments: TableFlags) -> list[Row]:
     """Read the rows with a figure that meet the conditions of --where, each run once.
 
-    The row of a run also has the seconds of a step that wait for gradients.
+    The row of a run also has the seconds that a step waits for gradients.
     """
     required = ("num_gpus", "images_per_second")
     rows = mark_copies(
@@ -162,7 +162,7 @@ def _check_each_once(rows: Sequence[Row]) -> None:
     different = {frozenset(cell for cell in row.items() if cell[1] is not None) for row in rows}
     if len(different) < len(rows):
         raise ConfigError(
-            "a row stands twice, and would count as two figures",
+            "a row occurs twice, and would count as two figures",
             value=f"{len(rows)} rows, {len(different)} of them different",
             allowed="each figure once; repeated measurements differ in a column, e.g. source",
             flag="TABLE",
@@ -201,7 +201,7 @@ def describe_sources(rows: Sequence[Row]) -> str:
 def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[Point]:
     """Make points for a law from rows of one kind of work and one image size.
 
-    Modelled rows are left out. `micro_batch` is that of rows without one.
+    Modelled rows are left out. `micro_batch` is for rows without one.
     """
     points = []
     for row in rows:
@@ -226,12 +226,12 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
     size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
     images = row.get("images_per_step") or row.get("global_batch")
     for column, value, flag in (
-        ("micro_batch", size, "--micro_batch, for the rows that do not tell it"),
+        ("micro_batch", size, "--micro_batch, for rows without one"),
         ("global_batch", images, "the column global_batch or images_per_step"),
     ):
         if type(value) is not int or value < 1:
             raise ConfigError(
-                f"a row does not tell its {column} as a whole number above 0",
+                f"a row has no {column} that is a whole number above 0",
                 value=as_text(row.get(column)),
                 allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, "
                 f"{row.get('source')})",

@@ -22,16 +22,16 @@ Fit the step law to the figures of one kind of GPU and one kind of work:
   micro-batches = ceil(images of one GPU / micro-batch),
   images of one GPU = floor(batch / GPUs)
 
-With several micro-batch sizes, images of one GPU x time per image joins it; with figures of several
-nodes that show it, (nodes - 1) / nodes x communication and (GPUs - 1) x latency per rank. Where
-they do not, the overhead has the communication in it, and is named so. Images in a step are GPUs x
-images of one GPU, which is less than the batch where it does not divide. The constants are those
-with the least squares of relative errors. Their 95 % intervals have all constants, none negative,
-of all terms that agree with the figures, which are taken for independent.
+Figures of several micro-batch sizes add the term images of one GPU x time per image. Figures of
+several nodes, if they determine it, add (nodes - 1) / nodes x communication and (GPUs - 1) x
+latency per rank; otherwise the overhead includes the communication, and its name says so. A step
+has GPUs x images of one GPU, which is less than a batch that does not divide evenly. The constants
+minimize the squares of the relative errors. Their 95 % intervals cover all non-negative constants
+of all terms that agree with the figures, which are assumed to be independent.
 
-Folders of runs may stand beside tables. Where a run was profiled, or a table has the column
-gradient_communication_s, the time that a step waits for gradients is fitted by itself, and the law
-also has the part of it that hides behind the backward pass.
+Tables and folders of runs can be mixed. If a run was profiled, or a table has the column
+gradient_communication_s, the time that a step waits for gradients is fitted separately, and the law
+also has the part of the communication that the backward pass hides.
 """
 
 FIT_EPILOG = """\
@@ -43,11 +43,11 @@ examples:
 """
 
 PREDICT_DESCRIPTION = """\
-Fit the step law, and say what it gives for other numbers of GPUs: with one global batch for all
-(strong scaling), or with so many images on each GPU (weak scaling). The interval is that of a
-figure measured there. It holds for every law that agrees with the figures; beyond them, which is
-noted, also for a law that is off by a power of what doubles. Speed-up and efficiency are over
-the law at the fewest GPUs of the figures, or at fewer if these are asked for. Figures that are off
+Fit the step law and predict other numbers of GPUs, with a fixed global batch (strong scaling) or a
+fixed number of images on each GPU (weak scaling). The interval is for a figure measured there and
+covers every law that agrees with the figures. Beyond the figures, which is noted, it grows with
+each doubling, as the law may be off by a power of what doubles. Speed-up and efficiency are over
+the law at the fewest GPUs of the figures, or at fewer if you ask for fewer. Figures that are off
 by more than 20 % on average predict nothing.
 """
 
@@ -66,7 +66,7 @@ class FitFlags(points.TableFlags):
     """Flags of every command that fits the step law."""
 
     micro_batch: int | None = setting(
-        POSITIVE, None, "micro-batch of the rows that do not tell theirs, and of what is predicted"
+        POSITIVE, None, "micro-batch of rows that do not state theirs, and of predictions"
     )
     num_gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
 
@@ -150,7 +150,7 @@ def fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
     law = _fit(rows, arguments)
     if law.mean_error > MAX_MEAN_ERROR:
         raise ConfigError(
-            "the figures do not follow the step law, so that it predicts nothing",
+            "the figures do not follow the step law, so it predicts nothing",
             value=f"a mean error of {law.mean_error:.0%}",
             allowed=f"at most {MAX_MEAN_ERROR:.0%}; python -m sdbench scaling fit shows the error "
             "of each figure",
@@ -197,7 +197,7 @@ def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
 
 
 def _prediction_row(one: Prediction, first: Prediction, *, asked_images: int | None) -> Row:
-    """A prediction beside the one for the fewest GPUs; None images were asked for: weak scaling."""
+    """A prediction, compared with the first; without `asked_images` it is of weak scaling."""
     speed_up = one.images_per_second[0] / first.images_per_second[0]
     return {
         **points.setup_columns(one.setup),

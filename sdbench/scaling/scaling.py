@@ -38,7 +38,7 @@ COMMANDS = {
     "overhead": (
         overhead.OverheadFlags,
         overhead.run,
-        "what sharing out or hiding optimizer, EMA and communication gives on more GPUs",
+        "gain of sharding or hiding optimizer, EMA and communication on more GPUs",
         overhead.DESCRIPTION,
         overhead.EPILOG,
     ),
@@ -52,7 +52,7 @@ COMMANDS = {
     "plan": (
         plan.PlanFlags,
         plan.run,
-        "the number of GPUs and the micro-batch for a deadline or a sum",
+        "the number of GPUs and the micro-batch for a deadline or a budget",
         plan.DESCRIPTION,
         plan.EPILOG,
     ),

@@ -43,7 +43,7 @@ class JudgeFlags:
 
 
 class Seen(NamedTuple):
-    """The content of a picture; None without a shape."""
+    """The content of a picture; None for what was not recognized."""
 
     colour: str | None
     shape: str | None
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def look_at(picture: np.ndarray) -> Seen:
     """Return what a picture, RGB uint8 (H, W, 3) on a white background, shows.
 
-    The colour is the nearest to the median of the pixels of the shape. The shape is the one that
-    covers most nearly the same pixels of the box around them (intersection over union).
+    The colour is the nearest to the median of the pixels of the shape. The shape is the one with
+    the largest intersection over union with these pixels, within the box around them.
     """
     from scipy import ndimage
 

@@ -52,7 +52,7 @@ EPILOG = """\
 examples:
   python -m sdbench shapes --folder shapes
       shapes/train and shapes/validation, folders of pictures with captions.csv, and
-      shapes/prompts.txt, what is not in them
+      shapes/prompts.txt, captions of the scenes that are not in shapes/train
 
 then:
   python train.py --config configs/shapes_vae.yaml
@@ -99,7 +99,7 @@ class ShapesFlags:
     num_train_images: int = setting(POSITIVE, 4096, "pictures to train with")
     num_validation_images: int = setting(POSITIVE, 256, "pictures of the held-out scenes")
     image_size: int = setting(POSITIVE, 64, "side of the square pictures in pixels")
-    seed: int = setting(NOT_NEGATIVE, 0, "of the scenes held out, and of sizes and places")
+    seed: int = setting(NOT_NEGATIVE, 0, "seed of the held-out scenes, and of sizes and places")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,7 +76,7 @@ class Checkpoint:
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
         files: Size and checksum of each file, from `describe_file`, by name.
-        ranks: Those that read it.
+        ranks: Ranks that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
     """
@@ -93,7 +93,7 @@ class Checkpoint:
     def open(cls, folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
         """Open a checkpoint.
 
-        It is a ConfigError if a file is missing or has another size, or if the description is
+        Raises ConfigError if a file is missing or has another size, or if the description is
         damaged or of another version.
         """
         path = folder / DESCRIPTION_NAME
@@ -181,7 +181,7 @@ class Checkpoint:
             known = _describe(saved[name]) if name in saved else "not saved"
             if known != _describe(tensor):
                 raise ConfigError(
-                    "The checkpoint is that of another job",
+                    "The checkpoint is of another job",
                     value=f"{name}: {known}",
                     allowed=_describe(tensor),
                     flag="--resume",
@@ -229,7 +229,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows only what `.metadata` consists of."""
+    """Loads only the classes that `.metadata` consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in KNOWN_TO_PICKLE:

@@ -45,11 +45,11 @@ class SaveReport:
     """How a save has ended.
 
     Attributes:
-        stall_s: How long training on this rank stood still for it.
+        stall_s: How long training on this rank waited for it.
         is_copied: Whether this rank's part was copied in memory before it was written.
-        num_bytes: Of the tensors, of all ranks; 0 if it failed.
+        num_bytes: Size of the tensors of all ranks; 0 if it failed.
         error: Why there is no checkpoint; None if all went well.
-        not_finite: The tensor whose values are the error; None if they were finite.
+        not_finite: Name of a tensor with a value that is not finite, or None.
     """
 
     step: int
@@ -299,7 +299,7 @@ def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> 
         raise ConfigError(
             "none of the run's checkpoints is whole",
             value=passed_over,
-            allowed=f"one that is, put back into {folder}; to begin anew from step 0: another "
+            allowed=f"a whole one, put back into {folder}; to begin again from step 0: another "
             f"--run_name, or this one without {folder}",
             flag="--run_name",
         )

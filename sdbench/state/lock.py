@@ -30,7 +30,7 @@ def lock(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 "Another run is at work in this folder",
                 value=str(folder),
-                allowed=f"one run at a time; this one is that of {holder}",
+                allowed=f"one run at a time; now it is {holder}",
                 flag="--resume",
             ) from error
         file.truncate(0)

@@ -24,11 +24,11 @@ class RayStorage:
         self._ranks = ranks
 
     def fetch(self) -> None:
-        """Copy the newest checkpoint here, unless the folder has it or a later one. All call it."""
+        """Copy the newest checkpoint here, unless it or a later one is here. All ranks call it."""
         stored = ray.train.get_checkpoint()
         if stored is not None and self._ranks.rank == 0:
             name = os.path.basename(stored.path)
-            # The names have the step in digits of one length: their order is that of the steps.
+            # Steps in the names are padded with zeros, so names sort as steps do.
             here = max((path.name for path in self._folder.glob("step_*")), default="")
             if here < name:
                 print(f"Fetching {name} from {stored.path}", flush=True)

@@ -41,8 +41,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes one checkpoint into a hidden folder, which gets its name when it is whole.
 
     Attributes:
-        is_read: Set when this rank's part of the tensors has been read: they may change.
-        is_copied: Whether they were copied first, or are read in place.
+        is_read: Set when this rank's part of the tensors has been read; then they may change.
+        is_copied: Whether they were copied first, or read in place.
     """
 
     def __init__(

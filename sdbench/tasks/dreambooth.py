@@ -25,8 +25,8 @@ from sdbench.ranks.distributed import Ranks
 def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> TrainJob:
     """Encode the pictures of a subject; a job without a subject is returned as it is.
 
-    The new job looks up the latents of a batch. The encoders that are not trained leave the memory,
-    unless `keeps_encoders` keeps them for evaluations.
+    The new job looks up the latents of a batch. Encoders that are not trained are freed, unless
+    `keeps_encoders` keeps them for evaluations.
     """
     config = plan.config
     if not config.has_subject:

@@ -82,7 +82,7 @@ class Feed(Task):
         self._num_samples = data.check(self._source)
 
     def make_folder(self) -> Path:
-        """A new one in --results_dir."""
+        """Make a new folder in --results_dir."""
         name = f"feed-{self._source.data_format}-{self._source.image_size}px"
         if self._source.wants_latents:
             name += "-latents"
@@ -119,7 +119,7 @@ class Feed(Task):
         }
 
     def work(self, run: Run) -> dict[str, Any]:
-        """Measure."""
+        """Measure the source, and describe its data."""
         measured = self._measure(run)
         is_first = self._ranks.rank == 0
         facts = describe_data_or_warn(self._settings) if is_first else None
@@ -203,7 +203,7 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
         print(f"Chosen, each by a flag of its name: {values}")
     if settings.num_warmup_batches < num_stored:
         raise ConfigError(
-            f"{num_stored} batches are prepared in advance, which would pass for measured work",
+            f"{num_stored} batches are prepared in advance, and would count as measured work",
             value=settings.num_warmup_batches,
             allowed=f"at least {num_stored}",
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",

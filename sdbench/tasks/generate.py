@@ -71,18 +71,18 @@ class GenerateFlags:
         "text file with a prompt on each line, or a CSV with the columns uid and caption",
     )
     folder: str = setting(TEXT, REQUIRED, "folder of the pictures; may hold some of them already")
-    num_images_per_prompt: int = setting(POSITIVE, 1, "pictures of each prompt")
+    num_images_per_prompt: int = setting(POSITIVE, 1, "pictures per prompt")
     image_size: int | None = setting(
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
     scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "how noise is taken away"
+        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "sampler that removes the noise"
     )
-    num_steps: int = setting(POSITIVE, 25, "steps in which it is taken away")
+    num_steps: int = setting(POSITIVE, 25, "denoising steps")
     guidance_scale: float = setting(
-        NOT_NEGATIVE_NUMBER, 7.5, "weight of the prompt against no prompt; 1 and less: no guidance"
+        NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance; at most 1: no guidance"
     )
-    seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next one has the next")
+    seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next picture has the next")
     batch_size: int = setting(
         POSITIVE, 4, "pictures that a rank draws together", spelling="device_batch_size"
     )
@@ -166,7 +166,7 @@ class Generate(Task):
         ]
 
     def make_folder(self) -> Path:
-        """The one of --folder, new or with pictures of the same job."""
+        """Make the folder of --folder, new or with pictures of the same job."""
         folder = Path(self._flags.folder)
         self._check_earlier_job(folder)
         with refused_unless_written(folder, kind="output", flag="--folder"):
@@ -178,7 +178,7 @@ class Generate(Task):
         return folder
 
     def _check_earlier_job(self, folder: Path) -> None:
-        """Refuse a folder with pictures of something else."""
+        """Refuse a folder with pictures of another job."""
         if not any((folder / PICTURES_NAME).glob("*.png")):
             return
         record = folder / self.record_name
@@ -197,7 +197,7 @@ class Generate(Task):
 
     @functools.cached_property
     def _job(self) -> dict[str, Any]:
-        """What decides the pictures, as JSON stores it."""
+        """The facts that decide the pictures, as JSON values."""
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
         parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
@@ -236,7 +236,7 @@ class Generate(Task):
         }
 
     def work(self, run: Run) -> dict[str, Any]:
-        """Draw the missing pictures, and put all of them together."""
+        """Draw the missing pictures, and make the grid."""
         started_s = time.perf_counter()
         missing = self._missing_batches(run.folder) if self._ranks.rank == 0 else []
         batches = distributed.broadcast(missing, self._ranks)
@@ -302,7 +302,7 @@ class Generate(Task):
         missing = [path for path in paths if not path.is_file()]
         if missing:
             raise RunError(
-                f"{len(missing)} pictures are not there, the first of them {missing[0]}: do all "
+                f"{len(missing)} pictures are missing, the first of them {missing[0]}: do all "
                 "nodes share the folder?"
             )
         shown = slice(MAX_PICTURES_OF_GRID)

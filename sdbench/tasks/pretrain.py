@@ -50,7 +50,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         objective=objective,
     )
     tune_model(model, config)
-    # What encodes the whole batch of a rank; otherwise each micro-batch is encoded in its turn, and
+    # Encodes the whole batch of a rank. Otherwise the step encodes each micro-batch, or
     # `dreambooth.encode_once` encodes a subject.
     prepare = None
     encodes_images = Step.of(config, plan.architecture, on_cuda=False).encodes_images

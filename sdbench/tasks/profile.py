@@ -14,12 +14,12 @@ from sdbench.settings.setting import setting
 from sdbench.tasks import TASKS
 
 DESCRIPTION = """\
-Count the arithmetic and the bytes of every operator of a training step, time it, and set both
-against what this machine reaches at its best.
+Count the arithmetic and the bytes of every operator of a training step, time it, and compare it
+with the best that this machine reaches.
 
-Beside --top and --folder it takes the flags of benchmark.py that say what a step does, and of the
-others --warmup_batches (before anything is timed), --measure_batches (timed as they are, 3 by
-default), --profile_batches (under torch's profiler) and --profile_trace (writes torch's trace of
+Takes --top, --folder and the flags of benchmark.py that say what a step does. Of its other flags it
+takes --warmup_batches (before anything is timed), --measure_batches (timed without the profiler, 3
+by default), --profile_batches (under torch's profiler) and --profile_trace (writes torch's trace of
 the last of them). Without --batch_size a step is one micro-batch.
 One process, on one GPU or the CPU.
 """
@@ -60,7 +60,7 @@ class ProfileSettings(BenchmarkConfig):
 
     top: int = setting(POSITIVE, 20, "rows of the tables of operators; the files have all")
     folder: str | None = setting(
-        TEXT, None, "new folder of the files (default: one of its own in --results_dir)"
+        TEXT, None, "new folder for the files (default: a new one in --results_dir)"
     )
 
 
@@ -84,7 +84,7 @@ def _parse(argv: Sequence[str]) -> Request[ProfileSettings]:
             raise ConfigError(
                 "a profile has no use for this setting of benchmark.py",
                 value=getattr(config, name),
-                allowed="those that say what a step does, and --warmup_batches, "
+                allowed="settings that say what a step does, and --warmup_batches, "
                 "--measure_batches, --profile_batches and --profile_trace",
                 flag=f"--{name}",
             )

@@ -48,7 +48,7 @@ class ProfileStep(TrainingTask):
         _check(self.plan)
 
     def make_folder(self) -> Path:
-        """The one of --folder, or a new one in --results_dir."""
+        """Make the folder of --folder, or a new one in --results_dir."""
         if self.request.config.folder is None:
             return self._new_folder(f"profile-{self.plan.name}")
         folder = Path(self.request.config.folder)
@@ -100,7 +100,7 @@ def _check(plan: Plan) -> None:
         )
     if config.cuda_graph:
         raise ConfigError(
-            "the step of a CUDA graph is not made of operators any more",
+            "a CUDA graph launches a step as a whole, without its operators",
             value=True,
             allowed="the same kernels launched one by one",
             flag="--no_cuda_graph",

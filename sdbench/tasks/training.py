@@ -43,7 +43,7 @@ class TrainingTask(Task):
         self.plan = resolve(self.request, machine=machine, ranks=ranks)
 
     def make_folder(self) -> Path:
-        """A new one in --results_dir."""
+        """Make a new folder in --results_dir."""
         return self._new_folder(self.plan.name)
 
     def _new_folder(self, name: str) -> Path:

@@ -65,7 +65,7 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
     for module in compiled:
         if module is None:
             continue
-        # Of the VAE only the encoder is used, through a method of the whole.
+        # Only the encoder of the VAE is used, through a method of the VAE.
         target = module.encoder if module is model.vae else module
         if config.compile_unit == "block":
             blocks.compile_blocks(target, mode=config.compile_mode)

@@ -33,7 +33,7 @@ NumberedBatch = tuple[Sequence[int | None], Mapping[str, Tensor]]
 
 
 def open_held_out(source: SourceConfig) -> BatchReader:
-    """Open held-out samples, to be read without augmentation; errors as of `data.check`."""
+    """Open held-out samples, to be read without augmentation; raises as `data.check`."""
     plain = dataclasses.replace(
         source,
         device_batch_size=1,
@@ -54,8 +54,8 @@ def held_out_batches(
 ) -> Iterator[NumberedBatch]:
     """Read this rank's share of the first held-out samples, or of all, in stored order.
 
-    All ranks get the same number of batches. `check` is called before each; it may raise. A
-    `RunError` says that a sample is bad and may not be left out, or that a whole batch is.
+    All ranks get the same number of batches. `check` is called before each; it may raise. Raises
+    RunError if a sample is bad and may not be left out, or if a whole batch is bad.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
     num_each = -(-num_samples // ranks.world_size)
@@ -76,7 +76,7 @@ def held_out_batches(
 def validation_loss(
     model: StableDiffusion, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
-    """Measure the error of a model's predictions: the mean and, in ``by_timestep``, a mean of each.
+    """Measure the mean error of a model's predictions, over all time steps and ``by_timestep``.
 
     Each sample is predicted at the middles of `NUM_TIMESTEPS` equal parts of the schedule, with
     noise that is seeded by its number. The latents of an image are the means of the VAE. The global
@@ -98,7 +98,7 @@ def validation_loss(
 def reconstruction_loss(
     model: Autoencoder, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
-    """Measure the mean squared error of pixels in [-1, 1] that a VAE makes of latents' means."""
+    """Measure a VAE's mean squared error of pixels in [-1, 1], decoded from means of latents."""
     rows = _measure(
         model, batches, lambda _, batch: model.reconstruction_errors(batch)[:, None], ranks=ranks
     )
@@ -165,11 +165,11 @@ def _errors(
 def averaged_weights(
     job: TrainJob, averages: Mapping[str, Tensor] | None, *, ranks: Ranks
 ) -> Iterator[None]:
-    """Put the moving averages, if they are kept, in the place of the model's weights in the block.
+    """Replace the model's weights by their moving averages, if they are kept, during the block.
 
-    Every rank has to call. Weights and averages of one type are swapped, a tensor at a time, which
-    takes no memory. No save may read them meanwhile. Averages that this rank does not keep come
-    from the ranks that have them (ZeRO-1).
+    Every rank has to call. Weights and averages of one dtype are swapped one tensor at a time,
+    without a second copy of the model. No save may read them meanwhile. Averages that this rank
+    does not keep come from the ranks that have them (ZeRO-1).
     """
     if averages is None:
         yield

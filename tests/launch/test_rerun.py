@@ -138,7 +138,7 @@ def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tm
         "  a hash of its data set",
         "  the versions of its other packages",
         "  its commit",
-        "  the changes to its commit, with which it ran",
+        "  the uncommitted changes that it ran with",
     ]
 
 
@@ -224,7 +224,7 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     chosen = {"environment": {"CUDA_VISIBLE_DEVICES": "6,7"}}
     words, told = planned(capsys, changed(run, tmp_path, machine=a100, ranks=two, **chosen))
     assert not any(word.startswith("CUDA_VISIBLE_DEVICES") for word in words)
-    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it is of its machine\n" in told
+    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it is the other machine's\n" in told
     assert "  GPU NVIDIA A100 -> NVIDIA H100\n" in told
     three = {**two, "world_size": 3, "ranks_per_node": 3}
     error = refusal_of("rerun", changed(run, tmp_path, machine=a100, ranks=three), "--dry_run")
@@ -271,7 +271,7 @@ def test_a_library_of_a_record_is_not_loaded(run_of_folder, tmp_path, capsys, mo
         words, told = planned(capsys, record)
         for name, value in variables.items():
             assert (f"{name}={value}" in words) == is_taken
-            assert (f"  {name}={value} is not set: it is of its machine\n" in told) != is_taken
+            assert (f"  {name}={value} is not set: it is the other machine's\n" in told) != is_taken
     monkeypatch.setenv("OMP_TOOL_LIBRARIES", "./mine.so")
     record = changed(run_of_folder[0], tmp_path, environment={"OMP_TOOL_LIBRARIES": "./mine.so"})
     words, told = planned(capsys, record)

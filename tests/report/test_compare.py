@@ -217,7 +217,7 @@ def test_rows_without_a_figure_are_counted_and_flags_are_shown(compare, reposito
     feed = next((repository / "results" / "runs").glob("*_feed-mds-512px"))
     shutil.copytree(feed, a / "zz")
     text = compare(a, write_runs("b", 100.0))
-    assert f"Left out of {a}: 2 x oom, 1 x feed, which is no training." in text
+    assert f"Left out of {a}: 2 x oom, 1 x feed, which is not a training run." in text
     assert "drift, throttled" in text
     assert "no setting differs, only the runs" in text
 

@@ -374,7 +374,7 @@ def test_weak_scaling_keeps_the_time_of_a_step(quoted, predict):
         ("fit {aws_p4de_p5_single_node} --where gpu=H100", "--where ema=..."),
         ("fit {mosaicml_diffusion_a100}", "--where image_size=..."),
         ("fit", "TABLE and --where"),
-        ("fit {mlperf_training_sd2} --where gpu=H200", "--micro_batch, for the rows that"),
+        ("fit {mlperf_training_sd2} --where gpu=H200", "--micro_batch, for rows without one"),
         ("fit {mosaicml_diffusion_a100_cost}", "the path given"),
         (
             "predict {aws_p4de_p5_single_node} --num_gpus 8 --where gpu=H100 ema=true",

@@ -55,7 +55,7 @@ class EncodeJob(Shards):
         ]
 
     def columns(self) -> dict[str, str]:
-        """Columns to write, to their MDS encodings."""
+        """MDS encodings of the columns to write."""
         return array_columns(SampleType.MOMENTS, self.config) | {CAPTION_COLUMN: "str"}
 
 
@@ -90,7 +90,7 @@ class Encoder:
     def __init__(
         self, architecture: Architecture, *, encoder_dtype: str, seed: int, device: str
     ) -> None:
-        """Build both encoders; the seed is that of random weights."""
+        """Build both encoders; `seed` is for random weights."""
         self._device = device
         if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.

@@ -1,8 +1,8 @@
 """`OnlineLoader`: batches that actors of Ray Data read, decode and encode while the ranks train.
 
-A rank gets the batches of the loader in its own process, as latents: the order follows from the
-seed and from the position that a run resumes at. One stream serves all ranks; the first rank
-describes it and hands each rank its end.
+A rank gets the same batches as from a loader in its own process, but as latents: the order follows
+from the seed and from the position that a run resumes at. One stream serves all ranks; the first
+rank makes it and hands each rank its end.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class OnlineLoader(CheckedLoader):
         ranks: Ranks,
         num_batches: int,
     ) -> None:
-        """Open the source; Ray is connected.
+        """Open the source; Ray has to be connected.
 
         The stream begins with the first iteration, when the position is known, and has
         `num_batches` global batches. All ranks have such a loader and iterate in step.
@@ -111,7 +111,7 @@ class OnlineLoader(CheckedLoader):
         batches = data.open_batches(source)
         self._ordered = source
         if source.is_streamed:
-            # Decoders have the places of loader workers in the order.
+            # In the order of samples, decoders take the place of loader workers.
             num_lanes = num_lanes_of_rank(
                 num_actors=settings.num_decoders, num_ranks=source.world_size
             )
@@ -153,7 +153,7 @@ class OnlineLoader(CheckedLoader):
             yield self._receive(epoch_start + number)
 
     def _receive(self, global_batch: int) -> Batch:
-        """This rank's part of a global batch, counted from the first epoch's first."""
+        """This rank's part of a global batch; batches are counted over all epochs."""
         if self._next_batch != global_batch:
             self.close()
         row = None if self._end is None else self._end.take()
@@ -184,11 +184,11 @@ class OnlineLoader(CheckedLoader):
         if self.stats.num_failed_blocks > self._settings.max_failed_blocks:
             raise RunError(
                 f"{sentence} (--max_failed_blocks allows {self._settings.max_failed_blocks} of "
-                "them a rank)"
+                "them per rank)"
             )
         if self._last is None:
-            raise RunError(f"{sentence} It is the first one: no batch before can stand in for it.")
-        print(f"{sentence} The one before is trained on again.", file=sys.stderr)
+            raise RunError(f"{sentence} It is the first one: no earlier batch can replace it.")
+        print(f"{sentence} The batch before is used again.", file=sys.stderr)
         return self._last._replace(report=BatchReport(num_images=self.batch_size))
 
     def _open(self, first_batch: int) -> StreamEnd:
@@ -212,7 +212,7 @@ class OnlineLoader(CheckedLoader):
         if source.is_streamed:
             import ray
 
-            # As it is open here: no decoder asks for the sizes of all files again.
+            # Hand over the open source: no decoder asks for the sizes of all files again.
             opened = ray.put(self._reader)
             open_batches = functools.partial(_get_opened, opened=opened)
         else:

@@ -62,8 +62,8 @@ examples:
 then train on it:
   composer benchmark.py --remote latents --latents precomputed
 
-Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
-shards are kept in FOLDER.partial until all are there.
+After a stop at any moment, the same command resumes, with any number of ranks: finished shards are
+kept in FOLDER.partial until all are there.
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
@@ -127,15 +127,15 @@ class PrecomputeSettings:
     samples_per_shard: int | None = shared(
         ConvertFlags,
         "samples_per_shard",
-        help="samples of the source that make a file of the new data set; what a kill costs "
+        help="source samples per file of the new data set; a kill loses at most so many per rank "
         "(default: for about 16 files, 32 to 512, whole batches)",
     )
     max_samples: int | None = shared(ConvertFlags, "max_samples")
     engine: str = setting(
         one_of(TORCH, RAY),
         TORCH,
-        "who encodes: this process and those that a launcher starts beside it, or actors of Ray "
-        "Data anywhere in a cluster",
+        "torch: this process and the ranks that a launcher starts encode; ray: actors of Ray Data "
+        "anywhere in a cluster do",
         demands={"num_workers": ((None, 0), "the --num_decoders of Ray Data read the images")},
     )
     ray_address: str | None = shared(RaySettings, "ray_address")
@@ -249,7 +249,7 @@ class Precompute(Task):
         return num_loading * config.prefetch_factor
 
     def make_folder(self) -> Path:
-        """A new one in --results_dir; begins or resumes the output, too."""
+        """Make a new folder in --results_dir, and begin or resume the output."""
         config, job = self._config, self._job
         output = open_output(
             Path(config.out),
@@ -413,7 +413,7 @@ def _connect(draft: Draft) -> bool:
 
     if num_ranks > 1:
         raise ConfigError(
-            "one process takes what the actors of Ray Data give",
+            "with --engine ray a single process takes the results of all actors",
             value=f"{num_ranks} ranks",
             allowed="the command without a launcher",
             flag="--engine",

@@ -28,7 +28,7 @@ MAX_IN_A_ROW = 10
 class BadLosses:
     """Handles the bad steps of a run, on all ranks alike.
 
-    A step is bad if its loss is not finite, or the norm of its gradients. The norm is known if
+    A step is bad if its loss or the norm of its gradients is not finite. The norm is known if
     gradients are clipped or bad updates skipped; the scaler of fp16 skips such updates itself.
     Otherwise a save finds that the state is not finite, and saves nothing.
     """

@@ -97,7 +97,7 @@ class Evaluations:
             if found:
                 self.notes.append(
                     f"Validation sees training data: {len(found)} files of --validation_remote are "
-                    "trained on too, or have the name and size of one that is, such as "
+                    "training data too, or have the name and size of a training file, such as "
                     f"{found[0]!r}."
                 )
         if config.sample_every_batches:
@@ -105,9 +105,9 @@ class Evaluations:
             self._prompts = rows[: config.num_sample_images]
 
     def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
-        """Open the held-out samples; return by event the steps between two, and the evaluation.
+        """Open the held-out samples; return each event's interval in steps, and its evaluation.
 
-        The folder of the run gets the grids.
+        Grids are written into the folder of the run.
         """
         config = self._config
         self._job, self._folder = job, folder
@@ -162,7 +162,7 @@ class Evaluations:
         from sdbench.evaluate.networks import open_networks
         from sdbench.evaluate.scores import score_model
 
-        # Loaded each time: in between, training has the memory.
+        # Loaded each time: training needs the memory in between.
         device = next(self._job.model.parameters()).device
         networks = open_networks(self._config, image_size=self._config.image_size, device=device)
         with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):

@@ -36,8 +36,8 @@ class TrainHooks:
     Attributes:
         storage: Gets a copy of each checkpoint.
         resumed: The checkpoint that the run begins with.
-        log: Of the first rank; the others have none.
-        facts: What each checkpoint has beside the state.
+        log: The log of the first rank; None on the others.
+        facts: Facts that each checkpoint stores beside the state.
         seconds: Seconds without training in this process, by event.
         num_saved: Checkpoints written by this process.
         last_loss: The last finite loss that has been read; None before the first.
@@ -101,7 +101,7 @@ class TrainHooks:
             self._timer.start()
 
     def step_ended(self, state: TrainState) -> None:
-        """Write figures, save and evaluate, whatever is due.
+        """Write figures, save and evaluate, as far as each is due.
 
         The save comes first: an evaluation takes minutes, in which a run may be stopped.
         """

@@ -51,9 +51,9 @@ class TrainLog:
         self._mark: int | None = None
 
     def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
-        """Remove the steps after a checkpoint of so many steps, and add the event.
+        """Remove the steps after `num_steps`, which are trained again, and add the event.
 
-        They are trained again; 0 steps begin a new file. The images are those of all ranks.
+        0 begins a new file. `images_per_step` is the global batch.
         """
         down_s = self._measure_silence()
         self._mark = os.open(self._folder / MARK_NAME, os.O_RDWR | os.O_CREAT, 0o644)

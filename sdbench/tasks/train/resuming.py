@@ -35,7 +35,7 @@ def compare_inputs(
 ) -> list[str]:
     """Describe how data and frozen weights differ; a `ConfigError` refuses it unless accepted.
 
-    The facts are ``data`` of `identify_data`, None where it is not known, and ``weights`` of
+    The facts are ``data`` of `identify_data`, None if it is not known, and ``weights`` of
     `Architecture.identify_weights`.
     """
     changes = []
@@ -47,7 +47,7 @@ def compare_inputs(
         for part, weights in now["weights"].items()
         if before["weights"].get(part, weights) != weights
     ]
-    # Runs before 2026-11-25 that took the tokenizer of this suite have not noted it.
+    # Runs before 2026-11-25 that used the tokenizer of this suite did not record it.
     exclamation_mark = before.get("exclamation_mark", [256])
     if now.get("exclamation_mark", exclamation_mark) != exclamation_mark:
         changes.append('each "!" of a caption was token 256 and is 0, as in Stable Diffusion 2')
@@ -55,18 +55,18 @@ def compare_inputs(
         raise ConfigError(
             f"the run of {folder} would go on with other inputs: {'; '.join(changes)}",
             value="refuse",
-            allowed="what the run had, another --run_name for another run, or accept",
+            allowed="the inputs of the run, another --run_name for another run, or accept",
             flag="--changed_inputs",
         )
     return [f"{change} (--changed_inputs accept)" for change in changes]
 
 
 def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
-    """Sentences about the sub-models that keep random weights; `given` ones have a checkpoint's."""
+    """Sentences about sub-models that keep random weights; `given` ones are in a checkpoint."""
     config: Any = plan.config
     if config.train == "vae":  # there is no other part
         return []
-    # The weights beside LoRA or a learned token stay as they are.
+    # Weights other than LoRA or a learned token are frozen.
     is_beside = config.lora_rank is not None or config.learned_token is not None
     trained = () if is_beside else config.trained_parts
     # A run on latents has no encoders that another run could give it.

@@ -1,4 +1,4 @@
-"""The task of train.py: train a model, keep it, and go on with it after a stop."""
+"""The task of train.py: train a model, save it, and resume after a stop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Train(TrainingTask):
     _hooks: TrainHooks | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Make the plan, and check what training needs beside a measurement."""
+        """Make the plan, and check what training needs beyond a measurement."""
         config = self.request.config
         self.plan = resolve(
             self.request,
@@ -68,9 +68,9 @@ class Train(TrainingTask):
         notes = []
         if config.save_every_batches is None:
             notes.append(
-                f"A checkpoint is written at the end, step {self.plan.num_steps}, or when the run "
-                "is told to stop: what kills it before takes all of it. More of them: "
-                "--save_every_batches."
+                f"A checkpoint is written only at the end, step {self.plan.num_steps}, or when the "
+                "run is told to stop: a kill before that loses all steps. "
+                "--save_every_batches writes more checkpoints."
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
@@ -205,7 +205,7 @@ class Train(TrainingTask):
         }
 
     def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
-        """Open where Ray keeps copies of checkpoints, if anywhere, and fetch the newest."""
+        """Open Ray's storage for copies of checkpoints, if it is asked for; fetch one to resume."""
         config: Any = self.plan.config
         if config.ray_storage_path is None:
             return None
@@ -238,12 +238,12 @@ class Train(TrainingTask):
         return inputs
 
     def _settings(self) -> dict[str, Any]:
-        """As a checkpoint has them: without secrets, and a model of the hub by its commit."""
+        """The settings as a checkpoint stores them: without secrets, and a hub model's commit."""
         settings = dataclasses.asdict(self.plan.config)
         return redact_values(settings | {"model_revision": self.plan.architecture.revision})
 
     def _refuse_another_run(self) -> None:
-        """Find out, before anything is written, that the checkpoint is another run's."""
+        """Find the checkpoint to resume; refuse another run's before anything is written."""
         from sdbench.state.checkpoints import find_newest
 
         config: Any = self.plan.config
@@ -254,7 +254,7 @@ class Train(TrainingTask):
             self._compare_with(self._found)
 
     def _compare_with(self, checkpoint: Checkpoint) -> list[str]:
-        """Describe what differs from a checkpoint; raises a `ConfigError` if that is not legal."""
+        """Describe what differs from a checkpoint; a `ConfigError` refuses what may not differ."""
         facts, folder = checkpoint.facts, checkpoint.folder
         changes = compare_settings(facts["config"], self._settings(), folder=folder)
         if self.plan.ranks.rank == 0:

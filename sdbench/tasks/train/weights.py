@@ -48,7 +48,7 @@ def has_averages(checkpoint: Checkpoint) -> bool:
 
 
 def parts_in(checkpoint: Checkpoint) -> set[str]:
-    """The sub-models whose whole weights a checkpoint has, not LoRA or a token alone."""
+    """The sub-models whose full weights a checkpoint has, not only LoRA or a token."""
     weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
     return {name.partition(".")[0] for name in weights if not _is_beside(name)}
 
@@ -94,7 +94,7 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Te
     """Load the weights of another run that have the same names, averaged ones if it has them.
 
     The model is not sharded yet, and `check_weights` has accepted the checkpoint. Returns the
-    weights that are frozen in the model, in the type of the checkpoint, and a sentence about all.
+    weights that are frozen in the model, in the dtype of the checkpoint, and a sentence about all.
     """
     use_ema = has_averages(checkpoint)
     weights = read_weights(checkpoint, use_ema=use_ema)
