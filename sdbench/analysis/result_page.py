@@ -108,7 +108,7 @@ def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
         ),
         "## Where the time goes" if breakdown.rows else "",
         (
-            "Where the time of a step goes: medians over the runs, of steps behind the measured "
+            "Where the time of a step goes: medians over the runs, of steps after the measured "
             "window in which the device is waited for between phases.",
             breakdown,  # old records have none
         ),

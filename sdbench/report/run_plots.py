@@ -155,8 +155,8 @@ def _draw_bar(
     breakdown = record["summary"]["breakdown"]
     origin = f"run: {record['run_id']}\n{shlex.join(record['command'])}"
     left = 0.0
-    for (name, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
-        seconds = breakdown["seconds"].get(name, 0.0)
+    for (part, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
+        seconds = breakdown["seconds"].get(part, 0.0)
         percent = 100 * seconds / breakdown["step_time_s"]
         gid = f"{name}-{len(notes) + 1}"
         notes[gid] = [f"{label}\n{meaning}: {percent:.1f} %, {seconds:.3g} s\n{origin}"]
