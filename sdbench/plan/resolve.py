@@ -100,6 +100,8 @@ def resolve(
     if plan.config.learned_token is not None:
         _check_tokens(plan)
     plan.num_steps, plan.max_num_steps = resolve_steps(plan, num_samples=num_samples)
+    if plan.config.data_format != "synthetic" and not plan.config.has_subject:
+        _tell_of_rest(plan, num_samples)
     plan.memory = check_memory(plan)
     _check_results_dir(plan.config.results_dir)
     if plan.source.wants_latents:
@@ -110,6 +112,17 @@ def resolve(
             "--online_preprocessing only."
         )
     return plan
+
+
+def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
+    """Note the samples that do not fill the last batch of an epoch, if the run has a whole one."""
+    num_steps, rest = divmod(num_samples or 0, plan.config.batch_size)
+    if rest and plan.max_num_steps >= num_steps:
+        others = ", other ones in each" if plan.config.shuffle else ""
+        plan.notes.append(
+            f"An epoch is {num_steps} steps of {plan.config.batch_size}: {rest} of {num_samples} "
+            f"samples do not fill a batch and are left out of it{others}."
+        )
 
 
 def _resolve_image_size(draft: Draft) -> None:

@@ -185,6 +185,31 @@ def test_code_in_the_metadata_is_not_run(tmp_path, place, monkeypatch):
     assert harm.path.exists()
 
 
+def test_a_checkpoint_of_python_3_11_2_can_be_read(tmp_path, monkeypatch):
+    """Its Enum pickles a member as an attribute, by `getattr`."""
+    kind = checkpoint._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(
+        kind, "__reduce_ex__", lambda member, protocol: (getattr, (kind, member.name))
+    )
+    checkpoints = make_checkpoints(tmp_path)
+    save(checkpoints, 10)
+    assert b"getattr" in (checkpoints.folder / "step_00000010" / ".metadata").read_bytes()
+    assert holds(checkpoints.newest(), 10)
+
+
+def test_an_attribute_of_anything_else_is_not_read(tmp_path, monkeypatch):
+    class Attribute:
+        def __reduce__(self):
+            return getattr, (torch.Size, "numel")
+
+    write = pickle.dump
+    monkeypatch.setattr(pickle, "dump", lambda metadata, file: write(Attribute(), file))
+    checkpoints = make_checkpoints(tmp_path)
+    save(checkpoints, 10)
+    with refused("--resume"):
+        checkpoints.newest().load_into(make_state())
+
+
 def test_a_description_of_100_000_brackets_is_passed_over(two_checkpoints):
     path = two_checkpoints.folder / "step_00000020" / "checkpoint.json"
     path.write_text("[" * 100_000)

@@ -59,6 +59,8 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert start_and_signal(signal.SIGTERM, num_steps=6) == 130
     assert load_record(folder)["status"] == "interrupted"
     last = max(saved_steps(folder))
+    reason = load_record(folder)["reason"]
+    assert reason.endswith(f"; step {last} is saved, and the same command goes on from it")
     assert len(read_steps(folder)) == last  # SIGTERM saved the step that it ended behind
     argv[-1] = f"{last + 3}ba"
     assert train.main(argv) == 0
@@ -77,6 +79,15 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert summary["total_train_s"] == pytest.approx(kept_s + killed["lost_s"])
     assert sdbench(["watch", str(folder)]) == 0
     assert "stood still for" in (folder / "watch.html").read_text()
+
+
+def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
+    write_folder(tmp_path / "data")  # 49 = 12 x 4 + 1
+    note = "An epoch is 12 steps of 4: 1 of 49 samples do not fill a batch and are left out of it"
+    for duration, is_told in (("1ep", True), ("1ba", False)):
+        argv = [*DATA, "--remote", str(tmp_path / "data"), "--max_duration", duration]
+        assert train.main([*argv, "--run_name", duration]) == 0
+        assert (f"{note}, other ones in each.\n" in capsys.readouterr().out) == is_told
 
 
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):

@@ -161,12 +161,16 @@ class TrainHooks:
             finally:
                 self._report_saves()
 
-    def describe_lost_steps(self) -> str:
-        """The end of a sentence about the steps of this process that are in no checkpoint."""
+    def describe_saved_steps(self) -> str:
+        """The end of a sentence: which steps are lost, and from which a run can go on."""
         num_steps = 0 if self._state is None else self._state.num_steps
-        if num_steps <= self._whole_step:
-            return ""
-        return f"; lost: steps {self._whole_step + 1} to {num_steps}, which are in no checkpoint"
+        remark = ""
+        if num_steps > self._whole_step:
+            remark = f"; lost: steps {self._whole_step + 1} to {num_steps}, in no checkpoint"
+        if self._whole_step:
+            command = "the same command" if self._config.resume == "auto" else "--resume auto"
+            remark += f"; step {self._whole_step} is saved, and {command} goes on from it"
+        return remark
 
     def write_steps(self) -> str | None:
         """Write a row for each step since the last call; return their figures in words."""

@@ -184,7 +184,7 @@ class Train(TrainingTask):
         except BaseException as error:
             with contextlib.suppress(RunError):  # the reason is what ended the run
                 hooks.close()
-            add_remark(error, hooks.describe_lost_steps())
+            add_remark(error, hooks.describe_saved_steps())
             raise
         hooks.close()
         self._end_loading(job.loader, run.folder)
