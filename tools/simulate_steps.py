@@ -208,7 +208,7 @@ steps have none, and cannot show that there are any. If a window has outliers, i
 covers the uncertainty of their number: 1 may stand for 0.03 to 5.6, the exact bounds of a Poisson
 variable. A result without outliers in n steps says which pauses it may have missed: one in n / 3
 steps is missed by 5 % of the windows. The same holds for two states, since 10 or 20 steps often
-see only one of them. Only other runs show what other windows would give: `python -m sdbench repeat`.
+see only one of them. Only other runs show what other windows give: `python -m sdbench repeat`.
 
 Percent of the windows whose interval contains the true rate: windows without an outlier / windows
 with one.
@@ -217,7 +217,8 @@ with one.
 PRECISION = f"""\
 ## --target_precision {TARGET:.0%}
 
-The interval is checked after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. No window is called precise
+The interval is checked after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. \
+No window is called precise
 before 3 / target steps ({intervals.num_precise_steps(TARGET)} for 1 %, \
 {intervals.num_precise_steps(0.02)} for 2 %, {intervals.num_precise_steps(0.05)} for 5 %) and \
 {intervals.MIN_PRECISE_S:.0f} s, whatever its interval: fewer
