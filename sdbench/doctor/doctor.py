@@ -24,9 +24,9 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 DESCRIPTION = """\
-Look at this machine, or at each node that takes part, before an expensive job begins. Each line is
-ok, skipped, a warning or an error, with what was found and what to do about it. Beside flags of its
-own it takes those of the job, as benchmark.py has them.
+Check this machine, or each node of a job, before an expensive job starts. Each line is ok, skipped,
+a warning or an error, with what was found and what to do about it. Beside its own flags it takes
+all flags of benchmark.py.
 """
 
 EPILOG = """\

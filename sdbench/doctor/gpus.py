@@ -80,7 +80,7 @@ def check_driver(job: Job) -> Seen:
     nvml = open_nvml()
     if nvml is None and KERNEL_DRIVER.exists():
         version = KERNEL_DRIVER.read_text().strip()
-        yield ERROR, f"the kernel has driver {version}, and no GPU can be asked from here"
+        yield ERROR, f"the kernel has driver {version}, but NVML finds no GPU here"
         return
     if nvml is None:
         yield SKIPPED, "no NVIDIA driver: training runs on the CPU"
@@ -115,7 +115,7 @@ def check_gpus(job: Job) -> Seen:
         given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
         source, num_given = f"SLURM_GPUS_ON_NODE={given}", int(given) if given.isdecimal() else 0
     if num_given > len(gpus):
-        yield ERROR, f"{source} gives the job {num_given} GPUs, and {len(gpus)} can be seen"
+        yield ERROR, f"{source} gives the job {num_given} GPUs, but {len(gpus)} are visible"
     # A single one is what a launcher shows to each rank that it binds to a GPU of its own.
     if 1 < len(gpus) < job.ranks.local_world_size:
         yield ERROR, f"{job.ranks.local_world_size} ranks for {len(gpus)} GPUs"
@@ -126,7 +126,7 @@ def check_gpus(job: Job) -> Seen:
         is_full = used_gib > MAX_SHARE_OF_OTHERS * memory_gib
         if is_full or num_others or used_gib > MAX_IDLE_GIB:
             found = (
-                f"GPU {gpu.index} has {used_gib:.1f} of {memory_gib:.1f} GiB taken, by "
+                f"GPU {gpu.index} has {used_gib:.1f} of {memory_gib:.1f} GiB in use by "
                 f"{num_others or 'unseen'} other processes"
             )
             yield ERROR if is_full else WARNING, found

@@ -78,7 +78,8 @@ def _check_folder_of_sockets() -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > longest:
         raise ConfigError(
-            "the path of the folder for temporary files is too long for sockets of loader workers",
+            "the path of the folder for temporary files is too long for the sockets of loader "
+            "workers",
             value=folder,
             allowed=f"at most {longest} bytes, or --num_workers 0",
             flag="TMPDIR",
@@ -242,7 +243,7 @@ class CheckedLoader(DataLoader):
         """
         if state["num_samples"] != self._reader.num_samples:
             raise ConfigError(
-                "the checkpoint has a position in data with another number of samples",
+                "the data have another number of samples than those of the checkpoint",
                 value=self._reader.num_samples,
                 allowed=f"the {state['num_samples']} samples that the run began with, or a new run "
                 "on these by --init_from and another --run_name",
