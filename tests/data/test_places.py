@@ -92,7 +92,7 @@ def test_two_tables_of_captions_are_refused(tmp_path):
         ("parquet", "mixed", "mixed", "The folder holds no parquet file, but 2 .tiff, 1 .csv"),
         ("webdataset", "empty", "empty", "The folder holds no tar file, but no files"),
         ("webdataset", "{a,b}.tar", "a.tar", "No such tar file"),
-        ("webdataset", "{a,b.tar", "{a,b.tar", "The place has braces that are not closed"),
+        ("webdataset", "{a,b.tar", "{a,b.tar", "The braces are not closed"),
         ("mds", "none", "none", "No such data folder"),
         ("mds", "empty", "empty", f"The data folder holds no {INDEX_NAME}"),
     ],

@@ -113,9 +113,7 @@ def find_files(place: str, *, data_format: str, is_told: bool = False) -> list[s
     try:
         names = list(braceexpand(place))
     except UnbalancedBracesError as error:
-        raise bad_place(
-            "The place has braces that are not closed", value=place, allowed=allowed
-        ) from error
+        raise bad_place("The braces are not closed", value=place, allowed=allowed) from error
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.

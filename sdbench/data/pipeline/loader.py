@@ -78,8 +78,7 @@ def _check_folder_of_sockets() -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > longest:
         raise ConfigError(
-            "the path of the folder for temporary files is too long for the sockets of loader "
-            "workers",
+            "the path of the folder for temporary files is too long for sockets of loader workers",
             value=folder,
             allowed=f"at most {longest} bytes, or --num_workers 0",
             flag="TMPDIR",

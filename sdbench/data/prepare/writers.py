@@ -232,8 +232,7 @@ def _check_place(output: Output) -> None:
     has_others = JOB_NAME not in names and names - {*PARTIAL_FOLDERS}
     if partial.is_symlink() or (is_open and not is_own) or has_others:
         raise ConfigError(
-            "The folder for unfinished output is a link, belongs to another user, or has other "
-            "files",
+            "The folder for unfinished output is a link, another user's, or has other files",
             value=str(partial),
             allowed="another --folder, or move that folder away",
             flag=FOLDER_FLAG,
