@@ -24,9 +24,9 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 DESCRIPTION = """\
-Check this machine, or each node of a job, before an expensive job starts. Each line is ok, skipped,
-a warning or an error, with what was found and what to do about it. Beside its own flags it takes
-all flags of benchmark.py.
+Check this machine, or each node of a job, before an expensive job begins. Each line is ok, skipped,
+a warning or an error, with what was found and what to do about it. Takes the flags of the job, as
+benchmark.py does, and flags of its own.
 """
 
 EPILOG = """\

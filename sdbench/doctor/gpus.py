@@ -115,7 +115,7 @@ def check_gpus(job: Job) -> Seen:
         given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
         source, num_given = f"SLURM_GPUS_ON_NODE={given}", int(given) if given.isdecimal() else 0
     if num_given > len(gpus):
-        yield ERROR, f"{source} gives the job {num_given} GPUs, but {len(gpus)} are visible"
+        yield ERROR, f"{source} gives the job {num_given} GPUs, and {len(gpus)} can be seen"
     # A single one is what a launcher shows to each rank that it binds to a GPU of its own.
     if 1 < len(gpus) < job.ranks.local_world_size:
         yield ERROR, f"{job.ranks.local_world_size} ranks for {len(gpus)} GPUs"

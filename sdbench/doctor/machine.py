@@ -71,7 +71,7 @@ def count_ranks_per_node(job: Job) -> int:
     return max(job.ranks.local_world_size, len(read_gpus()))
 
 
-@check("model", "--model_name FOLDER takes complete weights from a disk")
+@check("model", "--model_name FOLDER loads complete weights from a disk")
 def check_model(job: Job) -> Seen:
     """Check that the model is available; a file of weights that was cut off is refused."""
     from sdbench.models.architecture import resolve_architecture
@@ -141,7 +141,7 @@ def check_processes(job: Job) -> Seen:
 @check(
     "shared memory",
     "docker run --shm-size, in a pod an emptyDir of medium Memory at /dev/shm, or fewer "
-    "--num_workers; the next run removes files of killed runs",
+    "--num_workers; the next run that uses Streaming removes files of killed runs",
 )
 def check_shared_memory(job: Job) -> Seen:
     """Check that batches and NCCL fit into /dev/shm, without files of killed runs."""

@@ -197,7 +197,7 @@ def _check_tokens(draft: Draft) -> None:
         raise ConfigError(
             f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",
             value=config.model_name,
-            allowed="a model with equal numbers of both, to add a token",
+            allowed="a model whose text encoder and tokenizer have equally many, to add one",
             flag="--model_name",
         )
 
