@@ -69,7 +69,7 @@ def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
     config, reasons = settled("--preset", "seed", "--engine", "torch")
     assert config.ema_impl == "foreach"
     assert reasons == {
-        "ema_impl": "only Composer runs its own moving average, of whole weights on each rank"
+        "ema_impl": "Composer's moving average needs Composer's engine and unsharded weights"
     }
 
 

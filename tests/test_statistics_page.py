@@ -11,7 +11,7 @@ from sdbench.statistics import intervals
 from tools import simulate_steps
 
 COVERAGE, PRECISION, ALARMS = "## Within-run", "## --target", "## Drift"
-POWER = "Percent of the windows that are called drifting where"
+POWER = "Percent of the drifting windows that are called drifting"
 
 
 @pytest.fixture(scope="module")

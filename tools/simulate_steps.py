@@ -180,10 +180,10 @@ HEAD = f"""\
 # What the intervals and alarms are worth
 
 A run gives a 95 % interval of its images/s, stops at a precision if it is asked to, and says
-`drift` where its steps had not settled. How often that is right can only be known where the truth
-is known, so {NUM_WINDOWS:,} windows of simulated steps of each kind go through the same code. This
-page is made by `.venv/bin/python -m tools.simulate_steps`, seeds included, and a test
-repeats cells of it. A share of 95 % has a standard error of 0.7 percentage points.
+`drift` if its steps have not settled. How often that is right can only be tested if the true rate
+is known, so {NUM_WINDOWS:,} windows of simulated steps of each kind go through the same code.
+`.venv/bin/python -m tools.simulate_steps` makes this page with fixed seeds, and a test repeats some
+cells of it. A share of 95 % has a standard error of 0.7 percentage points.
 
 | case | a step takes 1 s and varies by 3 %, |
 |---|---|
@@ -198,31 +198,31 @@ repeats cells of it. A share of 95 % has a standard error of 0.7 percentage poin
 COVERAGE = """\
 ## Within-run intervals
 
-Percent of the windows whose interval has the true rate in it (promised: 95), and in brackets half
-the median width of the interval, in percent of the rate.
+Percent of the windows whose interval contains the true rate (nominal: 95), and in brackets half the
+median width of the interval, in percent of the rate.
 """
 
 SEEN = """\
 An interval knows only what happened in its window. With 2 % of outliers, 82 % of the windows of 10
-steps have none, and nothing in them tells of it. Where one was seen, the interval is widened by
-what their number may be as well: between 0.03 and 5.6 where 1 was seen, the exact bounds of a
-Poisson variable. A result without outliers says how rare a pause may have been missed: 1 step in
-n / 3 of n steps, which 5 % of the windows miss. The same holds for two states, since 10 or 20
-steps often see one of them alone. What other windows would give, other runs say:
-`python -m sdbench repeat`.
+steps have none, and cannot show that there are any. If a window has outliers, its interval also
+covers the uncertainty of their number: 1 may stand for 0.03 to 5.6, the exact bounds of a Poisson
+variable. A result without outliers in n steps says which pauses it may have missed: one in n / 3
+steps is missed by 5 % of the windows. The same holds for two states, since 10 or 20 steps often
+see only one of them. Only other runs show what other windows give: `python -m sdbench repeat`.
 
-Percent of the windows whose interval has the true rate in it: of those without an outlier / of
-those with one.
+Percent of the windows whose interval contains the true rate: windows without an outlier / windows
+with one.
 """
 
 PRECISION = f"""\
 ## --target_precision {TARGET:.0%}
 
-Looked at after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. No window is called precise
+The interval is checked after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. \
+No window is called precise
 before 3 / target steps ({intervals.num_precise_steps(TARGET)} for 1 %, \
 {intervals.num_precise_steps(0.02)} for 2 %, {intervals.num_precise_steps(0.05)} for 5 %) and \
 {intervals.MIN_PRECISE_S:.0f} s, whatever its interval: fewer
-may have missed what would move the mean by more. Where the longest window does not reach the
+steps may have missed pauses that move the mean by more. If the longest window does not reach the
 target, the run is flagged `precision_not_reached`, and its interval stands. {NUM_TARGET_WINDOWS} \
 runs of each kind;
 95 % has a standard error of 1.1 percentage points.
@@ -234,13 +234,13 @@ runs of each kind;
 ALARMS = """\
 ## Drift
 
-Percent of the windows that are called drifting although nothing but the case's own noise changes.
-In the last row the steps do change, though not for good.
+Percent of the windows that are called drifting although only the case's own noise changes. In the
+last row the steps do change, but not permanently.
 """
 
 POWER = """\
-Percent of the windows that are called drifting where they do. The fitted drift of 20 independent
-steps varies by 2.2 % itself, and that of 10 by 3.0 %, so few of these windows can show 3 %.
+Percent of the drifting windows that are called drifting. The fitted drift of 20 independent steps
+itself varies by 2.2 %, and that of 10 by 3.0 %, so few of these windows can show 3 %.
 """
 
 

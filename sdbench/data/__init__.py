@@ -102,21 +102,21 @@ def resolve_format(settings: Any) -> str:
         )
     if is_synthetic and place:
         raise ConfigError(
-            "Synthetic data is made here, and a data folder was given too",
+            "--use_synth_data and a data folder exclude each other",
             value=place,
-            allowed="one of both: a folder, or --use_synth_data",
+            allowed="a folder, or --use_synth_data",
             flag="--use_synth_data, --data_format, --remote or --local",
         )
     if streams and place != streams:
         raise ConfigError(
-            "Streams name their own places, and another place was given too",
+            "--streams and another place of the data exclude each other",
             value=place,
             allowed="one of both",
             flag="--streams, --remote or --local",
         )
     if streams and data_format not in ("auto", "mds"):
         raise ConfigError(
-            "Streams are of MDS data",
+            "--streams takes MDS data only",
             value=data_format,
             allowed="auto or mds",
             flag="--data_format or --streams",

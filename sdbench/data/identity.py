@@ -213,7 +213,7 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
         raise bad_place(
             f"The note of how the data set was made cannot be read ({error})",
             value=str(path),
-            allowed="the file as it was written, or no such file",
+            allowed="the file as the suite wrote it, or no file",
         ) from None
 
 

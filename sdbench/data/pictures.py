@@ -31,7 +31,7 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
     with blamed_on("FOLDER"):
         images, captions = read_table(folder / table, folder=folder / TABLES[table])
     if not images:
-        raise _refusal("there are no pictures", folder)
+        raise _refusal("the folder has no pictures", folder)
     rows = []
     for path, caption in zip(images, captions, strict=True):
         if caption is None or not os.path.isfile(path):

@@ -186,7 +186,7 @@ def _open_part(url: str, begin: int, end: int) -> tuple[RemoteObject, Any]:
     if given != part.replace("=", " ") or not num_bytes.isdecimal():
         body.close()
         raise RunError(
-            f"{url} cannot be read: asked for {part} the server gives {content_range or 'no range'}"
+            f"{url} cannot be read: asked for {part}, the server gave {content_range or 'no range'}"
         )
     return RemoteObject(url, int(num_bytes), version), body
 

@@ -61,7 +61,7 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, found: RemoteObject, *, reads_ahead: bool = False) -> None:
         """Set up; with `reads_ahead` the next part is fetched while one is used."""
         if found.num_bytes is None:
-            raise RunError(f"{found} cannot be streamed: the server gives no parts of files.")
+            raise RunError(f"{found} cannot be streamed: the server gives no byte ranges.")
         self._found = found
         self._position = 0
         self._reads_ahead = reads_ahead

@@ -48,9 +48,9 @@ def find_ranks() -> Ranks:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if ranks.world_size > 1 and not step.get(name):
             raise ConfigError(
-                f"there are {ranks.world_size} ranks, and nothing says where the first one is",
+                f"there are {ranks.world_size} ranks, but no address of the first one",
                 value=f"no {name}",
-                allowed="the address of the first node, and a free port of it from 1024 on",
+                allowed="the address of the first node, and a free port on it, at least 1024",
                 flag=name,
             )
     return ranks
@@ -76,7 +76,7 @@ def time_all_reduce(job: Job, *, device_type: str, num_values: int | None) -> tu
     times = gather(own, job.ranks)
     for rank, result in enumerate(times):
         if isinstance(result, str):
-            return ERROR, f"it has failed on rank {rank}: {result}"
+            return ERROR, f"failed on rank {rank}: {result}"
     return judge_all_reduce(job, seconds=max(times), num_values=num_values)
 
 

@@ -80,7 +80,7 @@ def check_driver(job: Job) -> Seen:
     nvml = open_nvml()
     if nvml is None and KERNEL_DRIVER.exists():
         version = KERNEL_DRIVER.read_text().strip()
-        yield ERROR, f"the kernel has driver {version}, and no GPU can be asked from here"
+        yield ERROR, f"the kernel has driver {version}, but NVML finds no GPU here"
         return
     if nvml is None:
         yield SKIPPED, "no NVIDIA driver: training runs on the CPU"
@@ -126,7 +126,7 @@ def check_gpus(job: Job) -> Seen:
         is_full = used_gib > MAX_SHARE_OF_OTHERS * memory_gib
         if is_full or num_others or used_gib > MAX_IDLE_GIB:
             found = (
-                f"GPU {gpu.index} has {used_gib:.1f} of {memory_gib:.1f} GiB taken, by "
+                f"GPU {gpu.index} has {used_gib:.1f} of {memory_gib:.1f} GiB in use by "
                 f"{num_others or 'unseen'} other processes"
             )
             yield ERROR if is_full else WARNING, found

@@ -157,11 +157,11 @@ def check_shared_memory(job: Job) -> Seen:
         num_images = num_batches * config.batch_size // ranks.world_size
         needed_bytes = 3 * config.image_size**2 * num_images
     if usage.free < needed_bytes:
-        yield ERROR, f"batches of the loaders take {_show_gib(needed_bytes)}"
+        yield ERROR, f"batches of the loaders need {_show_gib(needed_bytes)}"
     elif usage.free < needed_bytes + NCCL_BYTES and len(read_gpus()) > 1:
         yield WARNING, "loaders and NCCL may need more"
     if stale := find_stale():
-        yield WARNING, f"{len(stale)} files of runs that were killed, e.g. {stale[0].name}"
+        yield WARNING, f"{len(stale)} files of killed runs, e.g. {stale[0].name}"
 
 
 @check("disk", "free some space, or name another folder by the flag or variable")
@@ -187,7 +187,7 @@ def check_disk(job: Job) -> Seen:
         yield level, f"{flag} {folder} has {_show_gib(free_bytes)} free{why}"
 
 
-@check("data", "make it whole and reachable from this node")
+@check("data", "make the data complete and reachable from this node")
 def check_data(job: Job) -> Seen:
     """Check that the first sample of each place of the data can be read and decoded."""
     from sdbench.data import detect_format

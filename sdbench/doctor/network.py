@@ -56,14 +56,14 @@ def check_cards(job: Job) -> Seen:
     nics = read_nics()
     if not nics:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED
-        yield level, "neither EFA nor InfiniBand: between nodes gradients travel over TCP"
+        yield level, "neither EFA nor InfiniBand: gradients travel over TCP between nodes"
         return
     kinds = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics if nic.state == "ACTIVE")
     active = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     yield OK, f"active: {active or 'none'}"
     for nic in nics:
         if nic.state != "ACTIVE":
-            yield WARNING, f"{nic.name} is {nic.state or 'in no known state'}"
+            yield WARNING, f"{nic.name} is {nic.state or 'in an unknown state'}"
     num_devices = len({nic.name for nic in nics})
     files = DEV_INFINIBAND.glob("uverbs*")
     num_usable = sum(os.access(path, os.R_OK | os.W_OK) for path in files)

@@ -192,9 +192,9 @@ def _check_tokens(draft: Draft) -> None:
     token = config.learned_token
     if token in tokenizer or len(tokenizer.read_word(token)) == 1:
         raise ConfigError(
-            "the model has this token already",
+            "the model already has this token",
             value=token,
-            allowed="a word that is no token, such as <dog>",
+            allowed="a word that is not a token yet, such as <dog>",
             flag="--learned_token",
         )
     num_initial = len(tokenizer.read_word(config.initial_token))
@@ -244,7 +244,7 @@ def _count_samples(plan: Plan) -> int | None:
         raise ConfigError(
             str(error).rstrip("."),
             value=source.remote or source.local or source.streams,
-            allowed="whole data that can be reached",
+            allowed="complete data that can be reached",
             flag="--remote, --local or --streams",
         ) from error
     num_batches = num_pictures.num_batches(config.batch_size)

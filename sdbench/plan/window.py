@@ -74,7 +74,7 @@ def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> i
         return -(-number // draft.config.batch_size)
     if num_samples is None:
         raise ConfigError(
-            "the length of an epoch of this data set is not known before it is downloaded",
+            "the length of an epoch of this data set is only known once it has been downloaded",
             value=duration,
             allowed="a number of batches, e.g. 48ba",
             flag="--max_duration",
@@ -121,9 +121,9 @@ def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
     has_target = config.target_precision is not None
     if not has_target and config.max_measure_batches not in (None, measure):
         raise ConfigError(
-            "the window has a fixed length",
+            "the measured window has a fixed length without --target_precision",
             value=config.max_measure_batches,
-            allowed="a longest window only together with a precision to reach",
+            allowed="--max_measure_batches only together with --target_precision",
             flag="--max_measure_batches or --target_precision",
         )
     if num_spare_steps is None:
@@ -142,7 +142,7 @@ def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
     for least, name in ((warmup, "warmup_batches"), (measure, "measure_batches")):
         if getattr(draft.config, f"max_{name}") < least:
             raise ConfigError(
-                f"the bound is below --{name}, which is {least}",
+                f"--max_{name} is below --{name}, which is {least}",
                 value=getattr(draft.config, f"max_{name}"),
                 allowed=f"at least {least}",
                 flag=f"--max_{name} or --{name}",
@@ -150,9 +150,9 @@ def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
     growth = draft.config.max_warmup_batches - warmup + draft.config.max_measure_batches - measure
     if num_spare_steps is not None and growth > num_spare_steps:
         raise ConfigError(
-            f"warm-up and window may grow by {growth} batches, and the run leaves room for "
+            f"warm-up and window may grow by {growth} batches, but the run has room for only "
             f"{num_spare_steps}",
             value=config.max_duration,
-            allowed="bounds that fit into the run",
+            allowed="limits that fit into the run",
             flag="--max_duration, --max_warmup_batches or --max_measure_batches",
         )

@@ -40,8 +40,8 @@ CHANNELS_LAST = {"memory_format": "channels_last"}
 # As torch.backends.cudnn.version() has 9.15.1.
 SAFE_CUDNN_VERSION = 91501
 CHECKPOINTING = "Chen et al., arXiv 1604.06174"
-# A CUDA graph is captured in this step. The first one sets up what cannot be captured: the
-# optimizer's state, the choice of kernels, what is compiled; the second shows that nothing is left.
+# A CUDA graph is captured in this step. The first step sets up what cannot be captured (the
+# optimizer's state, the choice of kernels, compiled code); the second shows that all is set up.
 NUM_GRAPH_STEPS = 3
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 NO_GRAPH_MODE = "max-autotune-no-cudagraphs"
@@ -51,13 +51,13 @@ NOT_COMPILED = "nothing is compiled"
 
 
 def has_cpp_compiler(situation: Situation) -> bool:
-    """Whether Inductor can compile: C++ for a CPU and, around its Triton kernels, for a GPU too."""
+    """Whether Inductor can compile: it needs C++ on a CPU and, around Triton kernels, on a GPU."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def needs_compiler(*values: str) -> Rule:
     """The rule of values that Inductor compiles."""
-    return Rule(values, has_cpp_compiler, "it is compiled, by g++ or clang++ on the PATH")
+    return Rule(values, has_cpp_compiler, "it needs a compiler: g++ or clang++ on the PATH")
 
 
 def has_fast_bf16(situation: Situation) -> bool:
@@ -78,8 +78,8 @@ class ComputingSpeedups:
     # on a GPU and fp32 on a CPU (composer/trainer/trainer.py, 0.32.1).
     precision: str | None = speed_up(
         one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
-        "number format of the training step; bf16 also keeps weights and gradients in bf16, with "
-        "--lora_rank the frozen weights alone",
+        "number format of the training step; bf16 also keeps weights and gradients in bf16 (with "
+        "--lora_rank only the frozen weights)",
         seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
         fast="amp_bf16",
         rules=(
@@ -107,13 +107,13 @@ class ComputingSpeedups:
     )
     master_weights: str | None = speed_up(
         one_of("none", "fp32"),
-        "copy of bf16 weights that the optimizer updates, with its state in the same type",
+        "fp32: the optimizer updates an fp32 copy of bf16 weights, with fp32 state; none: no copy",
         seed="none",
         rules=(
             only_with(("fp32",), "only bf16 weights need a copy in fp32", precision=("bf16",)),
             only_with(
                 ("fp32",),
-                "the weights of LoRA or of a token are in fp32 themselves",
+                "the weights of LoRA or of a token are already in fp32",
                 lora_rank=(None,),
                 learned_token=(None,),
             ),
@@ -121,7 +121,7 @@ class ComputingSpeedups:
     )
     encoder_dtype: str | None = speed_up(
         one_of("fp32", "fp16", "bf16"),
-        "weights of the frozen VAE and text encoder",
+        "number format of the weights of the frozen VAE and text encoder",
         seed="fp32",
         fast="bf16",
         acts_with=ENCODERS,
@@ -142,7 +142,7 @@ class ComputingSpeedups:
     )
     encoder_batch_size: int | str | None = speed_up(
         positive_or("microbatch"),
-        "images that the encoders take at once, the rank's whole batch ahead of its micro-batches; "
+        "N: encode the rank's whole batch before its micro-batches, N images at a time; "
         "microbatch: encode within each micro-batch",
         seed="microbatch",
         acts_with=ENCODERS,
@@ -157,7 +157,7 @@ class ComputingSpeedups:
     )
     keep_layout: bool = speed_up(
         SWITCH,
-        "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
+        "keep images channels_last in the transformers of the U-Net, where diffusers makes them "
         "contiguous",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
@@ -171,7 +171,7 @@ class ComputingSpeedups:
     )
     group_norm: str | None = speed_up(
         one_of("torch", "fused"),
-        "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
+        "torch's GroupNorm, or one compiled kernel with the following SiLU that keeps the layout",
         seed="torch",
         rules=(needs_compiler("fused"),),
         rungs=(
@@ -181,16 +181,16 @@ class ComputingSpeedups:
     )
     convolution: str | None = speed_up(
         one_of("torch", "matmul", "matmul_wide"),
-        "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
-        "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
-        "(1 x 1), and for the gradients where there are at least as many channels as pixels",
+        "torch's convolutions, or matrix products for convolutions of the U-Net with at least "
+        "twice as many output channels as pixels in a micro-batch; matmul_wide: also for 1 x 1 "
+        "convolutions, and for gradients with at least as many channels as pixels",
         seed="torch",
         fast=PerDevice(gpu="torch", cpu="matmul_wide"),
         before="torch",
         rules=(
             only_with(
                 PRODUCTS,
-                "products of matrices read whole weights with the channels last",
+                "matrix products need unsharded weights in channels_last",
                 memory_format=("channels_last",),
                 sharding=WHOLE_WEIGHTS,
             ),
@@ -202,8 +202,8 @@ class ComputingSpeedups:
     )
     attention: str | None = speed_up(
         one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),
-        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
-        "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
+        "matrix products (eager), torch's choice of kernel (sdpa), one of its kernels, xformers; "
+        "by_shape, in the U-Net on a CPU: eager up to 1024 x 1024 scores per head, else sdpa",
         seed="sdpa",
         fast=PerDevice(gpu="sdpa", cpu="by_shape"),
         rules=(
@@ -211,14 +211,14 @@ class ComputingSpeedups:
             Rule(
                 ("cudnn",),
                 lambda s: on_cpu(s) or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
-                "cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128",
+                "cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of 128",
             ),
-            Rule(("by_shape",), on_cpu, "a GPU's kernels are faster than matrices at every shape"),
+            Rule(("by_shape",), on_cpu, "a GPU's kernels beat matrix products at every shape"),
             Rule(("cudnn", "efficient", "xformers"), on_gpu, "a CPU has no such attention kernel"),
             Rule(
                 ("flash", "cudnn"),
                 lambda s: on_cpu(s) or s.config.precision in HALF_PRECISIONS,
-                "this attention kernel of a GPU takes 16-bit numbers only",
+                "on a GPU this attention kernel takes 16-bit numbers only",
                 lifted_by={"precision": HALF_PRECISIONS},
             ),
             Rule(
@@ -243,9 +243,8 @@ class ComputingSpeedups:
     )
     vae_attention: str | None = speed_up(
         one_of("same", "sdpa", "eager"),
-        "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
-        "attention and cuDNN. same: eager matrices with --attention eager, else torch's choice of "
-        "kernel; sdpa: always that choice; eager: always matrices",
+        "attention of the VAE, whose head size of 512 is too large for flash attention and cuDNN; "
+        "same: eager with --attention eager, else sdpa",
         seed="same",
         before="same",
         acts_with=ENCODERS,
@@ -253,14 +252,14 @@ class ComputingSpeedups:
     )
     unit_divisions: str | None = speed_up(
         one_of("keep", "drop"),
-        "the divisions by 1.0 behind each attention and residual block",
+        "keep or drop diffusers' divisions by 1.0 after each attention and residual block",
         seed="keep",
         fast="drop",
         rungs=(Rung("drop", "this suite: diffusers divides by its factors of 1.0", EXACT),),
     )
     compile: str | None = speed_up(
         one_of("none", *IS_COMPILED),
-        "sub-models that go through torch.compile, with fixed shapes",
+        "sub-models that torch.compile compiles, with fixed shapes",
         seed="none",
         fast=PerDevice(gpu="all", cpu="none"),
         rules=(
@@ -279,8 +278,8 @@ class ComputingSpeedups:
     )
     compile_unit: str | None = speed_up(
         one_of("model", "block"),
-        "what torch.compile takes at once: a whole sub-model, or a block, whose code all blocks "
-        "with the same shapes share",
+        "what torch.compile compiles at a time: a whole sub-model, or a block, whose code is "
+        "shared by all blocks with the same shapes",
         seed="model",
         before="model",
         acts_with=COMPILED,
@@ -288,7 +287,7 @@ class ComputingSpeedups:
             only_with(("block",), NOT_COMPILED, compile=IS_COMPILED),
             only_with(
                 ("block",),
-                "CUDA graphs of single blocks were never tried",
+                "CUDA graphs of single blocks were never tested",
                 compile_mode=WITHOUT_GRAPHS,
             ),
         ),
@@ -329,7 +328,7 @@ class ComputingSpeedups:
             only_with(
                 ON,
                 "Composer's loop asks the host for a decision in each step, which a graph cannot "
-                "hold",
+                "contain",
                 engine=("torch",),
             ),
             only_with(
@@ -346,11 +345,11 @@ class ComputingSpeedups:
             Rule(
                 ON,
                 lambda s: s.ranks.world_size == 1,
-                "a graph holds no communication between ranks here, and there are several",
+                "a CUDA graph of several ranks is not supported",
             ),
             only_with(
                 ON,
-                "a graph cannot hold those that this mode of torch.compile replays",
+                "this mode of torch.compile replays CUDA graphs, which a graph cannot contain",
                 compile_mode=WITHOUT_GRAPHS,
             ),
             only_with(
@@ -378,7 +377,7 @@ class ComputingSpeedups:
     )
     activation_checkpointing: str | None = speed_up(
         one_of("none", "transformer", "full"),
-        "compute activations again in the backward pass: in transformer blocks, or in all blocks",
+        "recompute activations in the backward pass, in transformer blocks or in all blocks",
         seed="none",
         rungs=(Rung("transformer", CHECKPOINTING, EXACT), Rung("full", CHECKPOINTING, EXACT)),
     )

@@ -24,7 +24,7 @@ COPY, STREAM = "copy", "stream"
 
 
 def encodes_in_step(reason: str) -> Demands:
-    """What a setting demands that needs encoders in the step."""
+    """The demands of a setting that needs encoders in the step."""
     return {"latents": ((ONLINE,), reason), "online_preprocessing": ((False,), reason)}
 
 
@@ -38,7 +38,7 @@ class DataSettings:
     data_format: str = setting(
         row_of("sdbench.data:SOURCES", "auto"),
         "auto",
-        "kind of the data source; auto tells it from the names at the place",
+        "format of the data; auto detects it from the names of the files",
     )
     remote: str | None = setting(
         TEXT,
@@ -46,32 +46,32 @@ class DataSettings:
         "where the data is: a folder, a URL, tars or parquet files in braces, or pipe:COMMAND",
     )
     local: str | None = setting(
-        TEXT, None, "folder of the data, or of the copies of what --remote names"
+        TEXT, None, "folder of the data, or with --remote of the local copies"
     )
     remote_files: str = setting(
         one_of(COPY, STREAM),
         COPY,
-        "tars and parquet files behind a URL: copy all of them whole before the first batch, or "
-        "stream them: read them as they are needed, without a copy; tars need --tar_sizes then",
+        "tars and parquet files at a URL: copy all of them before the first batch, or stream them "
+        "without a copy; streamed tars need --tar_sizes",
         before=COPY,
     )
     refresh: bool = setting(
         SWITCH,
         False,
-        "copy again, once a run, files whose source does not tell whether they have changed, as "
-        "the output of pipe:COMMAND and files of web servers without ETag and Last-Modified",
+        "copy again, once a run, files whose source does not tell whether they have changed: "
+        "output of pipe:COMMAND, and files of web servers without ETag and Last-Modified",
         only_measures=True,
         before=False,
     )
     tar_sizes: str | None = setting(
         TEXT,
         None,
-        "file or URL of the numbers of samples of the tars that are streamed, as JSON: "
-        '{"00000.tar": 9876, ...} (default: sizes.json beside each tar)',
+        'JSON file or URL with the number of samples of each streamed tar: {"00000.tar": 9876, '
+        "...} (default: sizes.json beside each tar)",
         before=None,
     )
     streams: str | None = setting(
-        TEXT, None, "several MDS data sets and their shares of an epoch: PLACE=PROPORTION,..."
+        TEXT, None, "several MDS data sets with their shares of an epoch: PLACE=PROPORTION,..."
     )
     latents: str = setting(
         one_of(ONLINE, PRECOMPUTED),
@@ -97,50 +97,50 @@ class DataSettings:
     on_bad_sample: str = setting(
         one_of("error", "skip"),
         "error",
-        "what a sample that cannot be used does: stop the run, or be replaced and counted",
+        "if a sample cannot be used: stop the run, or replace it by another one and count it",
     )
     max_bad_fraction: float = setting(
-        FRACTION, 0.01, "share of bad samples in an epoch above which skipping gives up"
+        FRACTION, 0.01, "largest share of bad samples in an epoch that --on_bad_sample skip accepts"
     )
     read_avif: bool = setting(
         SWITCH,
         False,
-        "read AVIF pictures too, which takes a decoder of video frames for files of strangers; "
-        "otherwise only JPEG, PNG and WebP",
+        "read AVIF pictures too, not only JPEG, PNG and WebP; untrusted files then reach a video "
+        "decoder",
         before=False,
     )
     empty_captions: str = setting(
         one_of(KEEP, "bad"),
         KEEP,
-        "what a caption without any text is: a caption, as training without prompts needs them, or "
-        "a bad sample; a caption that is missing is always a bad sample",
+        "keep empty captions, which train the model without a prompt, or treat them as bad "
+        "samples; a missing caption is always a bad sample",
         before="bad",
     )
     missing_latents: str = setting(
         one_of("error", "leave_out"),
         "error",
-        "what MDS samples without a latent of this size do, as small pictures have none: stop the "
-        "run before it begins, or be left out and counted",
+        "if MDS samples have no latents of this size, such as those of small pictures: stop the "
+        "run before it begins, or leave them out and count them",
         before="error",
     )
     data_timeout_s: float = setting(
         POSITIVE_NUMBER,
         300.0,
-        "seconds without a batch after which the loader is taken for stuck",
+        "seconds without a batch after which the loader counts as stuck",
         only_measures=True,
     )
     validate_hash: str = setting(
         TEXT,
         "auto",
-        "which hash of index.json an MDS shard is checked by when it is opened; none; auto: the "
-        "cheapest that it has",
+        "hash of index.json that is checked when an MDS shard is opened; none: no check; auto: "
+        "the cheapest one of the index",
     )
     num_workers: int | None = setting(NOT_NEGATIVE, None, "data loader workers per rank")
-    prefetch_factor: int = setting(POSITIVE, 2, "batches each worker keeps ready")
+    prefetch_factor: int = setting(POSITIVE, 2, "batches that each worker keeps ready")
 
     @property
     def is_streamed(self) -> bool:
-        """Whether files behind URLs are read as they come, not copied."""
+        """Whether files at URLs are read without a copy."""
         return self.remote_files == STREAM
 
     @property

@@ -15,7 +15,7 @@ from sdbench.settings.training import ModelSettings
 
 TEXT_EMBEDDING_DIM = 1024
 DEFAULT_BATCHES = 100
-# What the workers have in store when the window begins is at most a tenth of it.
+# Batches that the workers have ready when the window begins are at most a tenth of it.
 MIN_BATCHES_PER_STORED_BATCH = 10
 
 
@@ -36,7 +36,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
         "encoder_dtype",
         presets={},
         rules=(),
-        help="weights of the encoders (default: fp16 on GPUs, else bf16 or fp32 by the CPU)",
+        help="number format of the encoders' weights (default: fp16 on GPUs, bf16 or fp32 on CPUs)",
     )
     dist_timeout: float = shared(RunSettings, "dist_timeout")
 
@@ -50,8 +50,8 @@ class FeedSettings(RayFeedSettings, DataSettings):
     engine: str | None = setting(
         one_of(RAY),
         None,
-        "who prepares batches: Ray Data, which also encodes them, for emulated trainers in ranks "
-        "that Ray Train starts (default: this process and --num_workers)",
+        "ray: Ray Data reads and encodes batches for emulated trainers in ranks that Ray Train "
+        "starts (default: this process and --num_workers prepare batches)",
         demands={
             "num_workers": ((None,), "the --num_decoders of Ray Data load the pictures"),
             "text_embedding_dim": ((TEXT_EMBEDDING_DIM,), "captions are encoded by --model_name"),
@@ -81,19 +81,19 @@ class FeedSettings(RayFeedSettings, DataSettings):
     num_warmup_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
-        "batches taken before (default: num_workers x prefetch_factor, which is the least, and "
-        "one more)",
+        "batches before the measured window, at least num_workers x prefetch_factor (default: one "
+        "more than that)",
     )
     max_seconds: float | None = setting(
-        POSITIVE_NUMBER, None, "end the measured window after so long"
+        POSITIVE_NUMBER, None, "longest duration of the measured window"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER, None, "sleep so long after each batch, and say how long a trainer waits"
+        POSITIVE_NUMBER, None, "seconds to sleep after each batch; reports how long a trainer waits"
     )
     target_images_per_second: float | None = setting(
         POSITIVE_NUMBER,
         None,
-        "say whether the source feeds so much, and with how many workers",
+        "report whether the source reaches this rate, and with how many workers",
         demands={
             "emulate_step_seconds": (
                 (None,),

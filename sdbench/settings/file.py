@@ -27,7 +27,7 @@ def is_assignment(argument: str) -> bool:
 
 
 def as_literal(value: Any) -> Any:
-    """A value as a file has to hold it: a ``${`` in a text refers to nothing."""
+    """A value as a file has to hold it: with ``${`` of a text escaped."""
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
@@ -40,9 +40,9 @@ def read_values(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a YAML file, if there is one, and arguments ``key=value``.
 
-    ``a.b=value`` leads into a mapping of the file, and ``${lr}`` may stand for the flag
-    --lr. `names` are those of all settings. Returns the values of the file, some of them changed by
-    assignments to ``a.b``, and those of the assignments to settings.
+    ``a.b=value`` changes a nested mapping of the file, and ``${lr}`` may refer to the flag --lr.
+    `names` are those of all settings. Returns the values of the file with these changes, and the
+    values that arguments assign to settings.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -68,8 +68,8 @@ def read_values(
         resolved: Any = OmegaConf.to_container(OmegaConf.create(raw | given), resolve=True)
     except ConfigError:
         raise
-    # OmegaConf raises TypeError for a mapping in the place of a list, and asserts that a file holds
-    # one or the other.
+    # OmegaConf raises TypeError for a mapping in place of a list, and asserts that a file holds one
+    # of both.
     except (
         *(OSError, ValueError, TypeError, AssertionError, RecursionError),
         *(OmegaConfBaseException, yaml.YAMLError),
@@ -102,7 +102,7 @@ def _check_assignment(text: str) -> None:
     """Check the value of ``key=value`` and the depth of the key, as those of a file."""
     key, _, value = text.partition("=")
     if key.count(".") + key.count("[") > MAX_DEPTH:
-        raise ValueError(f"a key leads more than {MAX_DEPTH} levels deep")
+        raise ValueError(f"a key is more than {MAX_DEPTH} levels deep")
     parse_yaml(value)
     _check_references(value)
 
@@ -123,8 +123,8 @@ def _find_missing(value: Any, key: str = "") -> Iterator[str]:
 def _refuse_missing(keys: Sequence[str], *, names: Collection[str]) -> None:
     if keys:
         raise ConfigError(
-            "the config file leaves values to the command line",
+            "values that the config file leaves to the command line are missing",
             value=MISSING,
-            allowed="a value of each",
+            allowed="a value for each",
             flag=", ".join(f"--{key}" if key in names else f"{key}=VALUE" for key in keys),
         )

@@ -12,14 +12,14 @@ from sdbench.base.names import nearest
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded
 from sdbench.base.yaml_file import parse_yaml
 
-# What is counted is held in 32 bits by some of what computes with it, such as Composer's seeds.
+# Some libraries hold counts in 32 bits, such as Composer its seeds.
 MAX_COUNT = 2**31 - 1
 # Samples of a whole training.
 MAX_DURATION = 10**12
 
 
 class OutOfBoundsError(ValueError):
-    """A number of the right kind that is too large or too small; says what is allowed besides."""
+    """A number of the right kind that is too large or too small; the message is the bound."""
 
 
 class Kind:
@@ -37,7 +37,7 @@ class Kind:
         metavar: str = "X",
         choices: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Say what is accepted in words, None: the choices, and which texts can be listed."""
+        """Take what is accepted in words (None: the choices) and a function that lists choices."""
         self.parse = parse
         self.metavar = metavar
         self._allowed = allowed
@@ -45,7 +45,7 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Texts that it takes, as far as they can be listed."""
+        """The accepted texts that can be listed."""
         return tuple(self._choices())
 
     @property
@@ -54,9 +54,9 @@ class Kind:
         return " | ".join(self.choices) if self._allowed is None else self._allowed
 
     def nearest_choice(self, value: Any) -> str | None:
-        """The choice that a refused value was meant for; None if that cannot be told.
+        """The choice nearest to a refused value, or None.
 
-        Of several texts with commas between them the first wrong one counts.
+        In a list with commas the first wrong text counts.
         """
         wrong = [part for part in str(value).split(",") if part not in self.choices]
         return nearest(wrong[0], self.choices) if wrong else None
@@ -80,8 +80,8 @@ def row_of(table: str, *others: str, or_text: bool = False) -> Kind:
     """The name of a row in a table of another room.
 
     The table, ``module:name`` of a dictionary or of a function that lists names, is imported when a
-    value is checked: settings lie below the rooms that have tables. `others` are choices that are
-    no row; `or_text` accepts any other text too.
+    value is checked, because settings may not import the rooms with tables. `others` are further
+    choices; `or_text` accepts any other text too.
     """
 
     def choices() -> Sequence[str]:
@@ -143,7 +143,7 @@ def positive_or(word: str) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Values of a kind with commas between them, as a tuple."""
+    """Values of a kind, separated by commas, as a tuple."""
 
     def parse(value: Any) -> tuple[Any, ...]:
         return tuple(map(kind.parse, str(value).split(",")))
@@ -234,7 +234,7 @@ PATH = Kind("a path", lambda value: Path(_parse_text(value)), "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
-# For a command that is measured again and again.
+# Of a measured command.
 REPEATS = whole_number(1, 1000)
 SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
@@ -245,7 +245,7 @@ CONDITIONS = Kind(
     "YAML",
 )
 PARTS = Kind(
-    "parts with a place or with all numbers, e.g. {vae: {pretrained: FOLDER}, unet: {params: "
+    "parts with `pretrained` or `params`, e.g. {vae: {pretrained: FOLDER}, unet: {params: "
     "{in_channels: 4, sample_size: 64}}}",
     _parse_parts,
     "YAML",

@@ -22,7 +22,7 @@ def _parse_names(value: Any) -> str:
 
 
 class LoraFile(NamedTuple):
-    """LoRA to draw with; a weight of 1 is as it was trained."""
+    """LoRA to draw with; weight 1 applies it as trained."""
 
     path: str
     weight: float = 1.0
@@ -57,25 +57,24 @@ class LoraSettings:
     lora_rank: int | None = setting(
         POSITIVE,
         None,
-        "train LoRA of this rank in fp32 beside the weights, which stay as they are (default: "
-        "train the weights)",
+        "train LoRA of this rank in fp32 and freeze the weights (default: train the weights)",
     )
     lora_alpha: float | None = setting(
         POSITIVE_NUMBER,
         None,
-        "LoRA is multiplied by alpha / rank (default: the rank, a factor of 1)",
+        "alpha: LoRA is scaled by alpha / rank (default: the rank, a factor of 1)",
         acts_beside=(WITH_LORA,),
     )
     # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
     lora_layers: str = setting(
         NAMES,
         "to_q,to_k,to_v,to_out.0",
-        "linear layers of the U-Net that get LoRA: their names, or the ends of them behind a dot",
+        "linear layers of the U-Net that get LoRA: full names, or the ends of names after a dot",
         acts_beside=(WITH_LORA,),
     )
     lora_text_encoder_layers: str = setting(
         NAMES,
         "q_proj,k_proj,v_proj,out_proj",
-        "the same of the text encoder (--train_text_encoder)",
+        "the same for the text encoder (--train_text_encoder)",
         acts_beside=(WITH_LORA, Beside(("train_text_encoder",))),
     )

@@ -32,8 +32,8 @@ class RunSettings:
     engine: str = setting(
         row_of("sdbench.engines:ENGINES"),
         "composer",
-        "who runs the training loop: MosaicML Composer, a lean loop without a trainer (torch), or "
-        "PyTorch Lightning in ranks that Ray Train starts (ray)",
+        "training loop: MosaicML Composer, a lean loop without a trainer (torch), or PyTorch "
+        "Lightning in ranks that Ray Train starts (ray)",
     )
     seed: int = setting(
         NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True, identifies=True
@@ -41,14 +41,14 @@ class RunSettings:
     dist_timeout: float = setting(
         SECONDS,
         600.0,
-        "seconds after which a rank that does not come or falls silent ends the run on all ranks",
+        "seconds after which a missing or silent rank ends the run on all ranks",
         only_measures=True,
     )
     stop_grace_s: float | None = setting(
         SECONDS,
         None,
-        "seconds from SIGTERM to SIGKILL, as the scheduler has it: a step that still runs after 80 "
-        "% of them is broken off (default: after 10 s and three times the longest step so far)",
+        "seconds from the scheduler's SIGTERM to its SIGKILL: a step that still runs after 80 % "
+        "of them is aborted (default: after 10 s and three times the longest step so far)",
         only_measures=True,
         before=None,
     )
@@ -58,8 +58,8 @@ class RunSettings:
     check_memory: bool = setting(
         SWITCH,
         True,
-        "refuse a run whose estimated peak memory the machine lacks; on a GPU, where the estimate "
-        "was never measured, warn",
+        "refuse a run whose estimated peak memory exceeds the machine's; on a GPU, where the "
+        "estimate was never verified, only warn",
         only_measures=True,
     )
 
@@ -80,26 +80,26 @@ class MeasuringSettings:
     max_warmup_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
-        "while the step time still drifts, measured batches become warm-up and others are "
-        "measured, until so many are warm-up (default: two more windows)",
+        "longest warm-up: while the step time still drifts, measured batches become warm-up and "
+        "more are measured (default: two more windows)",
     )
     target_precision: float | None = setting(
         SHARE,
         None,
-        "double the measured window until the 95 % interval is within so much of the rate; takes "
-        "3 batches divided by it (300 for 1%) and 30 s at least, since a few batches miss pauses",
+        "double the measured window until the 95 % interval is within this share of the rate; "
+        "takes at least 3 / share batches (300 for 1%) and 30 s, since few batches miss pauses",
     )
     max_measure_batches: int | None = setting(
         POSITIVE,
         None,
         "longest window for --target_precision (default: 16 times --measure_batches, or the least "
-        "that the precision takes)",
+        "number of batches for the precision)",
     )
     profile_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
-        "batches behind the window whose time is split into phases; one more shows the kernels of "
-        "attention, if it has 32 micro-batches or fewer; 0: no breakdown",
+        "batches after the window whose time is split into phases; one more finds the attention "
+        "kernels, if it has 32 micro-batches or fewer; 0: no breakdown",
     )
     profile_trace: bool = setting(
         SWITCH, False, "train one more batch and write torch's trace of it, trace.json.gz"
@@ -110,8 +110,8 @@ class MeasuringSettings:
     max_duration: str | None = setting(
         DURATION,
         None,
-        "end of the run, e.g. 48ba or 5ep; warm-up, window and profile lie inside it "
-        "(default: it ends with them)",
+        "length of the run, e.g. 48ba or 5ep, including warm-up, window and profile (default: as "
+        "long as these take)",
     )
 
 

@@ -30,8 +30,7 @@ class ActorSettings:
     encoder_resources: Mapping[str, float] | None = setting(
         RESOURCES,
         None,
-        "what an encoder takes of a node (default: one GPU where the cluster has some, else one "
-        "CPU)",
+        "resources of an encoder (default: one GPU if the cluster has GPUs, else one CPU)",
         only_measures=True,
     )
     encoder_accelerator_type: str = setting(
@@ -49,7 +48,7 @@ class OnlineSettings(ActorSettings, DataSettings):
     online_preprocessing: bool = setting(
         SWITCH,
         False,
-        "encode images and captions in actors of Ray Data while the ranks train on what they give "
+        "encode images and captions in actors of Ray Data while the ranks train on the results "
         "(--engine ray)",
         identifies=True,
         demands={
@@ -66,7 +65,7 @@ class OnlineSettings(ActorSettings, DataSettings):
         NOT_NEGATIVE,
         0,
         "batches that each rank may miss because reading or encoding them failed; it trains on "
-        "the one before again",
+        "the previous batch again",
         acts_beside=IN_ACTORS,
     )
 

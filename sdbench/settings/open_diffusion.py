@@ -1,7 +1,7 @@
 """`translate`: config files of mlfoundations/open-diffusion, as the settings of train.py.
 
-Its keys are nested (``optimizer.params.learning_rate``). Five tables say what becomes of each of
-them: `RENAMED`, `MEANINGS`, `SAME`, `WITHOUT_EFFECT` and `DERIVED`. Another key is refused.
+Its keys are nested (``optimizer.params.learning_rate``). Five tables translate them: `RENAMED`,
+`MEANINGS`, `SAME`, `WITHOUT_EFFECT` and `DERIVED`. Any other key is refused.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TARGETS = {
     "vae": ("AutoencoderKL",),
     "text_encoder": ("CLIPTextModel",),
     "tokenizer": ("CLIPTokenizer",),
-    # The second does not exist in diffusers, and stands in its files.
+    # The second does not exist in diffusers, but open-diffusion's files name it.
     "scheduler": ("DDPMScheduler", "DDPMNoiseScheduler"),
 }
 # Its moving average keeps 0.995 of itself in a step: 0.5 ** (1 / 138).
 EMA_HALF_LIFE_BATCHES = 138
 WHOLE_MODEL = "model.pretrained"
 NO_ACCUMULATION = {"system.gradient_accumulation": 1}
-# What it does without these keys, where that is not what is done here without the settings.
+# Defaults of open-diffusion that differ from the defaults here.
 DEFAULTS = {
     "experiment.save_every": 1000,
     "experiment.save_only_most_recent": False,
     "experiment.num_eval_images": 1000,
 }
 
-# What a file says, by nested key.
+# The values of a file, by nested key.
 Values = Mapping[str, Any]
 
 
@@ -65,7 +65,7 @@ def _positive(key: str, values: Values) -> int:
         return POSITIVE.parse(values.get(key))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{key} is no number of images, passes or steps",
+            f"{key} is not a number of images, passes or steps",
             value=values.get(key),
             allowed=POSITIVE.allowed,
             flag=f"{key}=VALUE",
@@ -73,7 +73,7 @@ def _positive(key: str, values: Values) -> int:
 
 
 def _results_dir(value: Any, values: Values) -> dict[str, Any]:
-    """Its runs are in log_dir/project/name; a project that is no text is refused as such."""
+    """Its runs are in log_dir/project/name; a project that is not a text is refused as such."""
     project = values.get("experiment.project")
     return {"results_dir": value if project is None else f"{value}/{project}"}
 
@@ -100,7 +100,7 @@ def _moving_average(value: bool, values: Values) -> dict[str, Any]:
 
 
 def _model(value: Any, values: Values) -> dict[str, Any]:
-    """One model, and the parts that are not of it."""
+    """One model, and the parts from elsewhere."""
     if WHOLE_MODEL in values:
         return {"model_name": values[WHOLE_MODEL]}
     parts: dict[str, dict[str, Any]] = {}
@@ -149,7 +149,7 @@ RENAMED = {
     "lr_scheduler.params.learning_rate": "lr",
     "lr_scheduler.params.warmup_length": "lr_warmup_batches",
 }
-# The setting that a value means, by its name there; no setting: it is what is done here anyway.
+# The setting, and its value for each value of the key; None: the suite always does this.
 MEANINGS: dict[str, tuple[str | None, Mapping[Any, Any]]] = {
     "distributed.dist_url": (None, {"env://": None}),
     "experiment.requeue": ("resume", {True: "auto", False: "never"}),
@@ -177,7 +177,7 @@ MEANINGS: dict[str, tuple[str | None, Mapping[Any, Any]]] = {
         for key in PARTS[part]
     },
 }
-# Keys that need the value of another one, or stand for it where it is not there.
+# Keys that must equal another key, or replace it if it is missing.
 SAME = {
     "system.dist_backend": "distributed.dist_backend",
     "system.dist_url": "distributed.dist_url",
@@ -188,8 +188,8 @@ SAME = {
 }
 # Keys that change nothing here, and why.
 WITHOUT_EFFECT = {
-    "distributed.dist_backend": "NCCL joins the GPUs, and gloo CPUs",
-    "model.pt_path": "it is for other keys to refer to",
+    "distributed.dist_backend": "GPUs communicate by NCCL, and CPUs by gloo",
+    "model.pt_path": "it is only for references of other keys",
     "model.noise_scheduler_inference.pretrained": "pictures are drawn by DDIM",
     "model.noise_scheduler_inference.target": "pictures are drawn by DDIM",
     "model.xformers": "torch has such a kernel itself; --attention chooses among several",
@@ -203,7 +203,7 @@ MODEL_KEYS = (
         for form in ("pretrained", "params")
     ),
 )
-# Keys that are several settings, or that other keys have a part in.
+# Keys that become several settings, or that depend on other keys.
 DERIVED: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     "wandb.api_key": lambda value, values: _set_variable("WANDB_API_KEY", value),
     "wandb.entity": lambda value, values: _set_variable("WANDB_ENTITY", value),
@@ -227,7 +227,7 @@ GROUPS = {key.partition(".")[0] for key in KEYS}
 def translate(content: dict[str, Any]) -> Translation:
     """Take the groups of these keys out of the content of a file, and translate them.
 
-    Keys of wandb go into the variables that W&B reads, which a record leaves out.
+    Keys of wandb are set as environment variables of W&B, which are not recorded.
     """
     groups = [name for name in content if name in GROUPS and isinstance(content[name], dict)]
     values = {
@@ -253,20 +253,20 @@ def translate(content: dict[str, Any]) -> Translation:
 
 
 def _describe_differences(values: Values) -> Iterator[str]:
-    """Sentences on what this suite does in another way, and why."""
+    """Sentences on what this suite does differently, and why."""
     if "experiment.save_every" in values:
         num_passes = _passes_per_step(values)
         interval = _positive("experiment.save_every", values)
         if interval % num_passes:
             yield (
-                f"experiment.save_every, {interval} backward passes, is no whole number of "
-                f"optimizer steps of {num_passes}: a save comes every {_steps_per_save(values)} "
-                "steps."
+                f"experiment.save_every, {interval} backward passes, is not a multiple of the "
+                f"{num_passes} of an optimizer step: the run saves every "
+                f"{_steps_per_save(values)} steps."
             )
         if "experiment.eval_caption_file" not in values:
             yield (
-                "experiment.eval_caption_file is not given, so no pictures are drawn; there they "
-                "are drawn for its own data/prompts/uid_caption.csv."
+                "experiment.eval_caption_file is not given, so no pictures are drawn; "
+                "open-diffusion draws them for its own data/prompts/uid_caption.csv."
             )
     schedulers = [
         values[f"model.{key}.params"]
@@ -276,8 +276,8 @@ def _describe_differences(values: Values) -> Iterator[str]:
     names_model = any(key.startswith("model.") for key in values)
     if names_model and [one.get("prediction_type", "epsilon") for one in schedulers] != ["epsilon"]:
         yield (
-            "model.scheduler decides what is predicted; there it is always the noise, which is "
-            "--prediction_type epsilon."
+            "model.scheduler decides what is predicted; open-diffusion always predicts the noise "
+            "(--prediction_type epsilon)."
         )
 
 
@@ -319,13 +319,13 @@ def _translate_key(key: str, values: Values) -> dict[str, Any]:
         raise ConfigError(
             "unknown key",
             value=key,
-            allowed=f"the keys of open-diffusion, the nearest is {meant}",
+            allowed=f"the keys of open-diffusion; the nearest is {meant}",
             flag=f"{meant}=VALUE",
         )
     setting, meanings = MEANINGS[rule]
-    if value not in list(meanings):  # a list can be no key
+    if value not in list(meanings):  # a list cannot be a key
         raise ConfigError(
-            f"{key} has a value that means nothing here",
+            f"{key} has a value that is not supported",
             value=value,
             allowed=" | ".join(map(str, meanings)),
             flag=f"{key}=VALUE",

@@ -37,7 +37,7 @@ ZERO1 = ("zero1", "hybrid_zero1")
 # With these each rank holds all weights.
 WHOLE_WEIGHTS = ("none", *ZERO1)
 SHARED = (*ZERO1, *FSDP)
-# Of these, shared within each machine; the machines hold the same.
+# Of these, sharded within each machine and replicated over the machines.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
 NODE_MIB, SEVERAL_NODES_MIB = 25, 200
 # FSDP that keeps the gathered weights until the step ends.
@@ -51,7 +51,7 @@ WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
 ONE_PASS = ("adamw_one_pass",)
-NO_DDP = "weights that are shared out are trained without DDP"
+NO_DDP = "sharded weights are trained without DDP"
 
 
 def _microbatch_has_encoders(situation: Situation) -> bool:
@@ -64,7 +64,7 @@ def _microbatch_has_encoders(situation: Situation) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdatingSpeedups:
-    """How weights and their average are updated, and what travels between devices and ranks."""
+    """Updates of weights and their average, and transfers between devices and ranks."""
 
     GROUP = SPEED
 
@@ -72,15 +72,15 @@ class UpdatingSpeedups:
     optimizer: str | None = speed_up(
         one_of("adamw", "adamw_fused", "adamw_one_pass"),
         "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
-        "weights, their gradients and fp32 copies; where a step of benchmark.py is one micro-batch "
-        "of one rank, the backward pass makes it, and its time counts as backward",
+        "weights, their gradients and fp32 copies; if a step of benchmark.py is one micro-batch "
+        "on one rank, it runs within the backward pass and counts as backward time",
         seed="adamw",
         fast="adamw_fused",
         rules=(
-            Rule(ONE_PASS, on_cpu, "the kernel for one pass is for a CPU"),
+            Rule(ONE_PASS, on_cpu, "the kernel for one pass runs on a CPU only"),
             only_with(
                 ONE_PASS,
-                "one pass is over whole bf16 weights and their copies in fp32",
+                "one pass needs unsharded bf16 weights and their fp32 copies",
                 precision=("bf16",),
                 master_weights=("fp32",),
                 sharding=("none",),
@@ -118,7 +118,7 @@ class UpdatingSpeedups:
         rules=(
             only_with(
                 ("composer",),
-                "only Composer runs its own moving average, of whole weights on each rank",
+                "Composer's moving average needs Composer's engine and unsharded weights",
                 "foreach",
                 engine=("composer",),
                 sharding=WHOLE_WEIGHTS,
@@ -136,7 +136,7 @@ class UpdatingSpeedups:
     )
     ema_interval_batches: int | None = speed_up(
         POSITIVE,
-        "steps from one update of the average to the next, same half-life",
+        "steps between updates of the average; the half-life stays the same",
         seed=1,
         fast=EMA_INTERVAL_BATCHES,
         acts_with=EMA,
@@ -144,7 +144,7 @@ class UpdatingSpeedups:
     )
     image_dtype: str | None = speed_up(
         one_of("uint8", "float32"),
-        "how pixels travel from worker to device",
+        "number format of pixels on their way from worker to device",
         seed="float32",
         fast="uint8",
         acts_with=ENCODERS,
@@ -153,26 +153,24 @@ class UpdatingSpeedups:
     )
     copy_stream: str | None = speed_up(
         one_of("compute", "side"),
-        "CUDA stream of the copies to the device; side: the next batch travels during a step",
+        "CUDA stream of the copies to the device; side: copy the next batch during a step",
         seed="compute",
         fast=PerDevice(gpu="side", cpu="compute"),
-        rules=(Rule(("side",), on_gpu, "a CPU trains where the batch already is"),),
+        rules=(Rule(("side",), on_gpu, "a CPU needs no copies to a device"),),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", devices=(GPU,)),),
     )
     encode_ahead: bool = speed_up(
         SWITCH,
-        "encode the next step's batch on the stream of its copy, while gradients and weights "
-        "travel between ranks; with --encoder_batch_size N",
+        "encode the next step's batch on the copy stream while the ranks exchange gradients and "
+        "weights; with --encoder_batch_size N",
         seed=False,
         acts_with=ENCODERS,
         before=False,
         rules=(
-            only_with(
-                ON, "only a stream of its own can encode beside a step", copy_stream=("side",)
-            ),
+            only_with(ON, "encoding during a step needs a separate stream", copy_stream=("side",)),
             only_with(
                 ON,
-                "what is encoded within a micro-batch is no part of the next step",
+                "encoding within a micro-batch cannot run ahead of the step",
                 encoder_batch_size=AllBut(["microbatch"]),
             ),
             Rule(
@@ -181,7 +179,7 @@ class UpdatingSpeedups:
                     s.config.compile not in ("encoders", "all")
                     or s.config.compile_mode in WITHOUT_GRAPHS
                 ),
-                "CUDA graphs of the encoders would replay beside the step's, in the same memory",
+                "CUDA graphs of the encoders would replay during the step's, in the same memory",
                 lifted_by={"compile_mode": WITHOUT_GRAPHS},
             ),
             Rule(
@@ -201,36 +199,36 @@ class UpdatingSpeedups:
     )
     sharding: str | None = speed_up(
         one_of("none", "zero1", "grad_op", "full", "hybrid", "hybrid_grad_op", "hybrid_zero1"),
-        "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
-        "and, between steps, weights (grad_op), also weights within a step (full); or full, "
-        "grad_op or zero1 within each machine (hybrid, hybrid_grad_op, hybrid_zero1)",
+        "what is sharded over the ranks: optimizer state (zero1), also gradients and, between "
+        "steps, weights (grad_op), also weights within a step (full); or full, grad_op or zero1 "
+        "within each machine (hybrid, hybrid_grad_op, hybrid_zero1)",
         seed="none",
         acts_with=RANKS,
         rules=(
             Rule(
                 SHARED,
                 lambda s: s.ranks.world_size > 1,
-                "one rank has nobody to share with (composer -n 2, torchrun --nproc_per_node 2)",
+                "sharding needs several ranks (composer -n 2, torchrun --nproc_per_node 2)",
             ),
             Rule(
                 WITHIN_NODE,
                 lambda s: s.ranks.num_nodes > 1 and s.ranks.local_world_size > 1,
-                "it shares within each of several machines, which have several ranks",
+                "it shards within each machine, and needs several machines with several ranks each",
             ),
             only_with(
                 FSDP,
-                "weights that are shared out are not trained with a loss scale here",
+                "sharded weights with a loss scale are not supported",
                 precision=AllBut(["amp_fp16"]),
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
-                "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
+                "sharded weights have one type, and LoRA is in fp32 beside bf16 weights",
                 lifted_by={"precision": AllBut(["bf16"])},
             ),
             only_with(
                 SHARED,
-                "an optimizer that is shared out takes trained parameters only",
+                "a sharded optimizer takes trained parameters only",
                 optimizer_params=("trainable",),
             ),
         ),
@@ -251,7 +249,7 @@ class UpdatingSpeedups:
     )
     gather_ahead: bool = speed_up(
         SWITCH,
-        "begin to gather all weights as a step begins, while its encoders run, with --sharding "
+        "gather all weights at the start of a step, while its encoders run, with --sharding "
         "grad_op | hybrid_grad_op",
         seed=False,
         acts_with=RANKS,
@@ -259,7 +257,7 @@ class UpdatingSpeedups:
         rules=(
             only_with(
                 ON,
-                "only weights that stay gathered for a step are gathered ahead of it",
+                "only weights that stay gathered during a step can be gathered ahead",
                 sharding=GATHERED_ONCE,
             ),
             Rule(
@@ -304,7 +302,7 @@ class UpdatingSpeedups:
     )
     ddp_bucket_mib: int | None = speed_up(
         POSITIVE,
-        "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
+        "size of DDP's gradient buckets in MiB; fast has 25 within one machine",
         seed=NODE_MIB,
         # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
         # nodes; apex's DistributedFusedAdam, of NVIDIA's submissions, takes 100 MB. Not measured on
@@ -315,7 +313,7 @@ class UpdatingSpeedups:
             Rule(
                 (SEVERAL_NODES_MIB,),
                 lambda s: s.ranks.num_nodes > 1,
-                "within one machine small pieces are averaged during more of the backward pass",
+                "within one machine small buckets overlap with more of the backward pass",
                 is_advice=True,
             ),
         ),
@@ -333,8 +331,8 @@ class UpdatingSpeedups:
     # Of a CPU.
     cpu_allocator: str | None = speed_up(
         one_of("default", "keep"),
-        "what glibc does with freed main memory on a CPU: hand it back, or keep it for the next "
-        "step",
+        "what glibc does with freed main memory on a CPU: return it to the system, or keep it for "
+        "the next step",
         seed="default",
         fast=PerDevice(gpu="default", cpu="keep"),
         rules=(

@@ -19,7 +19,7 @@ def _has_enough_workers(situation: Situation) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """Where Ray Train starts the ranks, and what it does as one of them is lost."""
+    """Where Ray Train starts the ranks, and what it does if one is lost."""
 
     GROUP = "ranks of --engine ray"
     ACTS_BESIDE = (UNDER_RAY,)
@@ -27,8 +27,8 @@ class RaySettings:
     ray_address: str | None = setting(
         TEXT,
         None,
-        "Ray cluster, e.g. auto or host:6379 (default: RAY_ADDRESS, else one of this machine alone "
-        "that ends with the run)",
+        "Ray cluster, e.g. auto or host:6379 (default: RAY_ADDRESS, else a cluster on this "
+        "machine that ends with the run)",
         only_measures=True,
     )
     num_ray_workers: int | None = setting(
@@ -37,13 +37,13 @@ class RaySettings:
     min_ray_workers: int | None = setting(
         POSITIVE,
         None,
-        "ranks to go on with where the cluster has no room for all; the global batch stays",
+        "least ranks to continue with if the cluster has no room for all; the global batch stays",
         only_measures=True,
         rules=(
             Rule(
                 GIVEN,
                 _has_enough_workers,
-                "the least number of ranks needs a number of ranks that is not below it",
+                "the least number of ranks needs a number of ranks that is at least as large",
                 allowed="--num_ray_workers of at least --min_ray_workers",
                 others=("num_ray_workers",),
             ),
@@ -52,14 +52,14 @@ class RaySettings:
     ray_worker_resources: Mapping[str, float] | None = setting(
         RESOURCES,
         None,
-        "what a rank takes of a node (default: one CPU, and one GPU where the cluster has some)",
+        "resources of a rank (default: one CPU, and one GPU if the cluster has GPUs)",
         only_measures=True,
     )
     ray_storage_path: str | None = setting(
         TEXT,
         None,
-        "folder or URL (s3://, gs://, abfss://) where train.py keeps copies of its checkpoints; it "
-        "fetches the newest of --run_name where there is no later one",
+        "folder or URL (s3://, gs://, abfss://) where train.py keeps copies of its checkpoints; "
+        "it fetches the newest of --run_name unless the run's folder has a later one",
         only_measures=True,
     )
     max_failures: int = setting(
@@ -67,5 +67,5 @@ class RaySettings:
         0,
         "how often the ranks are started again after one was lost or failed; -1: always",
         only_measures=True,
-        demands={"resume": (("auto",), "ranks that are started again have to go on with a run")},
+        demands={"resume": (("auto",), "restarted ranks have to resume a run")},
     )

@@ -47,9 +47,9 @@ AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
-HELD_OUT = {"validation_remote": (GIVEN, "held-out samples are somewhere")}
-HAS_ENCODERS = encodes_in_step("a model that is trained on latents has no encoders to draw with")
-# The rest is about the U-Net.
+HELD_OUT = {"validation_remote": (GIVEN, "held-out samples are needed")}
+HAS_ENCODERS = encodes_in_step("drawing needs the encoders in the step")
+# All other values are for the U-Net.
 SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "latents": (ONLINE,),
     "online_preprocessing": (False,),
@@ -66,7 +66,7 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "compile": ("none",),
     "keep_layout": (False,),
     "convolution": ("torch",),
-    # FSDP gathers the weights for the forward pass alone, and a VAE has two methods.
+    # FSDP gathers weights in forward() alone, and a VAE has encode() and decode().
     "sharding": WHOLE_WEIGHTS,
 }
 
@@ -80,7 +80,7 @@ class LengthSettings:
     max_duration: str | None = setting(
         DURATION,
         None,
-        "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
+        "length of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
     )
     run_name: str | None = setting(
@@ -89,58 +89,58 @@ class LengthSettings:
     resume: str = setting(
         one_of("never", "auto"),
         "never",
-        "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
+        "auto: continue from the newest intact checkpoint of --run_name, or start if there is none",
         demands={"run_name": (GIVEN, "only a run with a name can be found again")},
     )
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
         "refuse",
-        "data or frozen weights that differ from those that a run was saved with: it does not go "
-        "on, or goes on with them as they are now",
+        "if data or frozen weights have changed since the run was saved: refuse to continue, or "
+        "continue with them as they are now",
         acts_beside=(Beside(("resume",)),),
     )
     init_from: str | None = setting(
         TEXT,
         None,
-        "run or checkpoint whose weights this run begins with, all of the same names: those of "
-        "256 px for 512, or those of the VAE",
+        "run or checkpoint whose weights of the same names this run starts with, e.g. a run at "
+        "256 px for one at 512 px, or a trained VAE",
         identifies=True,
     )
     on_bad_loss: str = setting(
         one_of("stop", "skip", "back"),
         "stop",
-        "what a loss or a norm of clipped gradients that is not finite does: stop the run; skip "
-        "the update of its step, for which every step waits for the GPU; or go back to the weights "
-        "of the last checkpoint, and on with the data behind",
+        "if a loss or the norm of clipped gradients is not finite: stop the run; skip the update "
+        "of its step, for which every step waits for the GPU; or go back to the weights of the "
+        "last checkpoint and continue with the next data",
     )
     save_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one checkpoint to the next (default: one at the end)"
+        POSITIVE, None, "steps between checkpoints (default: one at the end)"
     )
-    keep: int = setting(POSITIVE, 2, "newest checkpoints that are kept")
+    keep: int = setting(POSITIVE, 2, "number of newest checkpoints to keep")
     keep_every_batches: int | None = setting(
         POSITIVE,
         None,
-        "checkpoints of multiples of so many steps are kept as well",
+        "also keep checkpoints at multiples of this number of steps",
         acts_beside=(Beside(("save_every_batches",)),),
     )
     on_failed_save: str = setting(
         one_of("continue", "stop"),
         "continue",
-        "what a checkpoint that cannot be written does: the run goes on with a warning, or stops",
+        "if a checkpoint cannot be written: continue with a warning, or stop",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartSettings(ModelSettings):
-    """Which parts of the model are trained, and which are not as --model_name says."""
+    """Which parts of the model are trained, and which do not come from --model_name."""
 
     GROUP = ModelSettings.GROUP
 
     model_parts: Mapping[str, Mapping[str, Any]] | None = setting(
         PARTS,
         None,
-        "parts (unet, vae, text_encoder, tokenizer, scheduler) from elsewhere than --model_name: "
-        "each `pretrained`, as --model_name takes it, or `params`, from which it is made",
+        "parts (unet, vae, text_encoder, tokenizer, scheduler) not from --model_name: each with "
+        "`pretrained`, a place as for --model_name, or `params`, to build it from",
         identifies=True,
     )
     train: str = setting(
@@ -155,8 +155,8 @@ class PartSettings(ModelSettings):
     kl_weight: float = setting(
         NOT_NEGATIVE_NUMBER,
         1e-3,
-        "VAE: weight of the latents' divergence from a normal distribution, beside the squared "
-        "error of the pixels",
+        "VAE: weight of the latents' KL divergence from a normal distribution, added to the "
+        "squared error of the pixels",
         acts_beside=(Beside(("train",)),),
     )
 
@@ -173,10 +173,10 @@ class RateSettings:
     GROUP = UpdateSettings.GROUP
 
     lr_schedule: str = setting(
-        one_of("constant", "cosine", "linear"), "constant", "learning rate behind the warm-up"
+        one_of("constant", "cosine", "linear"), "constant", "learning rate after the warm-up"
     )
     lr_warmup_batches: int = setting(
-        NOT_NEGATIVE, 0, "steps in which the learning rate rises to --lr"
+        NOT_NEGATIVE, 0, "steps over which the learning rate rises to --lr"
     )
     lr_end_factor: float = setting(
         FRACTION,
@@ -199,15 +199,15 @@ class RateSettings:
     ema_decay: float | None = setting(
         BETWEEN_0_AND_1,
         None,
-        "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
-        "half-life of 6931 steps)",
+        "decay of the moving average per step, in place of the half-life (0.9999 has a half-life "
+        "of 6931 steps)",
         demands={"ema_half_life_batches": ((None,), "the half-life follows from the decay")},
         acts_beside=(AVERAGED,),
     )
     ema_warmup: bool = setting(
         SWITCH,
         False,
-        "let the average follow faster at first: decay at most (1 + n) / (10 + n)",
+        "let the average follow faster at first: decay at most (1 + n) / (10 + n) in step n",
         acts_beside=(AVERAGED,),
     )
 
@@ -221,14 +221,14 @@ class ObjectiveSettings:
     prediction_type: str | None = setting(
         one_of("epsilon", "v_prediction", "sample"),
         None,
-        "what the U-Net predicts (default: as the model was made for)",
+        "what the U-Net predicts (default: that of the model's scheduler)",
         identifies=True,
     )
     min_snr_gamma: float | None = setting(
         POSITIVE_NUMBER, None, "weight losses by min(SNR, gamma) (arXiv 2303.09556; 5 is usual)"
     )
     noise_offset: float = setting(
-        NOT_NEGATIVE_NUMBER, 0.0, "noise of one value per picture and channel that is added"
+        NOT_NEGATIVE_NUMBER, 0.0, "scale of additional noise with one value per picture and channel"
     )
     zero_terminal_snr: bool = setting(
         SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)", identifies=True
@@ -237,31 +237,31 @@ class ObjectiveSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """What is looked at while the model trains; none of it counts as training time."""
+    """Evaluation and logging during training; they do not count as training time."""
 
     GROUP = "looking at the model"
 
-    log_every_batches: int = setting(POSITIVE, 10, "steps from one line of figures to the next")
+    log_every_batches: int = setting(POSITIVE, 10, "steps between lines of the log")
     validate_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one validation loss to the next", demands=HELD_OUT
+        POSITIVE, None, "steps between validations", demands=HELD_OUT
     )
     validation_remote: str | None = setting(
         TEXT,
         None,
-        "where held-out samples are, of the same kind as --remote; --filters and --class_prompts "
-        "hold for them as well",
+        "place of held-out samples in the format of --remote; --filters and --class_prompts apply "
+        "to them too",
         acts_beside=(Beside(("validate_every_batches", "score_every_batches")),),
     )
     num_validation_images: int = setting(
         POSITIVE,
         64,
-        "held-out images that are used",
+        "number of held-out images for a validation",
         acts_beside=(Beside(("validate_every_batches",)),),
     )
     sample_every_batches: int | None = setting(
         POSITIVE,
         None,
-        "steps from one grid of pictures to the next",
+        "steps between grids of pictures",
         demands={"sample_prompts": (GIVEN, "pictures are drawn from prompts"), **HAS_ENCODERS},
     )
     sample_prompts: str | None = setting(
@@ -273,8 +273,8 @@ class WatchSettings:
     num_sample_images: int = setting(
         POSITIVE,
         64,
-        "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
-        "more a file for each picture besides",
+        "number of prompts to draw, from the top of the file: a grid of up to 64, and if there "
+        "are more also a file for each picture",
         acts_beside=(SAMPLED,),
     )
     sample_guidance: float = setting(
@@ -289,21 +289,21 @@ class WatchSettings:
     score_every_batches: int | None = setting(
         POSITIVE,
         None,
-        "steps from one FID and CLIP score to the next, of pictures drawn for the captions of "
-        "--validation_remote as --sample_guidance and --sample_steps say",
+        "steps between FID and CLIP scores of pictures drawn for the captions of "
+        "--validation_remote, with --sample_guidance and --sample_steps",
         demands={**HELD_OUT, **HAS_ENCODERS},
     )
     num_score_images: int = setting(
         whole_number(2),
         1000,
-        "held-out pictures that are scored against as many drawn ones",
+        "number of held-out pictures, compared with as many drawn ones",
         acts_beside=(SCORED,),
     )
     fid_network: str | None = setting(
         TEXT,
         None,
-        "TorchScript file with the network of FID, uint8 pictures (N, 3, H, W) to features (N, D), "
-        "e.g. NVIDIA's inception-2015-12-05.pt; a program, to be trusted as one",
+        "TorchScript file with the network of FID, uint8 pictures (N, 3, H, W) to features (N, "
+        "D), e.g. NVIDIA's inception-2015-12-05.pt; it is a program, so use a trusted one",
         acts_beside=(SCORED,),
     )
     clip_network: str | None = setting(
@@ -363,7 +363,7 @@ class TrainConfig(
             Rule(
                 ON,
                 lambda s: False,
-                "a graph holds the whole step, and a checkpoint is read before its update",
+                "a graph holds the whole step, and train.py acts before the step's update",
             ),
         ),
     )

@@ -1,4 +1,4 @@
-"""`settle` and `check` apply the rules of all declarations: which values are legal, and act."""
+"""`settle` and `check` apply the rules of all declarations: legal values, and their effect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settle(
 
 
 def check(request: Request, names: Collection[str]) -> None:
-    """Check some settings by those of their rules that ask neither for a machine nor for ranks."""
+    """Check some settings, whose rules need neither a machine nor ranks."""
     unknown: Any = None
     situation = Situation(request.config, unknown, unknown)
     for declared, rule in _find_broken(request, situation, names):
@@ -98,7 +98,7 @@ def _usable_values(declared: Setting, situation: Situation) -> str:
 
 
 def describe_values(name: str, values: Container[Any]) -> str:
-    """What a command line has for some values of a setting, as part of a sentence."""
+    """Values of a setting as flags of a command line, for a sentence."""
     listed: Any = values
     words = " | ".join(
         in_words(value) for value in listed if value is not None and value is not False
@@ -127,8 +127,8 @@ def _find_broken(
 def _is_asked_for(request: Request, declared: Setting, rule: Rule) -> bool:
     """Return True if the user wants what a setting does.
 
-    A file also has what --print_config has written, the keys of another program, and settings of
-    something that a flag switches off.
+    A file may also have settings that --print_config wrote, keys of another program, and settings
+    of something that a flag switches off.
     """
     if request.origin[declared.name] != "file":
         return request.origin[declared.name] == "flag"
@@ -139,7 +139,7 @@ def _is_asked_for(request: Request, declared: Setting, rule: Rule) -> bool:
 
 @functools.cache
 def _rules_of(config_type: type) -> tuple[tuple[Setting, Rule], ...]:
-    """The rules of a program, each with the setting whose values it is about."""
+    """The rules of a program, each with its setting."""
     settings = declarations(config_type)
     found = []
     for declared in settings.values():

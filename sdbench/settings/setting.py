@@ -1,7 +1,7 @@
 """`setting(...)` declares a setting: a dataclass field that holds everything the suite knows of it.
 
-Flags, YAML keys, help, checks, presets, the ladder of speed-ups and the list of those whose losses
-are tested all come from these declarations.
+Flags, YAML keys, help, checks, presets, the ladder of speed-ups and the tests of their losses all
+come from these declarations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MLPERF = "NVIDIA's submissions to MLPerf Training"
 CPU, GPU = "cpu", "cuda"
 ANY_NUMBER = "N"
 
-# What a run must have for a speed-up to have an effect.
+# What a run needs for a speed-up to have an effect.
 RANKS = "several ranks"
 EMA = "a moving average"
 ENCODERS = "encoders in the step"
@@ -63,7 +63,7 @@ def of_device(value: Any, *, on_gpu: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What a rule decides by: the settings so far, the machine and the ranks."""
+    """Input of a rule: the settings so far, the machine and the ranks."""
 
     config: BenchmarkConfig
     machine: Machine
@@ -95,17 +95,17 @@ def on_cpu(situation: Situation) -> bool:
 class Rule:
     """What some values of a setting need; `sdbench.settings.rules` applies it.
 
-    A value that a rule forbids is an error where the user gave it; a preset's is replaced, and the
-    reason recorded.
+    A forbidden value is an error if the user gave it; a preset's value is replaced, and the reason
+    recorded.
 
     Attributes:
         is_met: Whether the values can be used here.
-        problem: What is wrong where they cannot, as the first half of a sentence.
+        problem: Why they cannot be used, as the first half of a sentence.
         instead: What replaces a preset's value; None: the value in the preset seed.
         allowed: What can be used instead; None: values that no rule forbids here, and `lifted_by`.
-        others: Names of other settings that lift it, for the error.
-        lifted_by: Values of other settings with which it is met, by name.
-        is_advice: The values work without being a gain: a preset's is replaced, a user's stays.
+        others: Names of other settings that the error suggests to change.
+        lifted_by: Values of other settings that meet the rule, by name.
+        is_advice: The values work but gain nothing: a preset's is replaced, a user's stays.
         is_about_effect: The value changes nothing; that is an error only if the user asks for it.
     """
 
@@ -122,7 +122,7 @@ class Rule:
 
 
 def only_with(values: Container[Any], problem: str, instead: Any = None, **others: Any) -> Rule:
-    """A rule that is met where other settings have one of some values; else as `Rule`."""
+    """A `Rule` that is met if other settings have one of the given values."""
 
     def is_met(situation: Situation) -> bool:
         return all(getattr(situation.config, name) in allowed for name, allowed in others.items())
@@ -131,17 +131,17 @@ def only_with(values: Container[Any], problem: str, instead: Any = None, **other
 
 
 class Beside(NamedTuple):
-    """What a setting needs beside it to have an effect: a value of one of other settings.
+    """A condition for a setting to have an effect: one of other settings has a value.
 
-    None stands for any value but the default. In a program that lacks one of the other settings
-    nothing is needed.
+    None stands for any value but the default. A program that lacks one of these settings has no
+    such condition.
     """
 
     names: tuple[str, ...]
     value: Any = None
 
 
-# Values that other settings may have (`GIVEN`: any but None), and the reason, by their names.
+# By name of another setting: the values that it may have (`GIVEN`: any but None), and why.
 Demands = Mapping[str, tuple[Container[Any], str]]
 
 
@@ -152,10 +152,10 @@ class Rung:
     Attributes:
         value: `ANY_NUMBER` stands for all of them.
         origin: Where it comes from, in public sources.
-        loss_tolerance: Largest relative difference from the losses of the plain recipe. None where
-            a CPU with one rank cannot show it, and the tests that can have their own.
-        together: Other settings that are one idea with this one.
-        needs: Settings without which it cannot be.
+        loss_tolerance: Largest relative difference from the losses of the plain recipe. None if one
+            rank on a CPU cannot show it; other tests then have their own.
+        together: Other settings that belong to the same idea.
+        needs: Settings that it requires.
     """
 
     value: Any
@@ -173,21 +173,21 @@ class Setting:
 
     Attributes:
         help: What it does; empty: the help does not list it.
-        name: The field's, also the YAML key.
-        group: Heading in the help; empty for that of argparse.
+        name: Name of the field and YAML key.
+        group: Heading in the help; empty: argparse's own.
         default: None: chosen for the machine. `REQUIRED`: there is none.
         presets: Its value in each preset, by name; empty where presets leave it alone.
         rungs: Its steps of the ladder of speed-ups.
-        demands: What other settings must be where this one does not have its default.
-        acts_beside: What it needs beside it to have an effect: all of these.
+        demands: Values that other settings must have if this one is not at its default.
+        acts_beside: Conditions for it to have an effect: all of these.
         acts_with: The kind of run in which a speed-up has an effect; None: any.
         only_measures: It decides how and how long to measure, or where to write, not what a step
             does.
         before: Its value in records older than the setting; `NO_OLDER_RECORD`: there are none.
-        spelling: Its flag without the dashes, or its word in the usage, where that is not the name.
+        spelling: Its flag without the dashes, or its word in the usage, if that is not the name.
         is_positional: It is an argument without a flag.
-        identifies: A run that is resumed must have the value that it began with.
-        takes_several: It takes values with blanks between them; its value is a tuple.
+        identifies: A resumed run must have the value that it started with.
+        takes_several: It takes several values separated by blanks; its value is a tuple.
     """
 
     kind: Kind
@@ -210,7 +210,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """What a command line has for it: its flag, or its word in the usage line."""
+        """Its flag, or for a positional argument its word in the usage line."""
         if self.is_positional:
             return self.spelling or self.name.upper()
         return f"--{self.spelling or self.name}"
@@ -258,9 +258,9 @@ def speed_up(kind: Kind, help_text: str, *, seed: Any, fast: Any = None, **more:
 def declarations(config_type: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, in order.
 
-    A class may say of all its settings: ``GROUP``, their heading in the help; ``ACTS_BESIDE``, what
-    they need beside them; ``ONLY_MEASURES``; ``IDENTIFIES``; ``CAME_LATER``, older records have
-    none of them, and their defaults are what was done before.
+    Attributes of a class hold for all its settings: ``GROUP``, their heading in the help;
+    ``ACTS_BESIDE``, their conditions; ``ONLY_MEASURES``; ``IDENTIFIES``; ``CAME_LATER``: older
+    records lack them, and behaved as with their defaults.
     """
     found = {}
     for field in dataclasses.fields(config_type):

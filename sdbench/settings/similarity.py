@@ -1,4 +1,4 @@
-"""`SimilaritySettings`: what a subject is called, and the networks that judge pictures of it."""
+"""`SimilaritySettings`: the prompts of a subject, and the networks that compare its pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.setting import REQUIRED, setting, shared
 
 PROMPT_SEPARATOR = "|"
-# What a folder of transformers has for a network that looks at pictures.
+# Files of a transformers folder with a network for pictures.
 NETWORK_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
 
@@ -25,7 +25,7 @@ def missing_files(folder: Path, *, reads_text: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimilaritySettings:
-    """What a subject is called, and the networks that judge pictures of it."""
+    """The prompts of a subject, and the networks that compare its pictures."""
 
     prompt: str = setting(
         TEXT,
@@ -33,14 +33,14 @@ class SimilaritySettings:
         'caption of the subject\'s pictures, with a rare word for it: "photo of a unqtkn dog"',
     )
     class_prompt: str | None = setting(
-        TEXT, None, 'the prompt without the rare word: "photo of a dog"; its pictures tell of drift'
+        TEXT, None, 'the prompt without the rare word: "photo of a dog"; its pictures show drift'
     )
     clip_network: str | None = shared(
         WatchSettings,
         "clip_network",
-        help="folder with a CLIPModel, in safetensors: scores how alike pictures are",
+        help="folder with a CLIPModel in safetensors, which scores how similar pictures are",
         acts_beside=(),
     )
     dino_network: str | None = setting(
-        TEXT, None, "folder of transformers with a DINO, in safetensors: scores the same"
+        TEXT, None, "folder of transformers with a DINO model in safetensors, which scores the same"
     )

@@ -57,7 +57,7 @@ class ModelSettings:
         False,
         "train the text encoder with the U-Net",
         before=False,
-        demands=encodes_in_step("captions that are encoded already train no text encoder"),
+        demands=encodes_in_step("encoded captions cannot train the text encoder"),
     )
 
     learned_token: str | None = setting(
@@ -68,13 +68,13 @@ class ModelSettings:
         before=None,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
         demands={
-            "initial_token": (GIVEN, "a learned token begins as another one"),
-            "train_text_encoder": ((False,), "of the text encoder the token alone is trained"),
+            "initial_token": (GIVEN, "a learned token starts from the embedding of another one"),
+            "train_text_encoder": ((False,), "only the token of the text encoder is trained"),
             "lora_rank": ((None,), "a token is trained alone, without LoRA"),
             "class_remote": ((None,), "the captions of class pictures do not have the token"),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
-            "init_from": ((None,), "a token begins as one of the model, such as a run's export"),
-            "sharding": ((None, "none"), "a single row is not shared out over ranks"),
+            "init_from": ((None,), "a token starts from --model_name, such as a run's export"),
+            "sharding": ((None, "none"), "a single row is not sharded over ranks"),
         },
         rules=(
             Rule(
@@ -89,7 +89,7 @@ class ModelSettings:
     initial_token: str | None = setting(
         TEXT,
         None,
-        "word whose embedding --learned_token begins with, e.g. dog: a single token",
+        "word whose embedding --learned_token starts from, e.g. dog: a single token",
         before=None,
         acts_beside=(Beside(("learned_token",)),),
     )
@@ -120,8 +120,8 @@ class BatchSettings:
     allow_uneven_batch: bool = setting(
         SWITCH,
         False,
-        "cut a global batch down to what the ranks can share evenly, and let the last micro-batch "
-        "of a step be smaller; without it both are refused",
+        "reduce a global batch to what the ranks can share evenly, and let the last micro-batch "
+        "of a step be smaller; otherwise both are refused",
         only_measures=True,
     )
 

@@ -92,8 +92,8 @@ LOSSES = {
     "a key twice": (1, "twice", '{"file_name": "a.PNG", "text": "1", "text": "2"}\n'),
     "Python": (2, "cannot be read", "{}\n{'file_name': 'a.PNG'}\n"),
     "deep": (2, "cannot be read", "{}\n" + "[" * 100_000),
-    "a list": (2, "it is no object", '{}\n["a.PNG", "one"]\n'),
-    "two captions": (2, "no text", '{}\n{"file_name": "a.PNG", "text": ["one", "two"]}\n'),
+    "a list": (2, "it is not an object", '{}\n["a.PNG", "one"]\n'),
+    "two captions": (2, "is not a text", '{}\n{"file_name": "a.PNG", "text": ["one", "two"]}\n'),
 }
 
 

@@ -104,7 +104,7 @@ def test_a_header_that_leads_out_of_its_shard_is_named(position, tmp_path, capsy
     folder = tmp_path / "pairs"
     datasets.write_mds(folder, hashes=())
     flip_a_bit(folder / "shard.00002.mds", position=position + 3, bit=7)
-    check_refused(folder, "by its header samples lie outside of it, or overlap", tmp_path, capsys)
+    check_refused(folder, "samples lie outside of it or overlap, by its header", tmp_path, capsys)
 
 
 def test_nothing_is_written_outside_of_the_folder_for_copies(written, tmp_path):

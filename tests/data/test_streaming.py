@@ -298,7 +298,7 @@ def test_another_number_of_samples_than_declared_is_named(declared, place, tmp_p
     sizes.write_text(json.dumps({**TAR_SIZES, "00001.tar": declared}))
     # In stored order, which has the tar's end in its epoch.
     config = make_config(place("webdataset"), shuffle=False, tar_sizes=str(sizes))
-    with pytest.raises(RunError, match=rf"/00001.tar holds 30 samples, not {declared} as is decl"):
+    with pytest.raises(RunError, match=rf"/00001.tar holds 30 samples, not the {declared} decl"):
         list(data.build(config))
 
 

@@ -289,7 +289,7 @@ BAD_SAMPLES = [
     ({"json": b'{"width": 5}'}, "no caption"),
     ({"cls": b"7"}, r"class 7 has no caption \(--class_prompts\)"),
     ({"txt": b"\xff"}, "txt cannot be read"),
-    ({"json": b'{"caption": 5}'}, "json .* caption is no text"),
+    ({"json": b'{"caption": 5}'}, "json .* caption is not a text"),
     ({"json": b"[1]"}, "json cannot be read .it is no object"),
     ({"json": b'{"caption": "one", "caption": "two"}'}, "the key 'caption' is there twice"),
     ({"json": b'{"caption": "\\ud800"}'}, "half of a character"),

@@ -59,7 +59,7 @@ def test_small_and_full_disks_and_shared_memory(tmp_path):
     findings = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     for name, level, texts in (
         # 2 ranks x 8 loaders x 3 batches x 1024 images x 3 x 64 x 64 bytes.
-        ("shared memory", "error", ["batches of the loaders take 0.6 GiB", "000007_locals"]),
+        ("shared memory", "error", ["batches of the loaders need 0.6 GiB", "000007_locals"]),
         ("disk", "error", ["full/runs has 0.0 GiB free: No space", "small has 0.2 GiB free"]),
         ("processes", "warning", ["16 loader processes"]),
     ):

@@ -48,7 +48,7 @@ def check_synthetic(config: SourceConfig) -> int:
     """Check the size of synthetic latents; return the number of samples of an epoch."""
     if config.wants_latents and config.image_size % VAE_FACTOR:
         raise ConfigError(
-            "Latents have an eighth of the image's side",
+            "Latents need an image side that is a multiple of 8",
             value=config.image_size,
             allowed=f"a multiple of 8, e.g. {max(config.image_size // VAE_FACTOR, 1) * VAE_FACTOR}",
             flag="--image_size",

@@ -84,7 +84,7 @@ def read_whole(
             copy_again(file)
         elif fetch(file.source, cache=file.path.parent) != file.path:
             raise RunError(f"{file} has been changed since it was copied.")
-    raise damage or RunError(f"{file} cannot be read: its copy is removed again and again.")
+    raise damage or RunError(f"{file} cannot be read: its copy keeps disappearing.")
 
 
 def list_files(config: SourceConfig, *, is_told: bool = False) -> list[str]:
@@ -151,7 +151,7 @@ def _check_different(files: list[str], *, endings: Sequence[str]) -> None:
         others = [seen[one] for one in identities if one in seen]
         if others:
             raise bad_place(
-                "A file is there twice: by name, by a link, or packed and unpacked",
+                "A file occurs twice: by name, by a link, or packed and unpacked",
                 value=file if file in others else f"{others[0]}, {file}",
                 allowed="each file once",
             )

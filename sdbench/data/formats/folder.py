@@ -138,7 +138,7 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
             raise bad_place(
                 f"A link in the data folder leads to {os.readlink(path)}, which is not there",
                 value=str(path),
-                allowed="links to what is there: mend it, or remove it",
+                allowed="links to existing files and folders: repair or remove it",
             )
     paths = listing.files + listing.dangling
     images = sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
@@ -175,7 +175,7 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
         file, caption = row.get(file_column), row.get(caption_column)
         for value in (file, caption):
             if not isinstance(value, str | None):
-                _raise_row("its file or its caption is no text", table, line=line, value=value)
+                _raise_row("its file or its caption is not a text", table, line=line, value=value)
         images.append(folder / (file or f"(row {number}: no file)"))
         captions.append(caption)
     return images, captions
@@ -215,7 +215,7 @@ def _read_json_lines(table: Path) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
         if not isinstance(row, dict):
-            _raise_row("it is no object", table, line=line, value=row)
+            _raise_row("it is not an object", table, line=line, value=row)
         yield line, row
 
 

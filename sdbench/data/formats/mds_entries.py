@@ -83,8 +83,7 @@ def parse_index(index: bytes) -> list[dict]:
     for number, shard in enumerate(content["shards"]):
         if "pkl" in shard["column_encodings"]:
             raise ValueError(
-                f"shard {number}: a column of it holds pickled objects: to read them may run their "
-                "code"
+                f"shard {number}: a column holds pickled objects, and reading them may run code"
             )
         if len({len(shard[f"column_{what}"]) for what in ("names", "encodings", "sizes")}) > 1:
             raise ValueError(
@@ -127,7 +126,7 @@ def check_file(path: Path, *, num_bytes: int, hashes: Mapping[str, str]) -> None
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for algorithm, digest in hashes.items():
                 if not is_hash(algorithm):
-                    raise ValueError(f"its hash in {INDEX_NAME}, {algorithm}, is an unknown one")
+                    raise ValueError(f"its hash in {INDEX_NAME}, {algorithm}, is not known")
                 if get_hash(algorithm, content) != digest:
                     raise ValueError(f"its {algorithm} is not the one in {INDEX_NAME}")
 
@@ -163,7 +162,7 @@ def read_bounds(path: Path, shard: Mapping[str, Any]) -> np.ndarray:
         bounds = np.frombuffer(file.read(num_header_bytes - 4), "<u4").astype(np.int64)
         is_inside = num_header_bytes <= bounds[0] and bounds[-1] <= num_bytes
         if not is_inside or (np.diff(bounds) < 0).any():
-            raise ValueError("by its header samples lie outside of it, or overlap")
+            raise ValueError("samples lie outside of it or overlap, by its header")
         columns = file.read(min(int(bounds[0]) - num_header_bytes, MAX_COLUMN_BYTES))
     try:
         found = json.loads(columns)["column_sizes"]

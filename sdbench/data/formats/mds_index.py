@@ -171,7 +171,7 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
             raise ConfigError(
                 f"The folder for copies holds another data set, or another version of {remote}",
                 value=local,
-                allowed="a folder of its own for each data set, or one to be emptied first",
+                allowed="a separate folder for each data set, or this one emptied",
                 flag="--local",
             )
     elif not is_url(remote):
@@ -260,7 +260,7 @@ def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
     common = set.intersection(*(set(shard["raw_data"]["hashes"]) for shard in place.shards))
     if wanted not in common:
         raise ConfigError(
-            f"{place.source} has no such hash of every shard",
+            f"Not every shard of {place.source} has this hash",
             value=wanted,
             allowed=", ".join(["auto", "none", *sorted(common)]),
             flag="--validate_hash",
@@ -285,9 +285,9 @@ def _count_with_latents(place: MdsPlace, column: str, *, config: SourceConfig) -
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):
         raise ConfigError(
-            "Which samples have no latents is told by the shards, of a single folder on disk",
+            "Samples without latents can only be left out of a single folder of shards on disk",
             value=config.streams or place.source,
-            allowed="one folder of shards that are not compressed, without another for copies",
+            allowed="one folder of uncompressed shards, without a folder for copies",
             flag="--missing_latents, --remote, --local or --streams",
         )
     if place.remote is not None:
@@ -298,7 +298,7 @@ def _count_with_latents(place: MdsPlace, column: str, *, config: SourceConfig) -
     if num_present < num_samples and (leaves_out or config.on_bad_sample == "error"):
         raise ConfigError(
             f"{num_samples - num_present} of the {num_samples} samples of {place.source} have no "
-            f"{column}, as their pictures were smaller",
+            f"{column}, because their pictures were smaller",
             value=config.missing_latents,
             allowed=f"{LEAVE_OUT}, which goes on without them" if num_present else "another size",
             flag="--missing_latents" if num_present else "--image_size",

@@ -206,7 +206,7 @@ def _check_columns(
 
     if any(schema.names.count(column) != 1 for column in columns.values()):
         raise bad_place(
-            f"The parquet file {path} does not have each column that is read, once",
+            f"The parquet file {path} does not have each needed column exactly once",
             value=f"columns {', '.join(sorted(schema.names))}",
             allowed=", ".join(columns.values()),
         )
@@ -302,7 +302,7 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
         except BadSampleError as error:
             reason = str(error)
     raise ConfigError(
-        f"No sample at one end of the data is of this model and resolution ({reason.rstrip('.')})",
+        f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
         value=f"{config.image_size} px, embeddings of width {config.text_embedding_dim}",
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",

@@ -147,10 +147,10 @@ class SampleReader:
             if caption_kind == "json":
                 fields = json.loads(text, object_pairs_hook=refuse_repeated_keys)
                 if not isinstance(fields, dict):
-                    raise ValueError("it is no object")
+                    raise ValueError("it is not an object")
                 text = fields.get("caption")
             if not isinstance(text, str | None):
-                raise ValueError("its caption is no text")
+                raise ValueError("its caption is not a text")
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
@@ -167,11 +167,11 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
     try:
         content = read_json(Path(path))
         if not isinstance(content, list | dict):
-            raise ValueError("neither list nor object")
+            raise ValueError("neither a list nor an object")
         pairs = content.items() if isinstance(content, dict) else enumerate(content)
         prompts = {int(number): prompt for number, prompt in pairs}
         if not all(isinstance(prompt, str) for prompt in prompts.values()):
-            raise ValueError("a caption is no text")
+            raise ValueError("a caption is not a text")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The file of class prompts cannot be read ({error})",

@@ -131,8 +131,8 @@ class _TarReader:
 
     def _differs(self, num_found: int) -> RunError:
         return RunError(
-            f"{shown(self.tar)} holds {num_found} samples, not {self._num_samples} as is "
-            f"declared (--tar_sizes, or {SIZES_NAME} beside it)."
+            f"{shown(self.tar)} holds {num_found} samples, not the {self._num_samples} "
+            f"declared by --tar_sizes or by {SIZES_NAME} beside it."
         )
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def _read_sizes_file(place: str) -> dict[str, int]:
             raise ValueError(f"longer than {MAX_SIZES_BYTES // 2**20} MiB")
         sizes = parse_json(content.decode("utf-8-sig"))
         if not isinstance(sizes, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("it is not a JSON object")
         for name, size in sizes.items():
             if type(size) is not int or not 0 <= size <= MAX_COUNT:
                 raise ValueError(f"{name} has {size!r} samples")

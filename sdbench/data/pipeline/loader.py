@@ -241,7 +241,7 @@ class CheckedLoader(DataLoader):
         """
         if state["num_samples"] != self._reader.num_samples:
             raise ConfigError(
-                "the checkpoint has a position in data with another number of samples",
+                "the data have another number of samples than those of the checkpoint",
                 value=self._reader.num_samples,
                 allowed=f"the {state['num_samples']} samples that the run began with, or a new run "
                 "on these by --init_from and another --run_name",

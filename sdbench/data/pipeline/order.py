@@ -142,8 +142,8 @@ class EpochOrder(DistributedSampler):
         digest = state.get("sizes_digest")
         if digest != self._sizes_digest:
             raise ConfigError(
-                "the checkpoint has a position in files of other sizes, or that are read in "
-                "another order",
+                "the data have other sizes of files, or another order, than those of the "
+                "checkpoint",
                 value=f"an order with the digest {self._sizes_digest}",
                 allowed=f"the files and the order that the run began with (digest {digest}), or a "
                 "new run on these by --init_from and another --run_name",

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     ).config
     if flags.wants_latents and flags.out_format in FILE_FORMATS:
         raise ConfigError(
-            "Latents have no form in this format",
+            "This format cannot hold latents",
             value=flags.out_format,
             allowed="mds or parquet",
             flag="--out_format",

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(sizes) < len(tars):
         raise RunError(
             f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "
-            f"{flags.out} has the {len(sizes)} others. The next call counts all of its tars."
+            f"{flags.out} has the {len(sizes)} others. The next call counts all tars again."
         )
     print(f"{sum(sizes.values())} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")
     return 0
@@ -80,7 +80,7 @@ def _check_folder(out: Path) -> None:
     """Check that the file can be written, before hours of reading."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(
-            "The numbers cannot be written there",
+            "The numbers of samples cannot be written to this file",
             value=str(out),
             allowed="a file in a folder that exists",
             flag="--out",
@@ -102,9 +102,9 @@ def _name(tars: Sequence[str]) -> list[str]:
     commands = [tar for tar in tars if tar.startswith(PIPE)]
     if commands:
         raise ConfigError(
-            "What a command prints has no name to be counted under",
+            "The tar that a command prints has no name in the table of sizes",
             value=commands[0],
-            allowed="the files that it reads",
+            allowed="the files that the command reads",
             flag="--remote or --local",
         )
     paths = [path_of(tar).split("/") for tar in tars]
@@ -115,6 +115,6 @@ def _name(tars: Sequence[str]) -> list[str]:
     raise ConfigError(
         "Two tars have the same path",
         value=next(tar for at, tar in enumerate(tars) if names[at] in names[:at]),
-        allowed="each tar once, and those of hosts with the same paths one host at a time",
+        allowed="each tar once; hosts with the same paths one at a time",
         flag="--remote or --local",
     )

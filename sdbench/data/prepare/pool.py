@@ -94,7 +94,7 @@ def run_work(
         yield showing(future.result() for future in as_completed(futures))
     except BrokenProcessPool as error:
         raise RunError(
-            "A worker process died, as happens when memory runs out: try again with fewer "
+            "A worker process died, probably because memory ran out: try again with fewer "
             "--num_workers."
         ) from error
     except BaseException:

@@ -104,7 +104,7 @@ class Output:
         if missing := self.missing_chunks():
             raise RunError(
                 f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing or cut, the "
-                f"first is {missing[0]}: the same command again writes them."
+                f"first is {missing[0]}: run the same command again to write them."
             )
         totals = self.totals()
         if not totals.num_written:
@@ -136,7 +136,7 @@ class Output:
                 raise ConfigError(
                     "Another command is writing to this folder",
                     value=str(self.out),
-                    allowed="another folder, or the same one when that command has ended",
+                    allowed="another folder, or this one after that command has ended",
                     flag=FOLDER_FLAG,
                 ) from error
             yield
@@ -219,7 +219,7 @@ def _check_place(output: Output) -> None:
     is_empty = out.is_dir() and not any(out.iterdir()) and not out.is_mount()
     if out.exists() and not is_empty:
         raise ConfigError(
-            "The output exists",
+            "The output folder is not empty",
             value=str(out),
             allowed="a new or an empty folder, not a mount point",
             flag=FOLDER_FLAG,
@@ -232,7 +232,7 @@ def _check_place(output: Output) -> None:
     has_others = JOB_NAME not in names and names - {*PARTIAL_FOLDERS}
     if partial.is_symlink() or (is_open and not is_own) or has_others:
         raise ConfigError(
-            "The folder for the parts of the output is a link, another user's, or has other files",
+            "The folder for unfinished output is a link, another user's, or has other files",
             value=str(partial),
             allowed="another --folder, or move that folder away",
             flag=FOLDER_FLAG,
@@ -245,7 +245,7 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
     if differing:
         key = differing[0]
         raise ConfigError(
-            f"{output.partial} holds the beginnings of another job, with another "
+            f"{output.partial} holds unfinished output of another job, with another "
             f"{', '.join(differing)}",
             value=now.get(key),
             allowed=f"{before.get(key)!r} as before, another folder, or delete that folder",
