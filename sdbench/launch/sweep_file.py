@@ -18,7 +18,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import shorten
 from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
-from sdbench.launch.child import find_program, split_words
+from sdbench.launch.child import check_suite_is_here, find_program, split_words
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.kinds import REPEATS, SECONDS
 from sdbench.settings.request import raise_unknown
@@ -79,6 +79,8 @@ def read_sweep_file(path: Path) -> SweepFile:
             content[key] = kind.parse(content[key])
         except (TypeError, ValueError):
             raise _wrong(path, key, content[key], kind.allowed) from None
+    if content["script"] == DEFAULTS["script"]:
+        check_suite_is_here(DEFAULTS["script"])
     if not Path(str(content["script"])).is_file():
         raise _wrong(path, "script", content["script"], "a file, from the folder you are in")
     launcher = split_words(str(content["launcher"]), flag=f"launcher in {path}")

@@ -101,8 +101,12 @@ def git_state() -> dict[str, str | bool | None]:
     beside a program is imported before an installed one. A container image has no checkout; its
     build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
     """
-    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
+    # An installed package may lie within a checkout of something else.
+    is_here = _git("ls-files", "--", Path(__file__).name)
+    commit = (is_here and _git("rev-parse", "HEAD")) or os.environ.get("SDBENCH_GIT_COMMIT", "")
     commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
+    if not is_here:
+        return {"commit": commit, "dirty": None}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     untracked = _git("ls-files", "--others", "--exclude-standard", "--", *CODE)
     is_unknown = changes is None or untracked is None

@@ -370,7 +370,7 @@ class TrainConfig(
 
 
 def parse_request(
-    argv: Sequence[str] | None, *, description: str, epilog: str
+    argv: Sequence[str] | None, *, description: str, epilog: str, prog: str | None = None
 ) -> Request[TrainConfig]:
     """Read the command line of train.py; as `request.parse`."""
     return parse(
@@ -378,6 +378,7 @@ def parse_request(
         argv,
         description=description,
         epilog=epilog,
+        prog=prog,
         takes_file=True,
         translate=translate,
     )
