@@ -57,7 +57,11 @@ def has_cpp_compiler(situation: Situation) -> bool:
 
 def needs_compiler(*values: str) -> Rule:
     """The rule of values that Inductor compiles."""
-    return Rule(values, has_cpp_compiler, "it is compiled, by g++ or clang++ on the PATH")
+    return Rule(
+        values,
+        has_cpp_compiler,
+        "its kernels are compiled by g++ or clang++, and neither is on the PATH",
+    )
 
 
 def has_fast_bf16(situation: Situation) -> bool:
@@ -164,7 +168,7 @@ class ComputingSpeedups:
         before=False,
         rules=(
             only_with(
-                ON, "contiguous images need no layout kept", memory_format=("channels_last",)
+                ON, "contiguous images have no layout to keep", memory_format=("channels_last",)
             ),
         ),
         rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
@@ -190,7 +194,7 @@ class ComputingSpeedups:
         rules=(
             only_with(
                 PRODUCTS,
-                "products of matrices read whole weights with the channels last",
+                "convolutions as matrix products need whole weights with the channels last",
                 memory_format=("channels_last",),
                 sharding=WHOLE_WEIGHTS,
             ),

@@ -51,7 +51,7 @@ WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
 ONE_PASS = ("adamw_one_pass",)
-NO_DDP = "weights that are shared out are trained without DDP"
+NO_DDP = "sharded weights are trained without DDP"
 
 
 def _microbatch_has_encoders(situation: Situation) -> bool:
@@ -80,7 +80,7 @@ class UpdatingSpeedups:
             Rule(ONE_PASS, on_cpu, "the kernel for one pass is for a CPU"),
             only_with(
                 ONE_PASS,
-                "one pass is over whole bf16 weights and their copies in fp32",
+                "one pass needs whole bf16 weights with copies in fp32",
                 precision=("bf16",),
                 master_weights=("fp32",),
                 sharding=("none",),
@@ -156,7 +156,7 @@ class UpdatingSpeedups:
         "CUDA stream of the copies to the device; side: the next batch travels during a step",
         seed="compute",
         fast=PerDevice(gpu="side", cpu="compute"),
-        rules=(Rule(("side",), on_gpu, "a CPU trains where the batch already is"),),
+        rules=(Rule(("side",), on_gpu, "a batch is not copied on a CPU"),),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", devices=(GPU,)),),
     )
     encode_ahead: bool = speed_up(
@@ -168,11 +168,11 @@ class UpdatingSpeedups:
         before=False,
         rules=(
             only_with(
-                ON, "only a stream of its own can encode beside a step", copy_stream=("side",)
+                ON, "encoding beside a step takes a stream of its own", copy_stream=("side",)
             ),
             only_with(
                 ON,
-                "what is encoded within a micro-batch is no part of the next step",
+                "a micro-batch that encodes its own images leaves nothing to encode ahead",
                 encoder_batch_size=AllBut(["microbatch"]),
             ),
             Rule(
@@ -210,27 +210,27 @@ class UpdatingSpeedups:
             Rule(
                 SHARED,
                 lambda s: s.ranks.world_size > 1,
-                "one rank has nobody to share with (composer -n 2, torchrun --nproc_per_node 2)",
+                "sharding takes several ranks (composer -n 2, torchrun --nproc_per_node 2)",
             ),
             Rule(
                 WITHIN_NODE,
                 lambda s: s.ranks.num_nodes > 1 and s.ranks.local_world_size > 1,
-                "it shares within each of several machines, which have several ranks",
+                "this mode shards within each machine, and takes several machines of several ranks",
             ),
             only_with(
                 FSDP,
-                "weights that are shared out are not trained with a loss scale here",
+                "sharded weights are not trained with the loss scale of amp_fp16 here",
                 precision=AllBut(["amp_fp16"]),
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
-                "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
+                "sharded weights have one type, and those of LoRA are fp32 beside bf16",
                 lifted_by={"precision": AllBut(["bf16"])},
             ),
             only_with(
                 SHARED,
-                "an optimizer that is shared out takes trained parameters only",
+                "a sharded optimizer takes trained parameters only",
                 optimizer_params=("trainable",),
             ),
         ),
@@ -351,7 +351,7 @@ class UpdatingSpeedups:
         "let a CPU round numbers below 1e-38 to zero, which is faster",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
-        rules=(Rule(ON, on_cpu, "a GPU does not get faster by it"),),
+        rules=(Rule(ON, on_cpu, "a GPU is not faster with it"),),
         rungs=(Rung(True, "torch.set_flush_denormal", EXACT, devices=(CPU,)),),
     )
     num_threads: int | None = setting(

@@ -43,7 +43,7 @@ class RaySettings:
             Rule(
                 GIVEN,
                 _has_enough_workers,
-                "the least number of ranks needs a number of ranks that is not below it",
+                "the least number of ranks is above the number of ranks",
                 allowed="--num_ray_workers of at least --min_ray_workers",
                 others=("num_ray_workers",),
             ),
@@ -67,5 +67,5 @@ class RaySettings:
         0,
         "how often the ranks are started again after one was lost or failed; -1: always",
         only_measures=True,
-        demands={"resume": (("auto",), "ranks that are started again have to go on with a run")},
+        demands={"resume": (("auto",), "ranks that are started again go on from a checkpoint")},
     )

@@ -47,7 +47,6 @@ AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
-HELD_OUT = {"validation_remote": (GIVEN, "held-out samples are somewhere")}
 HAS_ENCODERS = encodes_in_step("a model that is trained on latents has no encoders to draw with")
 # The rest is about the U-Net.
 SUITS_VAE: dict[str, tuple[Any, ...]] = {
@@ -81,7 +80,7 @@ class LengthSettings:
         DURATION,
         None,
         "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
-        rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
+        rules=(Rule((None,), lambda s: False, "a training run needs a length"),),
     )
     run_name: str | None = setting(
         NAME, None, "folder of the run below --results_dir (default: time, machine and model)"
@@ -90,7 +89,7 @@ class LengthSettings:
         one_of("never", "auto"),
         "never",
         "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
-        demands={"run_name": (GIVEN, "only a run with a name can be found again")},
+        demands={"run_name": (GIVEN, "a run is found again by its name")},
     )
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
@@ -149,7 +148,7 @@ class PartSettings(ModelSettings):
         "what is trained: the U-Net, or the VAE alone",
         identifies=True,
         demands={
-            name: (allowed, "a VAE is not trained with this") for name, allowed in SUITS_VAE.items()
+            name: (allowed, "this setting is not for a VAE") for name, allowed in SUITS_VAE.items()
         },
     )
     kl_weight: float = setting(
@@ -243,7 +242,10 @@ class WatchSettings:
 
     log_every_batches: int = setting(POSITIVE, 10, "steps from one line of figures to the next")
     validate_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one validation loss to the next", demands=HELD_OUT
+        POSITIVE,
+        None,
+        "steps from one validation loss to the next",
+        demands={"validation_remote": (GIVEN, "validation needs held-out samples")},
     )
     validation_remote: str | None = setting(
         TEXT,
@@ -262,7 +264,7 @@ class WatchSettings:
         POSITIVE,
         None,
         "steps from one grid of pictures to the next",
-        demands={"sample_prompts": (GIVEN, "pictures are drawn from prompts"), **HAS_ENCODERS},
+        demands={"sample_prompts": (GIVEN, "samples are drawn from prompts"), **HAS_ENCODERS},
     )
     sample_prompts: str | None = setting(
         TEXT,
@@ -291,7 +293,7 @@ class WatchSettings:
         None,
         "steps from one FID and CLIP score to the next, of pictures drawn for the captions of "
         "--validation_remote as --sample_guidance and --sample_steps say",
-        demands={**HELD_OUT, **HAS_ENCODERS},
+        demands={"validation_remote": (GIVEN, "scores need held-out samples"), **HAS_ENCODERS},
     )
     num_score_images: int = setting(
         whole_number(2),
@@ -363,7 +365,7 @@ class TrainConfig(
             Rule(
                 ON,
                 lambda s: False,
-                "a graph holds the whole step, and a checkpoint is read before its update",
+                "a CUDA graph holds the whole step, and checkpoints are read in its middle",
             ),
         ),
     )

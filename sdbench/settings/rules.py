@@ -180,10 +180,12 @@ def _make_demand(declared: Setting, other: Setting, values: Any, reason: str) ->
     else:
         forbidden = AllBut(values)
         allowed = " | ".join(in_words(value) for value in values if value is not None) or "nothing"
+    others = [choice for choice in declared.kind.choices if choice != declared.default]
+    asking = " ".join(filter(None, (declared.flag, " | ".join(others))))
     return Rule(
         forbidden,
         lambda situation: getattr(situation.config, declared.name) == declared.default,
-        reason,
+        f"{reason} ({asking} needs {describe_values(other.name, values)})",
         allowed=allowed,
         others=(declared.name,),
     )

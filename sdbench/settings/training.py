@@ -57,7 +57,9 @@ class ModelSettings:
         False,
         "train the text encoder with the U-Net",
         before=False,
-        demands=encodes_in_step("captions that are encoded already train no text encoder"),
+        demands=encodes_in_step(
+            "a text encoder is not trained on captions that are encoded already"
+        ),
     )
 
     learned_token: str | None = setting(
@@ -68,19 +70,25 @@ class ModelSettings:
         before=None,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
         demands={
-            "initial_token": (GIVEN, "a learned token begins as another one"),
-            "train_text_encoder": ((False,), "of the text encoder the token alone is trained"),
+            "initial_token": (GIVEN, "a learned token begins as a token of the model"),
+            "train_text_encoder": (
+                (False,),
+                "beside a learned token the text encoder is not trained",
+            ),
             "lora_rank": ((None,), "a token is trained alone, without LoRA"),
             "class_remote": ((None,), "the captions of class pictures do not have the token"),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
-            "init_from": ((None,), "a token begins as one of the model, such as a run's export"),
-            "sharding": ((None, "none"), "a single row is not shared out over ranks"),
+            "init_from": (
+                (None,),
+                "a learned token is added to a model, such as the export of a run",
+            ),
+            "sharding": ((None, "none"), "a learned token is a single row, which is not sharded"),
         },
         rules=(
             Rule(
                 GIVEN,
                 _is_in_prompt,
-                "the captions do not have the token that is learned",
+                "the prompt does not have the token that is learned",
                 allowed="a token of --instance_prompt",
                 others=("instance_prompt",),
             ),
