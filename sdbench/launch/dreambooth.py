@@ -19,6 +19,7 @@ from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
+from sdbench.data.prompts import read_prompts
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
     check_suite_is_here,
@@ -32,11 +33,11 @@ from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.ray import RAY
-from sdbench.settings.recipe import TrainConfig, parse_request
+from sdbench.settings.recipe import PROMPT_SEPARATOR, TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
+from sdbench.settings.similarity import SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -95,11 +96,13 @@ class DreamboothFlags(SimilaritySettings):
     image_size: int | None = shared(
         ModelSettings, "image_size", help="side of all pictures in pixels (default: the model's)"
     )
-    sample_prompts: str | None = setting(
-        TEXT,
-        None,
-        "what is drawn before and after besides the two prompts; several are separated by "
-        f"{PROMPT_SEPARATOR} (default: the prompt followed by each of: {', '.join(SCENES)})",
+    sample_prompts: str | None = shared(
+        TrainConfig,
+        "sample_prompts",
+        help="what is drawn before and after besides the two prompts: "
+        f"{declarations(TrainConfig)['sample_prompts'].help} (default: the prompt followed by each "
+        f"of: {', '.join(SCENES)})",
+        acts_beside=(),
     )
     num_samples: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
     num_ranks: int = setting(
@@ -192,8 +195,20 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
     """The prompts that are drawn before and after, each once."""
     others = [f"{flags.prompt} {scene}" for scene in SCENES]
     if flags.sample_prompts is not None:
-        others = [text.strip() for text in flags.sample_prompts.split(PROMPT_SEPARATOR)]
+        others = [text for _, text in read_prompts(flags.sample_prompts, flag="--sample_prompts")]
+    for text in others:
+        _check_is_one(text, flag="--sample_prompts")
     return list(dict.fromkeys(filter(None, (flags.prompt, flags.class_prompt, *others))))
+
+
+def _check_is_one(prompt: str, *, flag: str) -> None:
+    if PROMPT_SEPARATOR in prompt:
+        raise ConfigError(
+            f"{PROMPT_SEPARATOR} separates prompts, and this is one",
+            value=prompt,
+            allowed=f"a prompt without {PROMPT_SEPARATOR}",
+            flag=flag,
+        )
 
 
 def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
@@ -260,13 +275,7 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         )
     check(request, ("num_class_images",))
     for name in ("prompt", "class_prompt"):
-        if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
-            raise ConfigError(
-                f"{PROMPT_SEPARATOR} separates prompts, and this is one",
-                value=getattr(flags, name),
-                allowed=f"a prompt without {PROMPT_SEPARATOR}",
-                flag=f"--{name}",
-            )
+        _check_is_one(getattr(flags, name) or "", flag=f"--{name}")
     class_words = (flags.class_prompt or "").lower().split()
     if class_words and set(flags.prompt.lower().split()) <= set(class_words):
         raise ConfigError(

@@ -43,6 +43,8 @@ from sdbench.settings.setting import (
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 
+# Between the prompts of a command line.
+PROMPT_SEPARATOR = "|"
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
@@ -269,13 +271,14 @@ class WatchSettings:
     sample_prompts: str | None = setting(
         TEXT,
         None,
-        "text file with one prompt a line, or a CSV with the columns uid and caption",
+        f"prompts with {PROMPT_SEPARATOR} between two, or a file: .txt with a prompt on each line, "
+        ".csv with the columns uid and caption",
         acts_beside=(SAMPLED,),
     )
     num_sample_images: int = setting(
         POSITIVE,
         64,
-        "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
+        "prompts that are drawn, from the first: a grid of up to 64, and where there are "
         "more a file for each picture besides",
         acts_beside=(SAMPLED,),
     )

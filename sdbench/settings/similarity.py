@@ -9,7 +9,6 @@ from sdbench.settings.kinds import TEXT
 from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.setting import REQUIRED, setting, shared
 
-PROMPT_SEPARATOR = "|"
 # What a folder of transformers has for a network that looks at pictures.
 NETWORK_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 

@@ -180,6 +180,20 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
     assert "--engine=ray" in training and "--num_ray_workers=2" in training
 
 
+def test_the_sample_prompts_may_be_a_file(capsys) -> None:
+    Path("p.txt").write_text("asleep\nat sea\n")
+    (drawn,) = {
+        found[1]
+        for line in planned(capsys, "--sample_prompts", "p.txt")
+        if (found := re.search(r"'--prompts=(.*?\|.*?)'", line))
+    }
+    assert drawn.split("|") == [PROMPT, CLASS_PROMPT, "asleep", "at sea"]
+    Path("p.txt").write_text("asleep | at sea")
+    assert (
+        refusal_of("dreambooth", *COMMAND, "--sample_prompts", "p.txt").value == "asleep | at sea"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
@@ -187,6 +201,7 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--model", "my-dog"), "--model"),
         (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
+        (("--sample_prompts", "nothing.txt"), "--sample_prompts"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
         (("--clip_network", "my-dog"), "--clip_network"),
