@@ -71,7 +71,9 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     assert difference.max() <= 1 and (difference > 0).mean() < 0.001
     with Image.open("out/grid.png") as grid:
         assert grid.size == (4 + 2 * 116, 4 + 2 * 84)
-    assert "random weights" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "random weights" in output
+    assert "python -m sdbench score out --clip_network FOLDER\n" in output
 
 
 def test_a_table_names_its_pictures(tmp_path):

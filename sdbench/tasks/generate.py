@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import shlex
 import time
 import zlib
 from pathlib import Path
@@ -317,7 +318,9 @@ class Generate(Task):
         return (
             f"{summary['num_pictures']} pictures in {folder / PICTURES_NAME}, "
             f"{summary['num_drawn']} of them drawn now, in {content['duration_s']:.1f} s; all at a "
-            f"glance: {folder / GRID_NAME}"
+            f"glance: {folder / GRID_NAME}\n"
+            "How well they suit their prompts, by a network of yours: python -m sdbench score "
+            f"{shlex.quote(str(folder))} --clip_network FOLDER"
         )
 
 
