@@ -135,17 +135,17 @@ def test_a_command_without_its_checkout_names_the_file_that_it_needs(sdbench, tm
 
 
 def test_the_commit_of_another_checkout_is_not_taken_for_the_packages(site, tmp_path):
-    shutil.copytree(site, tmp_path / "site")
+    shutil.copytree(site, tmp_path / "site-packages")
     git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
     subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / ".gitignore").write_text("site")
+    (tmp_path / ".gitignore").write_text("site-packages")
     subprocess.run([*git, "add", "."], cwd=tmp_path, check=True)
     subprocess.run([*git, "commit", "-q", "-m", "mine"], cwd=tmp_path, check=True)
     code = "from sdbench.record.provenance import git_state; print(git_state())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "SDBENCH_GIT_COMMIT": ""},
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site-packages"), "SDBENCH_GIT_COMMIT": ""},
         capture_output=True,
         text=True,
         check=True,

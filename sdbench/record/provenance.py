@@ -47,6 +47,8 @@ ENVIRONMENT_NAMES = (
 # Files that are code of the suite even where git does not know them yet: Python anywhere, which may
 # be imported from beside a program, and all that is in the package.
 CODE = (":/*.py", ":/sdbench")
+# Folders of installed packages.
+INSTALLED = {"site-packages", "dist-packages"}
 # Of torchrun about its own run: temporary files, restarts. None changes speed.
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 
@@ -78,7 +80,7 @@ def _other_versions(path: tuple[str, ...]) -> dict[str, str]:
         name, version = installed.metadata["Name"], installed.metadata["Version"]
         above = {folder.name for folder in Path(str(installed.locate_file(""))).parents}
         # Both are missing where its installation was cut off.
-        if name and version and not above & {"site-packages", "dist-packages"}:
+        if name and version and not above & INSTALLED:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)  # PEP 503
     return {name: found[name] for name in sorted(found.keys() - {*PACKAGES})}
 
@@ -101,12 +103,8 @@ def git_state() -> dict[str, str | bool | None]:
     beside a program is imported before an installed one. A container image has no checkout; its
     build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
     """
-    # An installed package may lie within a checkout of something else.
-    is_here = _git("ls-files", "--", Path(__file__).name)
-    commit = (is_here and _git("rev-parse", "HEAD")) or os.environ.get("SDBENCH_GIT_COMMIT", "")
+    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
     commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
-    if not is_here:
-        return {"commit": commit, "dirty": None}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     untracked = _git("ls-files", "--others", "--exclude-standard", "--", *CODE)
     is_unknown = changes is None or untracked is None
@@ -118,6 +116,8 @@ def _git(*arguments: str) -> str | None:
     # a program. Here the checkout's own code runs already.
     command = ["git", "-c", "safe.directory=*", *arguments]
     folder = Path(__file__).parent
+    if INSTALLED & {parent.name for parent in folder.parents}:
+        return None  # what it lies in may be a checkout of something else
     try:
         completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
