@@ -238,6 +238,18 @@ def test_a_picture_that_cannot_be_read_ends_the_run(capsys, num_pictures, exit_c
     assert str(bad) in error and "--on_bad_sample" not in error
 
 
+def test_a_bad_held_out_picture_of_a_subject_is_not_advised_to_be_skipped(capsys):
+    write_pictures(subject=2)
+    Path("held-out").mkdir()
+    Path("held-out/1.png").write_bytes(b"no picture")
+    Path("held-out/1.txt").write_text("a cat")
+    argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
+    argv += ("--validate_every_batches", "1", "--validation_remote", "held-out")
+    assert train.main([*TINY, *argv]) == 1
+    error = capsys.readouterr().err
+    assert "held-out/1.png" in error and "--on_bad_sample" not in error
+
+
 def learn_token(model: Path, *argv: object) -> Path:
     """Learn a token for two steps, and return the folder of the run."""
     write_pictures(subject=3)

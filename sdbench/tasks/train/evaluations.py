@@ -114,6 +114,7 @@ class Evaluations:
         self._job, self._folder = job, folder
         if config.validate_every_batches:
             self._reader = open_held_out(self._held_out)
+            self._reader.may_skip = not config.has_subject
         if config.score_every_batches:
             self._samples = data.open_samples(self._held_out)
         evaluations = {
