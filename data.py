@@ -14,35 +14,17 @@ Also the place to import the data set classes from:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from importlib import import_module
 
 from sdbench.base.output import protected_output
 from sdbench.base.stop import run_program, stoppable
+from sdbench.programs import data
 
 DATASETS = {
     "StreamingLAIONDataset": "sdbench.data.formats.mds",
     "SyntheticImageCaptionDataset": "sdbench.data.formats.synthetic",
 }
-
-DESCRIPTION = "Measure how many images a second a data source alone delivers, and record it."
-EPILOG = """\
-examples:
-  python data.py --use_synth_data
-      the most that handing over batches costs
-  python data.py --remote data/pairs --image_size 512 --batch_size 32 --num_workers 8
-      any data set that benchmark.py trains on
-  python data.py --remote data/pairs --emulate_step_seconds 0.5
-      would a trainer with such steps wait for its data?
-  python data.py --remote data/pairs --target_images_per_second 800
-      is it enough for 8 GPUs of 100 images/s, and how many workers does it take?
-  python data.py --engine ray --remote data/laion-parquet --image_size 256 --batch_size 4096 \\
-      --num_ray_workers 32 --num_decoders 192 --num_encoders 48 --emulate_step_seconds 0.9227
-      do these decoders and encoders of a Ray cluster feed 32 GPUs with such steps?
-
-exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
-"""
 
 
 def __getattr__(name: str) -> type:
@@ -56,15 +38,7 @@ def __getattr__(name: str) -> type:
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure with these arguments, or those of the process; returns the exit code."""
-    # Not before: a stop signal may arrive meanwhile.
-    from sdbench.launch.ray_job import launch_ranks
-    from sdbench.run.runner import run
-    from sdbench.settings.feed import FeedSettings
-    from sdbench.settings.request import parse
-    from sdbench.tasks import TASKS
-
-    parse_feed = functools.partial(parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)
+    return data.main(argv, prog="data.py")
 
 
 if __name__ == "__main__":

@@ -4,40 +4,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
 from sdbench.base.stop import run_program, stoppable
-
-DESCRIPTION = "Train Stable Diffusion: as benchmark.py does, for as long as you say, and kept."
-EPILOG = """\
-examples:
-  python train.py --model_name tiny --remote my-pictures --max_duration 300ba --run_name first
-      a miniature on a folder of pictures and captions
-  python train.py --config configs/laptop.yaml --remote my-pictures
-      settings from a file; the same command goes on after a stop, from the newest checkpoint
-  torchrun --nproc_per_node 8 train.py config=open-diffusion.yaml dataset.params.path=my-tars
-      a config file of mlfoundations/open-diffusion; --print_config shows it in this suite's flags
-  composer train.py --remote my-mds --max_duration 550000ba --save_every_batches 5000 --use_ema
-      on every GPU of this machine
-
-exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
-"""
+from sdbench.programs import train
 
 
 @protected_output()
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a model with these arguments, or those of the process; returns the exit code."""
-    # Not before: a stop signal may arrive meanwhile.
-    from sdbench.launch.ray_job import launch_ranks
-    from sdbench.run.runner import run
-    from sdbench.settings.recipe import parse_request
-    from sdbench.tasks import TASKS
-
-    parse = functools.partial(parse_request, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["train"], parse, argv, launch=launch_ranks)
+    return train.main(argv, prog="train.py")
 
 
 if __name__ == "__main__":

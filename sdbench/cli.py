@@ -21,6 +21,10 @@ from sdbench.settings.request import choose_command
 
 # Room and module, whose `main` it is, and what it does.
 COMMANDS = {
+    "benchmark": ("programs.benchmark", "measure how fast this machine trains: benchmark.py"),
+    "train": ("programs.train", "train a model for real, and go on with it: train.py"),
+    "generate": ("programs.generate", "draw pictures from prompts: generate.py"),
+    "data": ("programs.data", "measure how fast a data source alone feeds a trainer: data.py"),
     "convert": ("data.prepare.convert", "turn a data set into another format: tars, parquet, MDS"),
     "verify-data": ("data.prepare.verify", "check a data set: every file, or every sample too"),
     "count-samples": ("data.prepare.count", "count the samples of tars, which streaming needs"),
@@ -79,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {name: help_text for name, (_, help_text) in COMMANDS.items()},
             argv,
             prog="python -m sdbench",
-            description="Tools around benchmark.py.",
+            description="A benchmark of training Stable Diffusion, and the tools around it.",
             epilog=EPILOG,
         )
         # What `render` prints is a manifest, to be used as it is.

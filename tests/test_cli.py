@@ -18,7 +18,8 @@ from sdbench.cli import COMMANDS, main
 from sdbench.scaling.scaling import COMMANDS as SCALING
 from tests.refusals import PLACE_FLAGS, printed_refusal
 
-PROGRAMS = ("benchmark", "train", "generate", "data", "calculate_number_of_parameters")
+PROGRAMS = ("benchmark.py", "train.py", "generate.py", "data.py")
+PROGRAMS += ("calculate_number_of_parameters.py",)
 # Those that take flags of their own: commands with their words, and programs.
 STARTS = [
     *([name] for name in COMMANDS if name not in ("render", "scaling")),
@@ -31,7 +32,7 @@ STARTS = [
 def start(words: Sequence[str], *argv: str) -> int:
     """Start a command or a program in this process."""
     if words and words[0] in PROGRAMS:
-        return importlib.import_module(words[0]).main(list(argv))
+        return importlib.import_module(words[0].removesuffix(".py")).main(list(argv))
     return main([*words, *argv])
 
 
@@ -122,7 +123,7 @@ def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsy
         examples = re.sub(r"'.*?'|\\\n", "", examples)
         # Behind -- is a command of its own, or flags of one that is not named.
         for part in re.split(r" -- |\n", examples):
-            named = re.search(r"(?:-m sdbench ((?:render |scaling )?\S+)|(\w+)\.py)\b(.*)", part)
+            named = re.search(r"(?:-m sdbench ((?:render |scaling )?\S+)|(\w+\.py))\b(.*)", part)
             given = set(re.findall(r" (--\w+)", named[3])) - {"--help"} if named else set()
             assert not given or given <= set(flags_of((named[1] or named[2]).split())), part
             num_flags += len(given)
@@ -143,7 +144,7 @@ def test_a_flag_means_one_thing_and_names_every_folder_that_is_written(flags_of)
             assert "--folder" in flags
         for flag, meaning in flags.items():
             meanings.setdefault(flag, {})[" ".join(words)] = meaning
-    writers = {words.split()[0] for words in meanings["--folder"]}
+    writers = {words.split()[0].removesuffix(".py") for words in meanings["--folder"]}
     assert writers == WRITERS
     assert {metavar for metavar, _ in meanings["--out"].values()} == {"PATH"}  # files
     for flag, by_command in meanings.items():
@@ -176,6 +177,7 @@ def test_bad_input_of_a_command_exits_with_2_and_names_what_it_has(capsys, argv,
     ("line", "completed"),
     [
         ("python -m sdbench verif", ["verify-data"]),
+        ("python -m sdbench train --resu", ["--results_dir", "--resume"]),
         ("python -m sdbench convert --out_format we", ["webdataset"]),
         ("python benchmark.py --device_train", ["--device_train_microbatch_size"]),
         ("python benchmark.py --use_synth_data --model_name sd2-", ["sd2-768-v", "sd2-base"]),

@@ -52,7 +52,9 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert "Chosen, each by a flag of its name: num_warmup_batches=1" in output
     assert f"  images/s              {format_number(summary['images_per_second'])} (" in output
     folder = tmp_path / "runs" / record["run_id"]
-    assert output.endswith(f"record: {folder}\n")
+    command = "python -m sdbench benchmark --use_synth_data --image_size 64"
+    told = f"\n\nHow fast this machine trains on it: {command}\n\nrecord: {folder}\n"
+    assert output.endswith(told)
     assert (folder / "stdout.log").read_text() == output
     assert not (folder / "steps.csv").exists()
     (row,) = csv.DictReader(format_csv([record]).splitlines())

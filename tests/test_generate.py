@@ -71,7 +71,9 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     assert difference.max() <= 1 and (difference > 0).mean() < 0.001
     with Image.open("out/grid.png") as grid:
         assert grid.size == (4 + 2 * 116, 4 + 2 * 84)
-    assert "random weights" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "random weights" in output
+    assert "python -m sdbench score out --clip_network FOLDER\n" in output
 
 
 def test_a_table_names_its_pictures(tmp_path):
@@ -145,6 +147,7 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(tmp_path, chan
         ({}, None, None),
         ({"prompts": "a", "prompt_file": "p.txt"}, "a", "p.txt"),
         ({"prompts": " | "}, None, " | "),
+        ({"prompts": "p.txt"}, None, "p.txt"),
         ({"prompt_file": "p.txt"}, None, "p.txt"),
         ({"prompt_file": "p.txt"}, "\n \n", "p.txt"),
         ({"prompt_file": "p.csv"}, "", "p.csv"),
@@ -162,6 +165,23 @@ def test_bad_prompts_are_refused(tmp_path, flags, content, value):
         Path(flags["prompt_file"]).write_text(content)
     with refused(PROMPT_FLAG, value=value):
         read_prompts(GenerateFlags(model_name="tiny", folder="out", **flags))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "read"),
+    [
+        ("a red circle", [("00000", "a red circle")]),
+        (PROMPTS, [(f"0000{n}", text.strip()) for n, text in enumerate(PROMPTS.split("|"))]),
+        ("p.txt", [("00000", "a cat"), ("00001", "a | dog")]),
+        ("P.CSV", [("b", "a cat")]),
+        ("no-ending", [("00000", "a cow")]),
+    ],
+)
+def test_prompts_are_texts_or_a_file(tmp_path, prompts, read):
+    Path("p.txt").write_text("a cat\n\na | dog\n")
+    Path("P.CSV").write_text("uid,caption\nb,a cat\n")
+    Path("no-ending").write_text("a cow")
+    assert read_prompts(GenerateFlags(model_name="tiny", folder="out", prompts=prompts)) == read
 
 
 def test_help_loads_no_library_of_weight(repository):

@@ -35,7 +35,7 @@ def site(tmp_path_factory, repository) -> Path:
 def sdbench(site, tmp_path):
     """Run the installed command in a folder that holds nothing of the suite."""
 
-    def run(*argv: str | Path) -> str:
+    def run(*argv: str | Path, exit_code: int = 0) -> str:
         done = subprocess.run(
             [site / "bin" / "sdbench", *argv],
             cwd=tmp_path,
@@ -43,8 +43,8 @@ def sdbench(site, tmp_path):
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == exit_code, done.stdout + done.stderr
+        return done.stderr if exit_code else done.stdout
 
     return run
 
@@ -109,3 +109,45 @@ def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository
     results = make_results(tmp_path / "results", make_record())
     sdbench("report", "--folder", results)
     assert "sd2-base" in (results / "index.html").read_text()
+
+
+def test_the_programs_are_commands_of_the_installed_package(sdbench):
+    usage = "usage: python -m sdbench {} ".format
+    for name in ("benchmark", "train", "generate", "data"):
+        assert sdbench(name, "--help").startswith(usage(name))
+    printed = sdbench("train", "--model_name", "tiny", "--max_duration", "7ba", "--print_config")
+    assert "\nmax_duration: 7ba" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "file"),
+    [
+        (("sweep", "sweep.yaml"), "benchmark.py"),
+        (("render", "eks"), "multi-node/3.stable-diffusion-eks.yaml-template"),
+        (("submit", "--nodes", "1"), "multi-node/2.train.sbatch"),
+    ],
+)
+def test_a_command_without_its_checkout_names_the_file_that_it_needs(sdbench, tmp_path, argv, file):
+    (tmp_path / "sweep.yaml").write_text("grid: {use_ema: [true]}")
+    refusal = printed_refusal(sdbench(*argv, exit_code=2))
+    needs = f"this command needs {file} of a checkout of the suite, which no installed package has"
+    assert (refusal.what, refusal.flag) == (needs, "cd")
+
+
+def test_the_commit_of_another_checkout_is_not_taken_for_the_packages(site, tmp_path):
+    shutil.copytree(site, tmp_path / "site-packages")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("site-packages")
+    subprocess.run([*git, "add", "."], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "mine"], cwd=tmp_path, check=True)
+    code = "from sdbench.record.provenance import git_state; print(git_state())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site-packages"), "SDBENCH_GIT_COMMIT": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "{'commit': None, 'dirty': None}\n"

@@ -105,6 +105,16 @@ def test_settings_that_do_not_suit_each_other_are_refused(argv, flag, value):
         check(argv)
 
 
+def test_a_demand_says_which_flag_needs_which():
+    with refused("--validation_remote or --validate_every_batches") as caught:
+        check("--validate_every_batches 9")
+    needs = "--validate_every_batches needs --validation_remote"
+    assert caught.value.what == f"validation needs held-out samples ({needs})"
+    with refused("--on_bad_sample or --task", allowed="error") as caught:
+        check(f"{SUBJECT} --on_bad_sample skip")
+    assert "(--task dreambooth needs --on_bad_sample error)" in caught.value.what
+
+
 def test_what_the_other_setting_may_be_is_told():
     with refused("--sharding or --train", allowed="none | zero1 | hybrid_zero1"):
         check("--train vae --sharding full", world_size=2)

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Synthetic pictures: as many as Ray's DreamBooth example has of its dog, and draws of its class
 # (ray-project/ray, doc/source/templates/05_dreambooth_finetuning).
 NUM_SYNTHETIC_INSTANCES, NUM_SYNTHETIC_CLASS = 5, 200
+# Pictures of a subject, which are few, that are decoded before a run begins.
+MAX_DECODED = 10
 
 
 class NumPictures(NamedTuple):
@@ -68,7 +70,19 @@ def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
 
 def open_pictures(source: SourceConfig) -> BatchReader:
     """Open the reader of all pictures, the same on every rank."""
-    return data.open_batches(_one_by_one(source))
+    reader = data.open_batches(_one_by_one(source))
+    reader.may_skip = False
+    return reader
+
+
+def check_readable(source: SourceConfig, *, num_pictures: int) -> None:
+    """Decode the first pictures of a subject, which are all of a few; a RunError if one is bad."""
+    from sdbench.data.pipeline.order import Key
+
+    reader = open_pictures(source)
+    for index in range(min(num_pictures, MAX_DECODED)):
+        if isinstance(found := reader([Key(0, index)]), RunError):
+            raise found
 
 
 def _one_by_one(source: SourceConfig) -> SourceConfig:

@@ -33,7 +33,8 @@ OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
 LOCK_NAME = ".measuring"
 ROOT = Path(__file__).resolve().parents[2]
-MEASURING_PROGRAMS = {ROOT / "benchmark.py": BenchmarkConfig, ROOT / "data.py": FeedSettings}
+# Programs of the suite that measure, which are commands of `python -m sdbench` too.
+MEASURING = {"benchmark": BenchmarkConfig, "data": FeedSettings}
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
 GRACE_S = 20.0
@@ -108,9 +109,11 @@ def measuring_command(command: Sequence[str]) -> list[str]:
     takes seconds. Programs of another checkout are not checked.
     """
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
-    for number, word in enumerate(command, start=1):
-        if (settings := MEASURING_PROGRAMS.get(Path(word).resolve())) is not None:
-            parse(settings, command[number:], description="", epilog="", prog=word, takes_file=True)
+    for number, (before, word) in enumerate(itertools.pairwise(["", *command]), start=1):
+        name = word if Path(before).name == "sdbench" else Path(word).stem
+        if name in MEASURING and (name == word or Path(word).resolve() == ROOT / f"{name}.py"):
+            rest = command[number:]
+            parse(MEASURING[name], rest, description="", epilog="", prog=word, takes_file=True)
             break
     return find_program(command)
 
@@ -213,14 +216,15 @@ def run_in_terminal(
     return end.exit_code
 
 
-def check_suite_is_here(*names: str) -> None:
-    """Refuse to go on in a working folder without these files of the suite."""
+def check_suite_is_here(*names: str, folder: Path = Path()) -> None:
+    """Refuse to go on without these files of a checkout in a folder (default: the working one)."""
     for name in names:
-        if not Path(name).is_file():
+        if not (folder / name).is_file():
+            where = "is not here" if (ROOT / name).is_file() else "no installed package has"
             raise ConfigError(
-                f"this command needs {name}, which is not here",
-                value=str(Path.cwd()),
-                allowed="the folder that holds the suite",
+                f"this command needs {name} of a checkout of the suite, which {where}",
+                value=str(folder.absolute()),
+                allowed="`python -m sdbench` in the folder that holds a checkout",
                 flag="cd",
             )
 

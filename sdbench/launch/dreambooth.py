@@ -6,37 +6,47 @@ type. The result of a step is kept: the same command goes on where it was stoppe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import shlex
 import shutil
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.cause import read_cause
+from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
+from sdbench.data.prompts import read_prompts
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
+    CAUSE_NAME,
+    OUTPUT_NAME,
     check_suite_is_here,
+    find_program,
     only_one_in,
     refuse_flag,
+    run_guarded,
     run_in_terminal,
     split_words,
+    tail,
 )
 from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.ray import RAY
-from sdbench.settings.recipe import TrainConfig, parse_request
+from sdbench.settings.recipe import PROMPT_SEPARATOR, TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR, SimilaritySettings, missing_files
+from sdbench.settings.similarity import SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
@@ -48,6 +58,13 @@ MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
 SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.
 SAMPLE_SEED = 1_000_000
+# What this command has in the place of flags of train.py.
+OWN_FLAGS = {
+    "--remote, --local or --streams": "SUBJECT",
+    "--remote or --local": "SUBJECT",
+    "--model_name": "--model",
+    "--instance_prompt": "--prompt",
+}
 # Flags of generate.py for other pictures than the later steps expect.
 UNFIT_FLAGS = ("--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
@@ -95,11 +112,13 @@ class DreamboothFlags(SimilaritySettings):
     image_size: int | None = shared(
         ModelSettings, "image_size", help="side of all pictures in pixels (default: the model's)"
     )
-    sample_prompts: str | None = setting(
-        TEXT,
-        None,
-        "what is drawn before and after besides the two prompts; several are separated by "
-        f"{PROMPT_SEPARATOR} (default: the prompt followed by each of: {', '.join(SCENES)})",
+    sample_prompts: str | None = shared(
+        TrainConfig,
+        "sample_prompts",
+        help="what is drawn before and after besides the two prompts: "
+        f"{declarations(TrainConfig)['sample_prompts'].help} (default: the prompt followed by each "
+        f"of: {', '.join(SCENES)})",
+        acts_beside=(),
     )
     num_samples: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
     num_ranks: int = setting(
@@ -114,7 +133,9 @@ class DreamboothFlags(SimilaritySettings):
         None,
         'flags for generate.py in one text: --generate_flags="--guidance_scale 5 --num_steps 50"',
     )
-    dry_run: bool = setting(SWITCH, False, "print the commands and stop")
+    dry_run: bool = setting(
+        SWITCH, False, "have train.py check the training, print the commands and stop"
+    )
 
 
 class Step(NamedTuple):
@@ -139,10 +160,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
     flags = dataclasses.replace(flags, image_size=_check(request, folder=folder))
     steps = plan_steps(flags, request.rest, folder=folder)
-    if flags.dry_run:
-        print("\n".join(shlex.join(step.command) for step in steps))
-        return 0
-    with only_one_in(folder):
+    with contextlib.nullcontext() if flags.dry_run else only_one_in(folder):
+        # A run that has begun is checked when it goes on.
+        if flags.dry_run or not (folder / RUN).exists():
+            exit_code = _plan_training(flags, request.rest, folder=folder)
+            if exit_code != 0:
+                return exit_code
+        if flags.dry_run:
+            print("\n".join(shlex.join(step.command) for step in steps))
+            return 0
         return _run(steps, folder=folder)
 
 
@@ -192,8 +218,20 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
     """The prompts that are drawn before and after, each once."""
     others = [f"{flags.prompt} {scene}" for scene in SCENES]
     if flags.sample_prompts is not None:
-        others = [text.strip() for text in flags.sample_prompts.split(PROMPT_SEPARATOR)]
+        others = [text for _, text in read_prompts(flags.sample_prompts, flag="--sample_prompts")]
+    for text in others:
+        _check_is_one(text, flag="--sample_prompts")
     return list(dict.fromkeys(filter(None, (flags.prompt, flags.class_prompt, *others))))
+
+
+def _check_is_one(prompt: str, *, flag: str) -> None:
+    if PROMPT_SEPARATOR in prompt:
+        raise ConfigError(
+            f"{PROMPT_SEPARATOR} separates prompts, and this is one",
+            value=prompt,
+            allowed=f"a prompt without {PROMPT_SEPARATOR}",
+            flag=flag,
+        )
 
 
 def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
@@ -247,6 +285,29 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     return (*_launcher(1 if on_ray else flags.num_ranks), "train.py", *arguments)
 
 
+def _plan_training(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> int:
+    """Have train.py check the training before anything is drawn for it; returns the exit code."""
+    command = [*_train(flags, rest, folder=folder), "--print_config"]
+    with tempfile.TemporaryDirectory() as scratch:
+        if not folder.exists():
+            command.append(f"--results_dir={scratch}")
+        if flags.prior and not any((folder / CLASS / PICTURES_NAME).glob("*.png")):
+            command.append(f"--class_remote={flags.subject}")  # nothing of the class is drawn yet
+        # As rank 0, lest Ray starts a cluster.
+        words = ["env", *(["RANK=0"] if flags.engine == RAY else []), *find_program(command)]
+        with Path(scratch, OUTPUT_NAME).open("wb") as output:
+            end = run_guarded(words, folder=Path(scratch), output=output)
+        if end.exit_code == 0:
+            return 0
+        cause = read_cause(Path(scratch, CAUSE_NAME))
+        reason = tail(Path(scratch)) if cause is None else cause["message"]
+    for theirs, own in OWN_FLAGS.items():
+        reason = reason.replace(theirs, own)
+    print(f"error: train.py would refuse this training: {reason}", file=sys.stderr)
+    is_refusal = cause is not None and cause["error"] == ConfigError.__name__
+    return EXIT_BAD_INPUT if is_refusal else end.exit_code  # torchrun makes another one of it
+
+
 def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
     """Find mistakes before anything is started; returns the side of all pictures in pixels."""
     flags = request.config
@@ -260,13 +321,7 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         )
     check(request, ("num_class_images",))
     for name in ("prompt", "class_prompt"):
-        if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
-            raise ConfigError(
-                f"{PROMPT_SEPARATOR} separates prompts, and this is one",
-                value=getattr(flags, name),
-                allowed=f"a prompt without {PROMPT_SEPARATOR}",
-                flag=f"--{name}",
-            )
+        _check_is_one(getattr(flags, name) or "", flag=f"--{name}")
     class_words = (flags.class_prompt or "").lower().split()
     if class_words and set(flags.prompt.lower().split()) <= set(class_words):
         raise ConfigError(

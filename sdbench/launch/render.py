@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.launch.child import refuse_flag
+from sdbench.launch.child import ROOT, check_suite_is_here, refuse_flag
 from sdbench.settings import config, recipe
 from sdbench.settings.kinds import PATH, SWITCH, Kind, one_of, whole_number
 from sdbench.settings.request import choose_command, parse
 from sdbench.settings.setting import declarations, setting
 
-FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
+FOLDER = "multi-node"
 JOB_NAME = "stable-diffusion"
 # Where the pods mount the volume that collect-results.sh reads.
 RESULTS_DIR = "/results"
@@ -170,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="ARGUMENTS of the program",
     )
     flags, arguments = request.config, request.rest
-    template = (FOLDER / manifest.template).read_text(encoding="utf-8")
+    check_suite_is_here(f"{FOLDER}/{manifest.template}", folder=ROOT)
+    template = (ROOT / FOLDER / manifest.template).read_text(encoding="utf-8")
     names = find_names(template)
     for unused in VARIABLES:
         if unused not in names and request.is_users(unused.lower()):
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"written: {file}")
     print("next:")
     if "RDZV_BACKEND" in names and flags.rdzv_backend != "c10d":
-        print(f"  kubectl apply -f {FOLDER.name}/{ETCD}\n  kubectl rollout status deployment/etcd")
+        print(f"  kubectl apply -f {FOLDER}/{ETCD}\n  kubectl rollout status deployment/etcd")
     print(f"  kubectl apply -f {shlex.quote(str(file))}")
     print(f"  kubectl get pods --watch\n  kubectl logs -f {manifest.logs}")
     print(f"  multi-node/collect-results.sh {flags.results_claim}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import check_folder
+from sdbench.base.files import check_folder, refused_unless_written
 from sdbench.base.progress import Progress
 from sdbench.launch.child import Outcome, run_child, tail
 from sdbench.record.store import OK, OOM, TIMEOUT
@@ -65,6 +65,11 @@ def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
 
 def new_folder(given: Path | None, *, prefix: str) -> Path:
     """Make an empty folder: the user's, or ``runs/<prefix>_<time>``."""
+    with refused_unless_written(given or "runs", kind="output", flag="--folder"):
+        return _new_folder(given, prefix=prefix)
+
+
+def _new_folder(given: Path | None, *, prefix: str) -> Path:
     while given is None:
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         folder = Path("runs") / f"{prefix}_{now}"

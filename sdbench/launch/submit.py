@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.launch.child import refuse_flag, values_of
+from sdbench.launch.child import ROOT, check_suite_is_here, refuse_flag, values_of
 from sdbench.launch.runs import in_rounds, new_folder
 from sdbench.record.configuration import group
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
@@ -28,7 +28,7 @@ from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
-SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
+SCRIPT = "multi-node/2.train.sbatch"
 POLL_S = 5.0
 EPILOG = """\
 examples:
@@ -128,7 +128,7 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> Path:
         run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
         run_folder.mkdir()
         command = ["sbatch", f"--nodes={num_nodes}", f"--output={run_folder}/output.log"]
-        command += [f"--job-name={folder}", str(SCRIPT), *arguments]
+        command += [f"--job-name={folder}", str(ROOT / SCRIPT), *arguments]
         command += ["--results_dir", str(run_folder)]
         if batch_size is not None:  # the last one counts
             command += ["--batch_size", str(batch_size * num_nodes // min(flags.nodes))]
@@ -141,7 +141,9 @@ def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> Path:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=(ROOT / SCRIPT).parent, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RunError(f"{' '.join(command[:2])} has failed: {done.stderr.strip()}")
     return done.stdout
@@ -149,6 +151,7 @@ def _run(command: Sequence[str]) -> str:
 
 def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
     """Find mistakes; returns the global batch on the fewest nodes if it grows with the nodes."""
+    check_suite_is_here(SCRIPT, folder=ROOT)
     if not flags.nodes:
         raise ConfigError(
             "the numbers of nodes are missing",

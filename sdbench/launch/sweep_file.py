@@ -18,10 +18,11 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import shorten
 from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
-from sdbench.launch.child import find_program, split_words
-from sdbench.settings.config import SETTINGS
+from sdbench.launch.child import check_suite_is_here, find_program, split_words
+from sdbench.settings.config import SETTINGS, BenchmarkConfig
 from sdbench.settings.kinds import REPEATS, SECONDS
-from sdbench.settings.request import raise_unknown
+from sdbench.settings.request import parse, raise_unknown
+from sdbench.settings.rules import check
 from sdbench.settings.setting import Setting
 
 DEFAULTS: dict[str, Any] = {
@@ -79,6 +80,8 @@ def read_sweep_file(path: Path) -> SweepFile:
             content[key] = kind.parse(content[key])
         except (TypeError, ValueError):
             raise _wrong(path, key, content[key], kind.allowed) from None
+    if content["script"] == DEFAULTS["script"]:
+        check_suite_is_here(DEFAULTS["script"])
     if not Path(str(content["script"])).is_file():
         raise _wrong(path, "script", content["script"], "a file, from the folder you are in")
     launcher = split_words(str(content["launcher"]), flag=f"launcher in {path}")
@@ -99,10 +102,24 @@ def read_sweep_file(path: Path) -> SweepFile:
             key=hashlib.sha256(text.encode()).hexdigest()[:NUM_KEY_DIGITS],
             command=(*start, *to_flags(of_cell)),
         )
+        _check_cell(path, cell)
         if cells.setdefault(cell.key, cell) is not cell:
             raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
     bounds = (content[key] for key in SweepFile._fields[1:])
     return SweepFile(tuple(cells.values()), *bounds)
+
+
+def _check_cell(path: Path, cell: Cell) -> None:
+    """Refuse a cell whose settings do not suit each other, on whatever machine."""
+    try:
+        check(parse(BenchmarkConfig, to_flags(cell.settings), description="", epilog=""))
+    except ConfigError as error:
+        raise ConfigError(
+            f"a cell of the sweep would be refused ({cell.described}): {error.what}",
+            value=error.value,
+            allowed=error.allowed,
+            flag=f"{error.flag} in {path}",
+        ) from None
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:

@@ -240,6 +240,7 @@ def _count_samples(plan: Plan) -> int | None:
         if not config.has_subject:
             return data.check(source)
         num_pictures = subject.check(source, plan.class_source)
+        subject.check_readable(source, num_pictures=num_pictures.instances)
     except RunError as error:
         raise ConfigError(
             str(error).rstrip("."),

@@ -47,6 +47,8 @@ ENVIRONMENT_NAMES = (
 # Untracked files that count as code of the suite: Python anywhere, which a program beside it may
 # import, and everything in the package.
 CODE = (":/*.py", ":/sdbench")
+# Folders of installed packages.
+INSTALLED = {"site-packages", "dist-packages"}
 # torchrun's variables about its own run (temporary files, restarts), which do not change speed.
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 
@@ -78,7 +80,7 @@ def _other_versions(path: tuple[str, ...]) -> dict[str, str]:
         name, version = installed.metadata["Name"], installed.metadata["Version"]
         above = {folder.name for folder in Path(str(installed.locate_file(""))).parents}
         # Both are missing if its installation was interrupted.
-        if name and version and not above & {"site-packages", "dist-packages"}:
+        if name and version and not above & INSTALLED:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)  # PEP 503
     return {name: found[name] for name in sorted(found.keys() - {*PACKAGES})}
 
@@ -114,6 +116,8 @@ def _git(*arguments: str) -> str | None:
     # a program. Here the checkout's own code runs already.
     command = ["git", "-c", "safe.directory=*", *arguments]
     folder = Path(__file__).parent
+    if INSTALLED & {parent.name for parent in folder.parents}:
+        return None  # what it lies in may be a checkout of something else
     try:
         completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -164,7 +164,7 @@ class ComputingSpeedups:
         before=False,
         rules=(
             only_with(
-                ON, "contiguous images need no layout kept", memory_format=("channels_last",)
+                ON, "contiguous images have no layout to keep", memory_format=("channels_last",)
             ),
         ),
         rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),

@@ -42,7 +42,9 @@ SPEED_UPS = {name: declared for name, declared in SETTINGS.items() if declared.g
 
 
 def parse_request(
-    argv: Sequence[str] | None, *, description: str, epilog: str
+    argv: Sequence[str] | None, *, description: str, epilog: str, prog: str | None = None
 ) -> Request[BenchmarkConfig]:
     """Read the command line of benchmark.py; as `request.parse`."""
-    return parse(BenchmarkConfig, argv, description=description, epilog=epilog, takes_file=True)
+    return parse(
+        BenchmarkConfig, argv, description=description, epilog=epilog, prog=prog, takes_file=True
+    )

@@ -349,7 +349,7 @@ class UpdatingSpeedups:
         "let a CPU round numbers below 1e-38 to zero, which is faster",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
-        rules=(Rule(ON, on_cpu, "a GPU does not get faster by it"),),
+        rules=(Rule(ON, on_cpu, "a GPU is not faster with it"),),
         rungs=(Rung(True, "torch.set_flush_denormal", EXACT, devices=(CPU,)),),
     )
     num_threads: int | None = setting(

@@ -43,11 +43,12 @@ from sdbench.settings.setting import (
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 
+# Between the prompts of a command line.
+PROMPT_SEPARATOR = "|"
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
-HELD_OUT = {"validation_remote": (GIVEN, "held-out samples are needed")}
 HAS_ENCODERS = encodes_in_step("drawing needs the encoders in the step")
 # All other values are for the U-Net.
 SUITS_VAE: dict[str, tuple[Any, ...]] = {
@@ -149,7 +150,7 @@ class PartSettings(ModelSettings):
         "what is trained: the U-Net, or the VAE alone",
         identifies=True,
         demands={
-            name: (allowed, "a VAE is not trained with this") for name, allowed in SUITS_VAE.items()
+            name: (allowed, "this setting is not for a VAE") for name, allowed in SUITS_VAE.items()
         },
     )
     kl_weight: float = setting(
@@ -243,7 +244,10 @@ class WatchSettings:
 
     log_every_batches: int = setting(POSITIVE, 10, "steps between lines of the log")
     validate_every_batches: int | None = setting(
-        POSITIVE, None, "steps between validations", demands=HELD_OUT
+        POSITIVE,
+        None,
+        "steps between validations",
+        demands={"validation_remote": (GIVEN, "validation needs held-out samples")},
     )
     validation_remote: str | None = setting(
         TEXT,
@@ -267,13 +271,14 @@ class WatchSettings:
     sample_prompts: str | None = setting(
         TEXT,
         None,
-        "text file with one prompt a line, or a CSV with the columns uid and caption",
+        f"prompts with {PROMPT_SEPARATOR} between two, or a file: .txt with a prompt on each line, "
+        ".csv with the columns uid and caption",
         acts_beside=(SAMPLED,),
     )
     num_sample_images: int = setting(
         POSITIVE,
         64,
-        "number of prompts to draw, from the top of the file: a grid of up to 64, and if there "
+        "number of prompts to draw, from the first one: a grid of up to 64, and if there "
         "are more also a file for each picture",
         acts_beside=(SAMPLED,),
     )
@@ -291,7 +296,7 @@ class WatchSettings:
         None,
         "steps between FID and CLIP scores of pictures drawn for the captions of "
         "--validation_remote, with --sample_guidance and --sample_steps",
-        demands={**HELD_OUT, **HAS_ENCODERS},
+        demands={"validation_remote": (GIVEN, "scores need held-out samples"), **HAS_ENCODERS},
     )
     num_score_images: int = setting(
         whole_number(2),
@@ -370,7 +375,7 @@ class TrainConfig(
 
 
 def parse_request(
-    argv: Sequence[str] | None, *, description: str, epilog: str
+    argv: Sequence[str] | None, *, description: str, epilog: str, prog: str | None = None
 ) -> Request[TrainConfig]:
     """Read the command line of train.py; as `request.parse`."""
     return parse(
@@ -378,6 +383,7 @@ def parse_request(
         argv,
         description=description,
         epilog=epilog,
+        prog=prog,
         takes_file=True,
         translate=translate,
     )

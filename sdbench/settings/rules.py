@@ -62,12 +62,46 @@ def settle(
     return config, reasons
 
 
-def check(request: Request, names: Collection[str]) -> None:
-    """Check some settings, whose rules need neither a machine nor ranks."""
-    unknown: Any = None
-    situation = Situation(request.config, unknown, unknown)
-    for declared, rule in _find_broken(request, situation, names):
-        _refuse(declared, rule, situation)
+class _UnknownError(Exception):
+    """Raised to a rule that asks for what is not known before the run."""
+
+
+class _Unknown:
+    """The machine and the ranks of a run to come."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnknownError
+
+
+class _Known:
+    """The settings of a request but for those of its preset, which the machine may replace."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        config_type = type(self._request.config)
+        declared = declarations(config_type).get(name)
+        if declared is None:
+            return getattr(config_type, name).fget(self)  # a property, of settings that are known
+        if declared.presets and not self._request.is_users(name):
+            raise _UnknownError
+        return getattr(self._request.config, name)
+
+
+def check(request: Request, names: Collection[str] | None = None) -> None:
+    """Check settings by those of their rules that ask for nothing of the machine or the ranks."""
+    unknown: Any = _Unknown()
+    known: Any = _Known(request)
+    for declared, rule in _find_broken(request, Situation(known, unknown, unknown), names):
+        _refuse(declared, rule, Situation(request.config, unknown, unknown))
+
+
+def _is_met(rule: Rule, situation: Situation) -> bool:
+    try:
+        return bool(rule.is_met(situation))
+    except _UnknownError:
+        return True
 
 
 def _refuse(declared: Setting, rule: Rule, situation: Situation) -> None:
@@ -92,7 +126,7 @@ def _usable_values(declared: Setting, situation: Situation) -> str:
         config: Any = dataclasses.replace(situation.config, **{declared.name: choice})
         changed = dataclasses.replace(situation, config=config)
         rules = [rule for rule in declared.rules if choice in rule.values]
-        return all(rule.is_advice or rule.is_met(changed) for rule in rules)
+        return all(rule.is_advice or _is_met(rule, changed) for rule in rules)
 
     return " | ".join(filter(is_usable, declared.kind.choices)) or declared.kind.allowed
 
@@ -119,8 +153,11 @@ def _find_broken(
             is_exempt = not _is_asked_for(request, declared, rule)
         else:
             is_exempt = rule.is_advice and is_users
-        is_about_it = getattr(situation.config, declared.name) in rule.values
-        if is_about_it and not is_exempt and not rule.is_met(situation):
+        try:
+            is_about_it = getattr(situation.config, declared.name) in rule.values
+        except _UnknownError:
+            continue
+        if is_about_it and not is_exempt and not _is_met(rule, situation):
             yield declared, rule
 
 
@@ -180,10 +217,12 @@ def _make_demand(declared: Setting, other: Setting, values: Any, reason: str) ->
     else:
         forbidden = AllBut(values)
         allowed = " | ".join(in_words(value) for value in values if value is not None) or "nothing"
+    others = [choice for choice in declared.kind.choices if choice != declared.default]
+    asking = " ".join(filter(None, (declared.flag, " | ".join(others))))
     return Rule(
         forbidden,
         lambda situation: getattr(situation.config, declared.name) == declared.default,
-        reason,
+        f"{reason} ({asking} needs {describe_values(other.name, values)})",
         allowed=allowed,
         others=(declared.name,),
     )

@@ -9,7 +9,6 @@ from sdbench.settings.kinds import TEXT
 from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.setting import REQUIRED, setting, shared
 
-PROMPT_SEPARATOR = "|"
 # Files of a transformers folder with a network for pictures.
 NETWORK_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 

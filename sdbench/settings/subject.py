@@ -30,8 +30,8 @@ class SubjectSettings:
         "the device",
         identifies=True,
         demands={
-            **encodes_in_step("the latents of a subject are made when its run begins"),
-            "streams": ((None,), "the pictures of a subject come from one place"),
+            **encodes_in_step("the pictures of a subject are encoded when its run begins"),
+            "streams": ((None,), "the pictures of a subject are in one place"),
             "num_workers": ((None, 0), "the latents of a subject are on the device already"),
             "horizontal_flip_probability": ((0.0,), "each picture of a subject is encoded once"),
             "caption_drop_probability": ((0.0,), "each picture of a subject keeps its prompt"),

@@ -80,7 +80,7 @@ class ModelSettings:
             Rule(
                 GIVEN,
                 _is_in_prompt,
-                "the captions do not have the token that is learned",
+                "the prompt does not have the token that is learned",
                 allowed="a token of --instance_prompt",
                 others=("instance_prompt",),
             ),

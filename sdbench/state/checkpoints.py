@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -276,14 +277,18 @@ class Checkpoints:
         return is_kept or old in self.held
 
 
-def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, the same on all ranks, which all call this.
+def find_newest(
+    run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False, before: float = math.inf
+) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, the same on all ranks, which call it.
 
-    `reads_all` checks the checksums of all files, and not only their sizes.
+    `reads_all` checks the checksums of all files, and not only their sizes. Steps from `before` on
+    are left out.
     """
     folder = run / FOLDER_NAME
     passed_over: list[str] = []
-    for step in reversed(broadcast(_list_steps(folder), ranks)):
+    steps = [step for step in broadcast(_list_steps(folder), ranks) if step < before]
+    for step in reversed(steps):
         fault = None
         try:
             found = Checkpoint.open(path_of(folder, step), ranks=ranks)

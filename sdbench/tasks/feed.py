@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
+from sdbench.settings.data import ONLINE
 from sdbench.settings.feed import DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH, FeedSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
@@ -169,7 +171,18 @@ class Feed(Task):
         """The result in words."""
         from sdbench.analysis.feed_table import format_feed
 
-        return format_feed(content)
+        config = content["config"]
+        given = [name for name in ("remote", "local", "streams") if config[name] is not None]
+        words = [word for name in given for word in (f"--{name}", config[name])] or [
+            "--use_synth_data"
+        ]
+        words += ["--image_size", str(config["image_size"])]
+        if config["engine"] == RAY:
+            words += ["--engine", RAY, "--online_preprocessing"]
+        elif config["latents"] != ONLINE:
+            words += ["--latents", config["latents"]]
+        command = f"python -m sdbench benchmark {shlex.join(words)}"
+        return f"{format_feed(content)}\n\nHow fast this machine trains on it: {command}"
 
 
 def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:

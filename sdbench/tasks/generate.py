@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import shlex
 import time
 import zlib
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file, refused_unless_written, replace_file
 from sdbench.base.progress import Progress
+from sdbench.data import prompts
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -33,11 +35,11 @@ from sdbench.settings.kinds import (
     row_of,
 )
 from sdbench.settings.lora import LORA_FILE, LoraFile
+from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
-from sdbench.settings.similarity import PROMPT_SEPARATOR
 from sdbench.settings.training import ModelSettings
-from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,13 +64,11 @@ class GenerateFlags:
         "LoRA that is added to the model's weights: safetensors in diffusers' or kohya's format, "
         "each with a weight (default: 1); several add up",
     )
-    prompts: str | None = setting(
-        TEXT, None, f"what to draw; several prompts are separated by {PROMPT_SEPARATOR}"
-    )
+    prompts: str | None = shared(WatchSettings, "sample_prompts", acts_beside=())
     prompt_file: str | None = setting(
         TEXT,
         None,
-        "text file with a prompt on each line, or a CSV with the columns uid and caption",
+        "the file of --prompts, whatever its name ends in",
     )
     folder: str = setting(TEXT, REQUIRED, "folder of the pictures; may hold some of them already")
     num_images_per_prompt: int = setting(POSITIVE, 1, "pictures per prompt")
@@ -112,10 +112,8 @@ def read_prompts(flags: GenerateFlags) -> list[tuple[str, str]]:
             flag=PROMPT_FLAG,
         )
     if flags.prompts is not None:
-        return number_prompts(
-            flags.prompts.split(PROMPT_SEPARATOR), value=flags.prompts, flag=PROMPT_FLAG
-        )
-    return read_prompt_file(flags.prompt_file, flag=PROMPT_FLAG)
+        return prompts.read_prompts(flags.prompts, flag=PROMPT_FLAG)
+    return prompts.read_prompt_file(flags.prompt_file, flag=PROMPT_FLAG)
 
 
 class Generate(Task):
@@ -136,7 +134,7 @@ class Generate(Task):
         """Read the prompts, and check the model."""
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
-        prompts = read_prompts(flags)
+        named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_sampler(flags.scheduler, self._architecture.scheduler)
         on_gpu = machine.device_type == "cuda"
@@ -159,7 +157,7 @@ class Generate(Task):
             check_lora_files(flags.lora, self._architecture)
         num_each = flags.num_images_per_prompt
         endings = [f"_{copy}.png" for copy in range(num_each)] if num_each > 1 else [".png"]
-        drawn = [(*prompt, ending) for prompt in prompts for ending in endings]
+        drawn = [(*prompt, ending) for prompt in named for ending in endings]
         self._pictures = [
             Picture(uid, caption, flags.seed + number, f"{uid}{ending}")
             for number, (uid, caption, ending) in enumerate(drawn)
@@ -320,7 +318,9 @@ class Generate(Task):
         return (
             f"{summary['num_pictures']} pictures in {folder / PICTURES_NAME}, "
             f"{summary['num_drawn']} of them drawn now, in {content['duration_s']:.1f} s; all at a "
-            f"glance: {folder / GRID_NAME}"
+            f"glance: {folder / GRID_NAME}\n"
+            "How well they suit their prompts, by a network of yours: python -m sdbench score "
+            f"{shlex.quote(str(folder))} --clip_network FOLDER"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import generate
 import train
 from sdbench.base.cause import VARIABLE
 from sdbench.cli import main as sdbench
-from sdbench.launch import child
+from sdbench.launch import child, dreambooth
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
     "train.py": train.main,
@@ -26,6 +27,16 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     commands: list[str] = []
 
     def run(command: Sequence[str], *, folder: Path, **others: object) -> child.End:
+        if "--print_config" in command:  # a plan, which is no step; of one rank here
+            words = list(command)[list(command).index("train.py") + 1 :]
+            with contextlib.ExitStack() as stack:
+                patch = stack.enter_context(monkeypatch.context())
+                patch.setenv(VARIABLE, str(folder / child.CAUSE_NAME))
+                if "RANK=0" in command:
+                    patch.setenv("RANK", "0")
+                stack.enter_context(contextlib.redirect_stdout(None))
+                stack.enter_context(contextlib.redirect_stderr(None))
+                return child.End(train.main(words), 0.0, has_timed_out=False)
         _, python, program, *arguments = command
         assert python == sys.executable
         commands.append(shlex.join([program, *arguments]))
@@ -34,5 +45,6 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             assert arguments.pop(0) == "sdbench"
         return child.End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
 
-    monkeypatch.setattr(child, "run_guarded", run)
+    for module in (child, dreambooth):
+        monkeypatch.setattr(module, "run_guarded", run)
     return commands

@@ -161,7 +161,7 @@ def planned(capsys, *argv: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_ranks_and_engines_get_their_launchers(capsys) -> None:
+def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
     lines = planned(capsys, "--num_ranks", "2", "--image_size", "128", "--num_class_images", "999")
     # No class picture has a seed of the pictures that are drawn to judge.
     (seed,) = {found[1] for line in lines if (found := re.search(r"--seed=(\d+)", line))}
@@ -180,6 +180,20 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
     assert "--engine=ray" in training and "--num_ray_workers=2" in training
 
 
+def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
+    Path("p.txt").write_text("asleep\nat sea\n")
+    (drawn,) = {
+        found[1]
+        for line in planned(capsys, "--sample_prompts", "p.txt")
+        if (found := re.search(r"'--prompts=(.*?\|.*?)'", line))
+    }
+    assert drawn.split("|") == [PROMPT, CLASS_PROMPT, "asleep", "at sea"]
+    Path("p.txt").write_text("asleep | at sea")
+    assert (
+        refusal_of("dreambooth", *COMMAND, "--sample_prompts", "p.txt").value == "asleep | at sea"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
@@ -187,6 +201,7 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
         (("--model", "my-dog"), "--model"),
         (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
+        (("--sample_prompts", "nothing.txt"), "--sample_prompts"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
         (("--clip_network", "my-dog"), "--clip_network"),
@@ -205,6 +220,22 @@ def test_mistakes_are_found_before_anything_is_started(started, change, flag) ->
     error = refusal_of("dreambooth", *COMMAND, *change)
     assert error.flag == flag
     assert started == [] and not FOLDER.exists()
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry_run",)], ids=["started", "dry_run"])
+def test_what_train_would_refuse_is_found_before_anything_is_drawn(
+    started, capsys, dry_run
+) -> None:
+    command = ["dreambooth", *COMMAND, *dry_run]
+    assert sdbench([*command, "--", "--on_bad_sample", "skip"]) == 2
+    error = capsys.readouterr().err
+    assert "train.py would refuse this training: a subject has too few pictures" in error
+    Path("my-dog/3.png").write_bytes(b"no picture")
+    assert sdbench(command) == 2
+    error = capsys.readouterr().err
+    assert "my-dog/3.png: the image cannot be decoded" in error
+    assert error.endswith("change it with SUBJECT.\n")
+    assert started == [] and {path.name for path in FOLDER.glob("*")} <= {LOCK_NAME}
 
 
 def test_a_subject_without_pictures_and_a_class_without_a_name_are_refused(tmp_path) -> None:

@@ -174,8 +174,11 @@ def subject_and_model(workplace, monkeypatch):
     export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
 
 
-def test_commands_of_a_subject_are_valid_plans(subject_and_model, capsys):
+def test_commands_of_a_subject_are_valid_plans(subject_and_model, capsys, monkeypatch):
     from sdbench.cli import main
+    from tests.launch.steps_here import run_steps_here
+
+    run_steps_here(monkeypatch)
 
     teaching = [command for command in launched() if " dreambooth " in command]
     assert len(teaching) == 2

@@ -66,6 +66,21 @@ def test_the_program_of_another_checkout_may_have_other_flags(tmp_path, starts):
     assert starts.read_text() == "--flag_of_before 1\n"
 
 
+@pytest.mark.parametrize("start", ["python -m sdbench", "sdbench"])
+def test_the_flags_of_a_command_of_the_package_are_checked_before_a_start(tmp_path, start):
+    command = [*start.split(), "benchmark", "--use_emma"]
+    refusal = refusal_of("repeat", "1", "--folder", tmp_path / "repeat", "--", *command)
+    assert (refusal.value, refusal.flag) == ("--use_emma", "--use_ema")
+    assert not (tmp_path / "repeat").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "repeat"
+    refusal = refusal_of("repeat", "1", "--folder", folder, "--", "python", FAKE)
+    assert (refusal.flag, refusal.value) == ("--folder", str(folder))
+
+
 def test_a_command_that_is_refused_is_started_once(tmp_path, starts):
     folder = tmp_path / "repeat"
     refusal = refusal_of("repeat", "5", "--folder", folder, "--", "python", FAKE, "--seed", "4")

@@ -84,6 +84,23 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
     assert "run 4/4: " in output and "s left" in output
 
 
+@pytest.mark.parametrize("argv", [(), ("--dry_run",)], ids=["started", "dry_run"])
+def test_a_cell_that_the_rules_refuse_is_named_before_any_run(tmp_path, starts, argv):
+    base = {"model_name": "tiny", "train_text_encoder": True}
+    file = write_sweep(tmp_path, base=base, grid={"latents": ["online", "precomputed"]})
+    refusal = refusal_of("sweep", file, "--folder", tmp_path / "sweep", *argv)
+    assert refusal.what.startswith("a cell of the sweep would be refused (latents=precomputed): ")
+    assert (refusal.value, refusal.allowed) == ("precomputed", "online")
+    assert refusal.flag == f"--latents or --train_text_encoder in {file}"
+    assert num_starts(starts) == 0 and not (tmp_path / "sweep").exists()
+
+
+def test_rules_that_ask_for_the_machine_or_the_preset_refuse_no_cell(tmp_path):
+    """What tf32 takes is a GPU, and what fp32 copies take is the bf16 of some presets."""
+    cells = [{"precision": "tf32"}, {"master_weights": "fp32"}, {"sharding": "zero1"}]
+    assert sweep(tmp_path, "--dry_run", list=cells) == (0, [])
+
+
 def test_out_of_memory_is_a_row_and_a_finding(tmp_path, starts):
     grid = {"device_train_microbatch_size": [4, 8]}
     code, rows = sweep(tmp_path, grid=grid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from pathlib import Path
 
@@ -226,12 +225,29 @@ def test_what_pictures_and_tokens_cannot_be_is_refused(argv, flag, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
-def test_a_picture_that_cannot_be_read_ends_the_run(capsys):
-    write_pictures(subject=2)
-    Path("subject/1.png").write_bytes(b"no picture")
+@pytest.mark.parametrize(("num_pictures", "exit_code"), [(2, 2), (11, 1)])
+def test_a_picture_that_cannot_be_read_ends_the_run(capsys, num_pictures, exit_code):
+    """One of ten and less before it begins; none of them may be skipped, and no error says so."""
+    write_pictures(subject=num_pictures)
+    bad = sorted(Path("subject").iterdir())[-1]
+    bad.write_bytes(b"no picture")
     argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
+    assert train.main([*TINY, *argv]) == exit_code
+    assert Path("runs/one/record.json").exists() == (exit_code == 1)
+    error = capsys.readouterr().err
+    assert str(bad) in error and "--on_bad_sample" not in error
+
+
+def test_a_bad_held_out_picture_of_a_subject_is_not_advised_to_be_skipped(capsys):
+    write_pictures(subject=2)
+    Path("held-out").mkdir()
+    Path("held-out/1.png").write_bytes(b"no picture")
+    Path("held-out/1.txt").write_text("a cat")
+    argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
+    argv += ("--validate_every_batches", "1", "--validation_remote", "held-out")
     assert train.main([*TINY, *argv]) == 1
-    assert "subject/1.png" in json.loads(Path("runs/one/record.json").read_text())["reason"]
+    error = capsys.readouterr().err
+    assert "held-out/1.png" in error and "--on_bad_sample" not in error
 
 
 def learn_token(model: Path, *argv: object) -> Path:

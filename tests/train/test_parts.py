@@ -132,6 +132,42 @@ def test_a_run_with_encoders_takes_no_others(online):
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
 
 
+def flip_a_byte(checkpoint: Path) -> Path:
+    """Damage the file of a checkpoint that has the tensors; its size stays."""
+    file = checkpoint / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(capsys):
+    folder = trained("damaged", 2, *TINY, "--save_every_batches", 1)
+    first, second = sorted((folder / "checkpoints").glob("step_*"))
+    file = flip_a_byte(second)
+    damage = "A file of the checkpoint is damaged: its checksum is not the one that was saved"
+    capsys.readouterr()
+    exported(folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"A checkpoint is passed over. {damage} ({file})"
+    assert f"The model of step 1 is in {folder / 'model'}." in lines
+    assert lines[-1] == (
+        f"Draw with it: python -m sdbench generate --model_name {folder / 'model'} "
+        "--prompts 'a red circle|a blue square' --folder pictures"
+    )
+    refusal = refusal_of("export", second, "--folder", "other")
+    assert (refusal.what, refusal.value, refusal.flag) == (damage, str(file), "RUN")
+    allowed = f"a whole checkpoint: the next older one is {first.resolve()}"
+    assert refusal.allowed == allowed
+    (second / "checkpoint.json").unlink()
+    assert refusal_of("export", second, "--folder", "other").allowed == allowed
+    flip_a_byte(first)
+    refusal = refusal_of("export", second, "--folder", "other")
+    assert refusal.allowed == "a whole checkpoint; the run has no older one that is whole"
+    assert refusal_of("export", folder, "--folder", "other").flag == "RUN"
+    assert not Path("other").exists()
+
+
 @pytest.mark.slow
 def test_a_model_that_changes_on_the_hub_is_another_one(online, tmp_path, monkeypatch, capsys):
     commits = {"main": "a" * 40, "a" * 40: "a" * 40}

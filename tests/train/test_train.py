@@ -118,10 +118,9 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
         data, "open_samples", lambda config: opened.append(config.remote) or open_samples(config)
     )
     write_folder(tmp_path / "held-out")
-    (tmp_path / "prompts.txt").write_text("a red circle\n\na blue square\n")
     evaluations = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
     evaluations += ("--num_validation_images", 5, "--sample_every_batches", 3, "--sample_steps", 2)
-    evaluations += ("--sample_prompts", tmp_path / "prompts.txt", "--save_every_batches", 2)
+    evaluations += ("--sample_prompts", "a red circle|a blue square", "--save_every_batches", 2)
     evaluations += ("--score_every_batches", 3, "--num_score_images", 2)
     evaluations += ("--fid_network", write_fid_network(tmp_path / "fid.pt"))
     evaluations += ("--clip_network", write_clip(tmp_path / "clip"))
@@ -135,7 +134,8 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     assert all(event["num_samples"] == 5 for event in validations)
     assert opened == [str(tmp_path / "held-out")] * 2
     assert all(len(event["by_timestep"]) == 8 for event in validations)
-    assert [event["step"] for event in read_events(watched, "samples")] == [3, 4]
+    drawn = [(event["step"], event["num_pictures"]) for event in read_events(watched, "samples")]
+    assert drawn == [(3, 2), (4, 2)]
     assert [event["step"] for event in read_events(watched, "save")] == [2, 4]
     scores = read_events(watched, "scores")
     assert [(event["step"], event["num_pictures"]) for event in scores] == [(3, 2), (4, 2)]

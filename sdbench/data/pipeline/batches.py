@@ -97,9 +97,11 @@ class BatchReader:
         num_samples: Of the data set.
         num_lanes: As `EpochOrder.num_lanes`.
         fills_up: Whether good samples are repeated for bad ones; else bad ones are left out.
+        may_skip: Whether a run may leave bad samples out, so that an error may advise it.
     """
 
     fills_up = True
+    may_skip = True
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         self.samples = samples
@@ -145,9 +147,8 @@ class SampleBatchReader(BatchReader):
                 captions.append(self._read_into(len(good), key=key, report=report))
             except BadSampleError as error:
                 if self.config.on_bad_sample == "error":
-                    raise RunError(
-                        f"{error} (--on_bad_sample skip goes on without such samples)"
-                    ) from error
+                    advice = " (--on_bad_sample skip goes on without such samples)"
+                    raise RunError(f"{error}{advice if self.may_skip else ''}") from error
                 report.bad.append(str(error))
             else:
                 good.append(key)

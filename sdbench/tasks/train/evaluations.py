@@ -14,6 +14,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
 from sdbench.data.identity import find_overlap
+from sdbench.data.prompts import read_prompts
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
@@ -21,7 +22,7 @@ from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan
 from sdbench.settings.data import COPY, PRECOMPUTED
-from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -101,7 +102,7 @@ class Evaluations:
                     f"{found[0]!r}."
                 )
         if config.sample_every_batches:
-            rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
+            rows = read_prompts(config.sample_prompts, flag="--sample_prompts")
             self._prompts = rows[: config.num_sample_images]
 
     def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
@@ -113,6 +114,7 @@ class Evaluations:
         self._job, self._folder = job, folder
         if config.validate_every_batches:
             self._reader = open_held_out(self._held_out)
+            self._reader.may_skip = not config.has_subject
         if config.score_every_batches:
             self._samples = data.open_samples(self._held_out)
         evaluations = {

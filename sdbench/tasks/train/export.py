@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MODEL_NAME, LORA_NAME = "model", "lora"
 ENCODERS = ("vae", "text_encoder")
+PROMPTS = "'a red circle|a blue square' --folder pictures"  # an example
 # Sections of the model card, and the settings in each.
 CARD_SETTINGS = {
     "Data": ("data_format", "remote", "local", "streams", "filters", "latents"),
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sdbench.settings.recipe import TrainConfig
     from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
 
-    checkpoint = open_checkpoint(Path(flags.run), flag="RUN")
+    checkpoint = open_checkpoint(Path(flags.run), flag="RUN", reads_all=True)
     use_ema = flags.ema and has_averages(checkpoint)
     trained = _Trained(
         folder=checkpoint.folder.parent.parent,
@@ -122,9 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         weights=read_weights(checkpoint, use_ema=use_ema),
     )
     if flags.lora_format is None:
-        print(f"The model is in {_export_model(trained, flags)}.")
+        exported = _export_model(trained, flags)
+        print(f"The model of step {trained.step} is in {exported}.")
+        drawn = {"model_name": exported}
     else:
-        print(f"The LoRA is {_export_lora(trained, flags)}.")
+        exported = _export_lora(trained, flags)
+        print(f"The LoRA of step {trained.step} is {exported}.")
+        drawn = {"model_name": trained.config.model_name, "lora": exported}
+    words = [word for name, place in drawn.items() for word in (f"--{name}", str(place))]
+    print(f"Draw with it: python -m sdbench generate {shlex.join(words)} --prompts {PROMPTS}")
     return 0
 
 

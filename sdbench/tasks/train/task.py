@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -304,14 +305,15 @@ class Train(TrainingTask):
             self._wandb_log.finish(summary)
         rate, num_steps = summary["images_per_second"], content["workload"]["num_steps"]
         TrainLog(folder).add_event("end", step=max(num_steps, summary["first_step"]))
+        export = f"Its model for diffusers: python -m sdbench export {shlex.quote(str(folder))}"
         if rate is None:
-            return f"Nothing is left to train: the run has {summary['first_step']} steps."
+            done = f"Nothing is left to train: the run has {summary['first_step']} steps"
+            return f"{done}, and a larger --max_duration trains on.\n{export}"
         other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
         loss = summary["loss_last"]  # None where all steps were skipped
         return (
             f"Trained to step {num_steps}: {rate:.4g} images/s while training ({other_s} besides), "
-            f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n"
-            f"Its model for diffusers: python -m sdbench export {folder}"
+            f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n{export}"
         )
 
 
