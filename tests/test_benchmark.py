@@ -137,7 +137,7 @@ def test_printed_config_is_a_config_file(tmp_path, capsys):
     assert "optimizer: adamw  # preset" in printed
     file = tmp_path / "run.yaml"
     file.write_text(printed)
-    assert benchmark.main(["--config", str(file), "--print_config"]) == 0
+    assert benchmark.main(["--config", str(file), "--dry_run"]) == 0  # the same by another name
     values = [line.split("  #")[0] for line in printed.splitlines()]
     again = [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()]
     assert values == again

@@ -82,15 +82,20 @@ class LengthSettings:
         None,
         "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
+        is_everyday=True,
     )
     run_name: str | None = setting(
-        NAME, None, "folder of the run below --results_dir (default: time, machine and model)"
+        NAME,
+        None,
+        "folder of the run below --results_dir (default: time, machine and model)",
+        is_everyday=True,
     )
     resume: str = setting(
         one_of("never", "auto"),
         "never",
         "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
         demands={"run_name": (GIVEN, "only a run with a name can be found again")},
+        is_everyday=True,
     )
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
@@ -114,7 +119,10 @@ class LengthSettings:
         "of the last checkpoint, and on with the data behind",
     )
     save_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one checkpoint to the next (default: one at the end)"
+        POSITIVE,
+        None,
+        "steps from one checkpoint to the next (default: one at the end)",
+        is_everyday=True,
     )
     keep: int = setting(POSITIVE, 2, "newest checkpoints that are kept")
     keep_every_batches: int | None = setting(
@@ -263,6 +271,7 @@ class WatchSettings:
         None,
         "steps from one grid of pictures to the next",
         demands={"sample_prompts": (GIVEN, "pictures are drawn from prompts"), **HAS_ENCODERS},
+        is_everyday=True,
     )
     sample_prompts: str | None = setting(
         TEXT,
