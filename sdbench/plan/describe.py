@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
@@ -32,7 +33,7 @@ def for_person(plan: Plan) -> str:
         f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
-    return "\n".join(lines)
+    return "\n".join(map(fit, lines))
 
 
 def _ranks(plan: Plan) -> dict[str, int]:
