@@ -11,7 +11,7 @@ from typing import Any
 MIN_SHARE = 0.1
 MAX_NAMED = 3
 # The kernel counts in hundredths of a second.
-MIN_PERIOD_S = 0.5
+MIN_PERIOD_S = 0.3
 
 
 class Neighbours:
@@ -27,9 +27,8 @@ class Neighbours:
         `own` are the process ids of the ranks. Their children and the programs that have started
         this process belong to the run, too.
         """
+        time.sleep(max(self._began_s + MIN_PERIOD_S - time.monotonic(), 0.0))
         period_s, num_cores = time.monotonic() - self._began_s, os.cpu_count() or 1
-        if period_s < MIN_PERIOD_S:
-            return None
         found = {one["pid"]: one for one in _look()}
         parents = {pid: one["ppid"] for pid, one in found.items()}
         started_by = _line_of(os.getpid(), parents)

@@ -24,7 +24,7 @@ QUOTED_MODEL = "sd2-base"
 MACHINE = ("gpu", "device", "num_cpu_cores")
 # The parts of a GPU's name that tell it from others, as H100 and 80GB.
 CHIP = re.compile(r"\b(?!SXM)[A-Z]+\d+[A-Z]*\b|\b\d+GB\b")
-MFU = {"mfu_percent": "MFU", "mfu_of_matmul_percent": "MFU of a matrix product"}
+MFU = {"mfu_percent": "", "mfu_of_matmul_percent": " of a matrix product"}
 Row = Mapping[str, Any]
 
 
@@ -54,7 +54,7 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
     if used:
         best = max(used, key=operator.itemgetter(name))
         work = f"{best['model']}, {best['image_size']} px, {best['source']}"
-        meanings.append((f"best {MFU[name]}", f"{best[name]:.1f} % on this device: {work}"))
+        meanings.append(("best MFU", f"{best[name]:.1f} %{MFU[name]} on this device: {work}"))
     meanings.append(("how sure", _how_sure(record["summary"])))
     if command is not None:
         own = "--results_dir"  # which repeat gives each run

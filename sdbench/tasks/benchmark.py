@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
@@ -116,7 +117,7 @@ class Benchmark(TrainingTask):
         # Ray's processes, among which are those of the run, have not been started by the ranks.
         on_cpus = None if self.plan.config.engine == RAY else self._neighbours.describe(own)
         for caution in filter(None, [on_cpus, *on_gpus]):
-            print(f"caution: {caution}")
+            print(fit(f"caution: {caution}", hanging=4))
         return on_cpus is not None
 
     def write_partial(self, folder: Path) -> None:
