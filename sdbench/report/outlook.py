@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sdbench
-from sdbench.record.row import make_row
+from sdbench.record.row import COLUMNS, make_row
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 from sdbench.report.runs import describe_device, use_each
 from sdbench.report.terminal import align, format_number
@@ -34,7 +35,8 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
     Without results/, as in an installed package, nothing is said of other runs.
     """
     row, place = make_row(record), os.path.relpath(folder)
-    tables, _ = use_each(filter(Path.is_file, [RESULTS / "throughput.csv"]), read_figures)
+    read = functools.partial(read_figures, required=COLUMNS)
+    tables, _ = use_each(filter(Path.is_file, [RESULTS / "throughput.csv"]), read)
     others = [one for table in tables for one in table if one["source"] != row["source"]]
     # On a CPU the number of cores is that of the machine, on a GPU it matters little.
     machine = MACHINE[: 1 if row["gpu"] else None]
