@@ -84,6 +84,10 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert "Model has" in output and "images/s" in output and str(folder) in output
     assert "No GPU here. Chosen for this machine" in output
     assert "step 12/12" in output and "s left" in output
+    assert re.search(
+        r"^  how sure +(within|with no upper bound) .*: repeat it$", output, re.MULTILINE
+    )
+    assert "\n\nNext:\n  python -m sdbench repeat 5 -- python " in output
     with (tmp_path / "runs" / "runs.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert float(row["images_per_second"]) == summary["images_per_second"]

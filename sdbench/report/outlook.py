@@ -74,7 +74,9 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
     else:
         commands.append(f"report {shlex.quote(os.path.dirname(place) or '.')} --out my.html")
     if tables:
-        commands.append(f"publish {shlex.quote(place)}")
+        results = os.path.relpath(RESULTS)
+        elsewhere = "" if results == "results" else f" --folder {shlex.quote(results)}"
+        commands.append(f"publish {shlex.quote(place)}{elsewhere}")
     next_lines = "\n".join(f"  python -m sdbench {one}" for one in commands)
     return f"{align(meanings)}\n\nNext:\n{next_lines}"
 
