@@ -84,6 +84,10 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert "Model has" in output and "images/s" in output and str(folder) in output
     assert "No GPU here. Chosen for this machine" in output
     assert "step 12/12" in output and "s left" in output
+    assert re.search(
+        r"^  how sure +(within|with no upper bound) .*: repeat it$", output, re.MULTILINE
+    )
+    assert "\n\nNext:\n  python -m sdbench repeat 5 -- python " in output
     with (tmp_path / "runs" / "runs.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert float(row["images_per_second"]) == summary["images_per_second"]
@@ -137,7 +141,7 @@ def test_printed_config_is_a_config_file(tmp_path, capsys):
     assert "optimizer: adamw  # preset" in printed
     file = tmp_path / "run.yaml"
     file.write_text(printed)
-    assert benchmark.main(["--config", str(file), "--print_config"]) == 0
+    assert benchmark.main(["--config", str(file), "--dry_run"]) == 0  # the same by another name
     values = [line.split("  #")[0] for line in printed.splitlines()]
     again = [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()]
     assert values == again

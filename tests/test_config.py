@@ -106,8 +106,13 @@ def test_the_nearest_value_is_offered():
     for argv, nearest in (
         (("--preset", "fsat"), "fast | seed, the nearest is fast"),
         (("--device_train_microbatch_size", "atuo"), "of at least 1, the nearest is auto"),
-        (("fsat",), "what --help lists, the nearest is --preset fast"),
+        (("fsat",), "what --help_all lists, the nearest is --preset fast"),
         (("--lr", "fast"), "a number above 0"),
+        # As many letters agree by chance: convolution, train_text_encoder, sample_steps.
+        (("--resolution", "64"), "the names that --help_all lists"),
+        (("--test", "64"), "the names that --help_all lists"),
+        (("--max_steps", "64"), "the names that --help_all lists"),
+        (("zebra",), "what --help_all lists"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse(*argv)
@@ -171,7 +176,7 @@ def test_a_command_takes_the_settings_of_others_and_its_own():
 def test_help_answers_at_once(repository):
     # Under a second on an idle machine, which takes that no library of weight is loaded.
     completed = subprocess.run(
-        [sys.executable, "-X", "importtime", "benchmark.py", "--help"],
+        [sys.executable, "-X", "importtime", "benchmark.py", "--help_all"],
         cwd=repository,
         capture_output=True,
         text=True,

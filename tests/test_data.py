@@ -61,6 +61,24 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert float(row["images_per_second"]) == summary["images_per_second"]
 
 
+def test_a_dry_run_prints_every_value_as_a_config_file_and_leaves_nothing(tmp_path, capsys):
+    argv = [*SMALL, "--num_batches", "20"]
+    assert run(tmp_path, *argv, "--dry_run") == (None, 0)
+    printed = capsys.readouterr().out
+    assert "num_batches: 20  # flag\n" in printed
+    assert re.search(r"^num_workers: \d+  # chosen: the cores$", printed, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "feed.yaml").write_text(printed)
+    assert run(tmp_path, "--config", str(tmp_path / "feed.yaml"), "--dry_run") == (None, 0)
+    values = [line.split("  #")[0] for line in printed.splitlines()]
+    assert [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()] == values
+    # All checks are made.
+    assert run(tmp_path, *argv, "--num_warmup_batches", "0", "--num_workers", "2", "--dry_run") == (
+        None,
+        2,
+    )
+
+
 def test_no_is_an_answer_for_synthetic_data_by_default(tmp_path, capsys):
     argv = (*SMALL[1:], "--num_workers", "0", "--num_batches", "2")
     record, exit_code = run(tmp_path, *argv, "--target_images_per_second", "1e12")

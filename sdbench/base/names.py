@@ -7,10 +7,13 @@ import functools
 import re
 from collections.abc import Iterable
 
-# Two letters of three in the same order are 0.67.
+# Two letters of three in the same order are 0.67: eks for esk. In longer names as many agree by
+# chance: convolution and resolution.
 MIN_SIMILARITY = 0.65
+MIN_SIMILARITY_OF_LONG = 0.68
+SHORT = 4
 # Weight of a match with some words of a longer name; a match with the whole name has 1.
-PART = 0.9
+PART = 0.8
 # Longer names are cut off, since comparing them takes too long.
 MAX_LETTERS = 100
 
@@ -26,7 +29,9 @@ def by_similarity(name: str, names: Iterable[str]) -> list[str]:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The most similar name; None if no name is similar."""
     first = next(iter(by_similarity(name, names)), "")
-    return first if _similarity(name, first)[0] >= MIN_SIMILARITY else None
+    is_short = len("".join(_words(name))) <= SHORT
+    least = MIN_SIMILARITY if is_short else MIN_SIMILARITY_OF_LONG
+    return first if _similarity(name, first)[0] >= least else None
 
 
 def _similarity(name: str, other: str) -> tuple[float, float]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -15,6 +18,14 @@ from sdbench.base.secrets import redact
 
 # Columns of an output other than a terminal.
 PLAIN_WIDTH = 100
+# Words that a terminal shows in colour: at the beginning of a line, and the verdicts of `compare`.
+COLOURED = {
+    "red": re.compile(
+        r"^ *(?:error|failed|oom|invalid|timeout)(?=:)|(?:(?<=  )|(?<=, ))slower$", re.MULTILINE
+    ),
+    "yellow": re.compile(r"^ *(?:warning|caution|interrupted)(?=:)", re.MULTILINE),
+    "green": re.compile(r"(?:(?<=  )|(?<=, ))faster$", re.MULTILINE),
+}
 
 
 def terminal_width() -> int:
@@ -22,14 +33,26 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
 
 
+def fit(text: str, *, hanging: int = 0) -> str:
+    """A line of text, on a terminal as several that it has room for, indented from the second on.
+
+    Elsewhere, and where the words have less than half of the width, it stays as it is.
+    """
+    width = terminal_width()
+    if not sys.stdout.isatty() or hanging > width / 2:
+        return text
+    wrap = functools.partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    return wrap(text, width, subsequent_indent=" " * hanging)
+
+
 @contextlib.contextmanager
 def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are removed from the output, and on a terminal control characters, which a record, a
-    table or a file name may hold. Output that cannot be written is dropped: to a pipe without a
-    reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
-    the stream's encoding lacks is written as its number.
+    Secrets are removed from the output. On a terminal, control characters are removed, which a
+    record, a table or a file name may hold, and `COLOURED` words have colours. What cannot be
+    written is dropped: to a pipe without a reader, a full disk, or a stream that was closed before
+    the start (``>&-``). A character that the stream's encoding lacks comes out as its number.
     """
     _open_standard_descriptors()
     with open(os.devnull, "w") as null:
@@ -54,6 +77,16 @@ def _open_standard_descriptors() -> None:
     os.close(number)
 
 
+def _in_colour(text: str) -> str:
+    """A text for a terminal; termcolor knows of NO_COLOR and dumb terminals."""
+    for colour, words in COLOURED.items():
+        if words.search(text):
+            from termcolor import colored
+
+            text = words.sub(lambda found, colour=colour: colored(found[0], colour), text)
+    return text
+
+
 class _ProtectedStream:
     """A text stream that raises no errors; other attributes are the stream's."""
 
@@ -65,7 +98,7 @@ class _ProtectedStream:
     def write(self, text: str) -> int:
         shown = redact(text)
         if self._stream.isatty():
-            shown = without_controls(shown)
+            shown = _in_colour(without_controls(shown))
         with self._errors_ignored():
             self._stream.write(shown)
         return len(text)

@@ -63,15 +63,23 @@ TOGETHER = {
 class DoctorSettings(BenchmarkConfig):
     """Settings of doctor: its own, and those of the job."""
 
-    strict: bool = setting(SWITCH, False, "let warnings count as errors in the exit code")
-    json: bool = setting(SWITCH, False, "print one JSON document, without host names")
+    strict: bool = setting(
+        SWITCH, False, "let warnings count as errors in the exit code", is_everyday=True
+    )
+    json: bool = setting(
+        SWITCH, False, "print one JSON document, without host names", is_everyday=True
+    )
     timeout_s: float = setting(
-        SECONDS, 30.0, "seconds that a check may take, and that ranks wait for each other"
+        SECONDS,
+        30.0,
+        "seconds that a check may take, and that ranks wait for each other",
+        is_everyday=True,
     )
     link_gbps: float | None = setting(
         POSITIVE_NUMBER,
         None,
         "nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce with",
+        is_everyday=True,
     )
 
 

@@ -7,6 +7,7 @@ report is None.
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,18 @@ class GpuMonitor:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
+
+    def describe_others(self) -> str | None:
+        """Other processes that compute on the GPU, in words; None without one that is known."""
+        processes = self._ask("ComputeRunningProcesses") if self._handle is not None else None
+        # One of them is this process, which a container may know by another number.
+        if len(processes or ()) < 2:
+            return None
+        named = [f"pid {one.pid}" for one in processes if one.pid != os.getpid()]
+        names = f" ({', '.join(named)})" if len(named) < len(processes) else ""
+        number = len(processes) - 1
+        who = "another process computes" if number == 1 else f"{number} other processes compute"
+        return f"{who} on the GPU{names}"
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):

@@ -88,12 +88,14 @@ def summarize(
     matmul_tflops: float | None = None,
     startup: StartupClock | None = None,
     uses_sockets: bool = False,
+    is_busy: bool = False,
 ) -> dict[str, Any]:
     """The record's `summary` of a run, from measurements that are merged over all ranks.
 
     `config` has the run's settings by name, `num_devices` is the number of ranks. `peak_tflops` is
     the peak of dense matrix products on a device, `matmul_tflops` the measured rate of one; None:
-    not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes.
+    not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes;
+    `is_busy`: other processes used the CPUs before.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
     measured = timings.measured
@@ -120,6 +122,7 @@ def summarize(
         "noisy": variation is not None and variation > MAX_VARIATION,
         "throttled": gpu is not None and is_throttled(gpu),
         "shared": gpu is not None and bool(gpu["num_other_processes"]),
+        "busy": is_busy,
         "other_time": breakdown is not None
         and breakdown["seconds"][OTHER] > MAX_OTHER * breakdown["step_time_s"],
         "straggler": bool(stragglers),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
@@ -13,6 +15,7 @@ from sdbench.ranks.launcher import launcher_name
 from sdbench.record.configuration import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.ray import RAY
+from sdbench.settings.request import Request
 
 
 def for_person(plan: Plan) -> str:
@@ -30,7 +33,7 @@ def for_person(plan: Plan) -> str:
         f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
-    return "\n".join(lines)
+    return "\n".join(map(fit, lines))
 
 
 def _ranks(plan: Plan) -> dict[str, int]:
@@ -49,16 +52,18 @@ def _share_of_a_rank(plan: Plan) -> str:
     return f"{num_images} images per rank in {num_microbatches} micro-batch{plural} of {microbatch}"
 
 
-def as_yaml(plan: Plan) -> str:
-    """All settings as YAML that --config accepts, each with a comment that says who chose it."""
+def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) -> str:
+    """All settings as YAML that --config accepts, each with a comment that says who chose it.
+
+    `config` are those of the request, completed by the program, which `chosen` tells the reasons.
+    """
     import yaml
 
-    request = plan.request
     lines = [f"# {note}" for note in request.translation.notes]
-    for name, value in redact_values(dataclasses.asdict(plan.config)).items():
+    for name, value in redact_values(dataclasses.asdict(config)).items():
         text = yaml.safe_dump({name: as_literal(value)}, default_flow_style=False).strip()
-        if name in plan.chosen:
-            comment = f"chosen: {plan.chosen[name]}"
+        if name in chosen:
+            comment = f"chosen: {chosen[name]}"
         else:
             comment = request.origin[name]
             if comment == "file" and name in request.translation.keys:

@@ -14,6 +14,8 @@ examples:
       any data set that benchmark.py trains on
   python data.py --remote data/pairs --emulate_step_seconds 0.5
       would a trainer with such steps wait for its data?
+  python data.py --remote data/pairs --dry_run
+      what a run would use, and who chose it
   python data.py --remote data/pairs --target_images_per_second 800
       is it enough for 8 GPUs of 100 images/s, and how many workers does it take?
   python data.py --engine ray --remote data/laion-parquet --image_size 256 --batch_size 4096 \\
@@ -34,6 +36,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench da
     from sdbench.tasks import TASKS
 
     parse_feed = functools.partial(
-        parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG, prog=prog
+        parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG, prog=prog, takes_file=True
     )
     return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)

@@ -6,9 +6,11 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import sdbench
 from sdbench.ranks.ray_cluster import RAY_BEGAN_S
 
 COMPOSER, TORCHRUN = "composer", "torchrun"
@@ -34,6 +36,20 @@ def launcher_name() -> str | None:
     """What started the ranks: composer, torchrun, `NO_LAUNCHER`, or None for another program."""
     name = _find()[1]
     return NO_LAUNCHER if name is None and "RANK" not in os.environ else name
+
+
+def typed_command(command: Sequence[str]) -> list[str] | None:
+    """What was typed for a run on one node, whose record has this command.
+
+    None if a program started the ranks that is not known.
+    """
+    launcher, name = _find()
+    if name is None:
+        words = [os.path.relpath(Path(sdbench.__file__).parents[1] / command[0]), *command[1:]]
+        return ["python", *words] if "RANK" not in os.environ or RAY_BEGAN_S in os.environ else None
+    words = launcher.cmdline()
+    start = next(place for place, word in enumerate(words) if Path(word).name in LAUNCHERS)
+    return [name, *words[start + 1 :]]
 
 
 def run_began_s() -> float:

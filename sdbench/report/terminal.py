@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from sdbench.base.output import fit
 from sdbench.statistics.intervals import RULE_OF_THREE, between_runs_interval
 
 NOT_KNOWN = "n/a"
@@ -15,6 +16,7 @@ FLAG_MEANINGS = {
     "noisy": "the steps vary by more than 10 %",
     "throttled": "heat, a power limit or the hardware held the GPU's clock down",
     "shared": "other processes computed on the GPU",
+    "busy": "other processes used the CPUs before the measurement",
     "other_time": "more than 5 % of a profiled step lies outside the phases",
     "straggler": "a rank was slower than the others by a fifth or more",
     "sockets": "NCCL found no faster network between the machines than TCP sockets",
@@ -48,7 +50,7 @@ def format_summary(record: dict[str, Any]) -> str:
 def align(rows: Sequence[tuple[str, str]]) -> str:
     """Lines of name and value, the values below each other."""
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return "\n".join(fit(f"  {name:<{width}}  {value}", hanging=width + 4) for name, value in rows)
 
 
 def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:

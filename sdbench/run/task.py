@@ -59,7 +59,7 @@ class Task(abc.ABC):
         """
 
     def printed_config(self) -> str | None:
-        """The text that --print_config prints instead of a run; None for a run."""
+        """The text that --print_config or --dry_run prints instead of a run; None for a run."""
         return None
 
     @abc.abstractmethod

@@ -104,6 +104,7 @@ class ComputingSpeedups:
             ),
             Rung("bf16", "the same without the copies", BF16_WEIGHTS),
         ),
+        is_everyday=True,
     )
     master_weights: str | None = speed_up(
         one_of("none", "fp32"),

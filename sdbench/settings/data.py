@@ -34,7 +34,7 @@ class DataSettings:
 
     GROUP = "data"
 
-    use_synth_data: bool = setting(SWITCH, False, "train on synthetic samples")
+    use_synth_data: bool = setting(SWITCH, False, "train on synthetic samples", is_everyday=True)
     data_format: str = setting(
         row_of("sdbench.data:SOURCES", "auto"),
         "auto",
@@ -44,6 +44,7 @@ class DataSettings:
         TEXT,
         None,
         "where the data is: a folder, a URL, tars or parquet files in braces, or pipe:COMMAND",
+        is_everyday=True,
     )
     local: str | None = setting(
         TEXT, None, "folder of the data, or with --remote of the local copies"

@@ -28,7 +28,9 @@ class RayFeedSettings(ActorSettings, RaySettings):
 
     online_encoder_batch_size: int = shared(OnlineSettings, "online_encoder_batch_size")
     max_failed_blocks: int = shared(OnlineSettings, "max_failed_blocks")
-    model_name: str = shared(ModelSettings, "model_name", help="model whose encoders encode")
+    model_name: str = shared(
+        ModelSettings, "model_name", help="model whose encoders encode", is_everyday=False
+    )
     model_revision: str | None = shared(ModelSettings, "model_revision")
     random_weights: bool = shared(ModelSettings, "random_weights")
     encoder_dtype: str | None = shared(
@@ -58,13 +60,20 @@ class FeedSettings(RayFeedSettings, DataSettings):
             "latents": ((ONLINE,), "Ray Data encodes pictures"),
             "streams": ((None,), "Ray Data reads the pictures of one data set"),
         },
+        is_everyday=True,
     )
     num_workers: int | None = setting(
-        NOT_NEGATIVE, None, "loader processes (default: 8, or the number of cores if smaller)"
+        NOT_NEGATIVE,
+        None,
+        "loader processes (default: 8, or the number of cores if smaller)",
+        is_everyday=True,
     )
     image_size: int = shared(ModelSettings, "image_size", default=512)
     batch_size: int = setting(
-        POSITIVE, 32, "images per batch; with --engine ray of all trainers together"
+        POSITIVE,
+        32,
+        "images per batch; with --engine ray of all trainers together",
+        is_everyday=True,
     )
     text_embedding_dim: int = setting(
         POSITIVE,
@@ -88,7 +97,10 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER, None, "longest duration of the measured window"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER, None, "seconds to sleep after each batch; reports how long a trainer waits"
+        POSITIVE_NUMBER,
+        None,
+        "seconds to sleep after each batch; reports how long a trainer waits",
+        is_everyday=True,
     )
     target_images_per_second: float | None = setting(
         POSITIVE_NUMBER,
@@ -100,5 +112,6 @@ class FeedSettings(RayFeedSettings, DataSettings):
                 "with an emulated step the rate is that of the trainer, not of the source",
             )
         },
+        is_everyday=True,
     )
     results_dir: str = shared(RunSettings, "results_dir")

@@ -28,12 +28,14 @@ class RunSettings:
         one_of("fast", "seed"),
         "fast",
         "recipe that sets the speed-ups: fast, or seed (repeats mosaicml/diffusion-benchmark)",
+        is_everyday=True,
     )
     engine: str = setting(
         row_of("sdbench.engines:ENGINES"),
         "composer",
         "training loop: MosaicML Composer, a lean loop without a trainer (torch), or PyTorch "
         "Lightning in ranks that Ray Train starts (ray)",
+        is_everyday=True,
     )
     seed: int = setting(
         NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True, identifies=True
@@ -53,7 +55,7 @@ class RunSettings:
         before=None,
     )
     results_dir: str = setting(
-        TEXT, "runs", "folder that gets one folder per run", only_measures=True
+        TEXT, "runs", "folder that gets one folder per run", only_measures=True, is_everyday=True
     )
     check_memory: bool = setting(
         SWITCH,
@@ -88,6 +90,7 @@ class MeasuringSettings:
         None,
         "double the measured window until the 95 % interval is within this share of the rate; "
         "takes at least 3 / share batches (300 for 1%) and 30 s, since few batches miss pauses",
+        is_everyday=True,
     )
     max_measure_batches: int | None = setting(
         POSITIVE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.names import by_similarity
+from sdbench.base.names import nearest
 from sdbench.settings.kinds import POSITIVE
 from sdbench.settings.request import Translation
 
@@ -315,12 +315,16 @@ def _translate_key(key: str, values: Values) -> dict[str, Any]:
     if rule in DERIVED:
         return DERIVED[rule](value, values)
     if rule not in MEANINGS:
-        (meant, *_) = by_similarity(key, KEYS)
+        # A shared group makes no two keys alike.
+        prefix = key[: key.rfind(".") + 1]
+        of_group = [known for known in KEYS if known.startswith(prefix)]
+        names = {known.removeprefix(prefix): known for known in of_group} or {k: k for k in KEYS}
+        meant = names.get(nearest(key.removeprefix(prefix) if of_group else key, names))
         raise ConfigError(
             "unknown key",
             value=key,
-            allowed=f"the keys of open-diffusion; the nearest is {meant}",
-            flag=f"{meant}=VALUE",
+            allowed="the keys of open-diffusion" + (f", the nearest is {meant}" if meant else ""),
+            flag=f"{meant or key}=VALUE",
         )
     setting, meanings = MEANINGS[rule]
     if value not in list(meanings):  # a list cannot be a key

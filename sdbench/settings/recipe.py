@@ -83,15 +83,20 @@ class LengthSettings:
         None,
         "length of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
+        is_everyday=True,
     )
     run_name: str | None = setting(
-        NAME, None, "folder of the run below --results_dir (default: time, machine and model)"
+        NAME,
+        None,
+        "folder of the run below --results_dir (default: time, machine and model)",
+        is_everyday=True,
     )
     resume: str = setting(
         one_of("never", "auto"),
         "never",
         "auto: continue from the newest intact checkpoint of --run_name, or start if there is none",
         demands={"run_name": (GIVEN, "only a run with a name can be found again")},
+        is_everyday=True,
     )
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
@@ -115,7 +120,10 @@ class LengthSettings:
         "last checkpoint and continue with the next data",
     )
     save_every_batches: int | None = setting(
-        POSITIVE, None, "steps between checkpoints (default: one at the end)"
+        POSITIVE,
+        None,
+        "steps between checkpoints (default: one at the end)",
+        is_everyday=True,
     )
     keep: int = setting(POSITIVE, 2, "number of newest checkpoints to keep")
     keep_every_batches: int | None = setting(
@@ -267,6 +275,7 @@ class WatchSettings:
         None,
         "steps between grids of pictures",
         demands={"sample_prompts": (GIVEN, "pictures are drawn from prompts"), **HAS_ENCODERS},
+        is_everyday=True,
     )
     sample_prompts: str | None = setting(
         TEXT,

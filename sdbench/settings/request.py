@@ -41,7 +41,11 @@ class Translation(NamedTuple):
 NOTHING_TRANSLATED = Translation()
 
 COMMON_FLAGS = ("--help", "--version")
-PRINT_FLAG = "--print_config"
+HELP_ALL = "--help_all"
+# One action, two names: the second is that of the commands that start others.
+PRINT_FLAGS = ("--print_config", "--dry_run")
+# The --help of a program with more lists those of every day alone.
+MAX_LISTED = 40
 # Of argcomplete: where the program stands among the words of the line, counted from 1.
 TYPED_PLACE = "_ARGCOMPLETE"
 
@@ -107,9 +111,14 @@ def parse(
     if takes_file:
         arguments = [f"--{text}" if text.startswith("config=") else text for text in arguments]
     settings = declarations(config_type)
+    is_short = len(settings) > MAX_LISTED and HELP_ALL not in arguments and not _wants_completion()
+    if is_short:
+        description = f"{description.rstrip()} These are the flags of every day; {HELP_ALL} "
+        description += f"lists all {len(settings)}."
     parser = _make_parser(
         prog, usage=_describe_usage(settings, rest), description=description, epilog=epilog
     )
+    parser.add_argument(HELP_ALL, action="help", help="list every flag and exit")
     if takes_file:
         parser.add_argument(
             CONFIG_FLAG,
@@ -118,11 +127,11 @@ def parse(
             "that the command line has to give, by a flag or as key=value",
         )
         parser.add_argument(
-            PRINT_FLAG,
+            *PRINT_FLAGS,
             action="store_true",
-            help="print every value of the run, and who chose it, then stop",
+            help="check everything, print every value of the run and who chose it, then stop",
         )
-    _add_arguments(parser, settings)
+    _add_arguments(parser, settings, only_everyday=is_short)
     if _wants_completion():
         _complete(parser)
     _refuse_unknown_flags(arguments, settings, takes_file=takes_file)
@@ -163,7 +172,7 @@ def _refuse_unknown_flags(
     arguments: Sequence[str], settings: Mapping[str, Setting], *, takes_file: bool
 ) -> None:
     """Refuse an unknown flag, with the nearest known one, which argparse does not tell."""
-    known = [*COMMON_FLAGS, *((CONFIG_FLAG, PRINT_FLAG) if takes_file else ())]
+    known = [*COMMON_FLAGS, HELP_ALL, *((CONFIG_FLAG, *PRINT_FLAGS) if takes_file else ())]
     for declared in settings.values():
         if not declared.is_positional:
             known.append(declared.flag)
@@ -188,8 +197,9 @@ def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:
     raise ConfigError(
         "this argument is no flag, and stands behind none that takes it",
         value=word,
-        allowed="what --help lists" + ("" if name is None else f", the nearest is {meant[name]}"),
-        flag="--help" if name is None else meant[name].split()[0],
+        allowed=f"what {HELP_ALL} lists"
+        + ("" if name is None else f", the nearest is {meant[name]}"),
+        flag=HELP_ALL if name is None else meant[name].split()[0],
     )
 
 
@@ -221,9 +231,11 @@ def choose_command(
     if first in commands:
         return first, arguments[1:]
     if first is not None and not first.startswith("-"):
-        raise_unknown(first, known=list(commands), where="command", flag="COMMAND")
+        raise_unknown(
+            first, known=list(commands), where="command", flag="COMMAND", listed_by="--help"
+        )
     if first not in (None, "-h", *COMMON_FLAGS):
-        raise_unknown(first, known=COMMON_FLAGS, where="flag")
+        raise_unknown(first, known=COMMON_FLAGS, where="flag", listed_by="--help")
     parser = _make_parser(
         prog, usage="%(prog)s COMMAND ...", description=description, epilog=epilog
     )
@@ -301,10 +313,14 @@ def _describe_usage(settings: Mapping[str, Setting], rest: str | None) -> str:
     return " ".join(["%(prog)s", *words, "[FLAGS]", *([] if rest is None else ["--", rest])])
 
 
-def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setting]) -> None:
+def _add_arguments(
+    parser: argparse.ArgumentParser, settings: Mapping[str, Setting], *, only_everyday: bool
+) -> None:
     groups: dict[str, Any] = {"": parser}
     for name, declared in settings.items():
         is_required = declared.default is REQUIRED
+        is_listed = declared.is_everyday or is_required or not only_everyday
+        help_text = describe(declared) if is_listed else argparse.SUPPRESS
         several: dict[str, Any] = {}
         if declared.takes_several:
             several["nargs"] = "+" if is_required or not declared.is_positional else "*"
@@ -316,7 +332,7 @@ def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setti
         group = groups[declared.group]
         if declared.kind is SWITCH:
             add = functools.partial(group.add_argument, dest=name, action="store_const")
-            add(declared.flag, const=True, help=describe(declared))
+            add(declared.flag, const=True, help=help_text)
             add(f"--no_{name}", const=False, help=argparse.SUPPRESS)
         else:
             added = group.add_argument(
@@ -324,7 +340,7 @@ def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setti
                 dest=name,
                 metavar=declared.kind.metavar,
                 required=is_required,
-                help=describe(declared),
+                help=help_text,
                 **several,
             )
             if _wants_completion() and declared.kind.choices:
@@ -346,17 +362,24 @@ def describe(declared: Setting) -> str:
 
 
 def raise_unknown(
-    given: str, *, known: Sequence[str], where: str, flag: str | None = None
+    given: str,
+    *,
+    known: Sequence[str],
+    where: str,
+    flag: str | None = None,
+    listed_by: str = HELP_ALL,
 ) -> NoReturn:
     """Refuse an unknown name of a kind (`where`), with the nearest known one.
 
-    `flag` changes it; None: the flag of the nearest name, or of this one.
+    `flag` changes it; None: the flag of the nearest name, or of this one. The flag `listed_by`
+    lists the known names.
     """
     name = given.split("=")[0]
     meant = nearest(name, known)
     raise ConfigError(
         f"unknown {where}",
         value=given,
-        allowed="the names that --help lists" + (f", the nearest is {meant}" if meant else ""),
+        allowed=f"the names that {listed_by} lists"
+        + (f", the nearest is {meant}" if meant else ""),
         flag=flag or f"--{(meant or name).removeprefix('--')}",
     )

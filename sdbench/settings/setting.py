@@ -188,6 +188,7 @@ class Setting:
         is_positional: It is an argument without a flag.
         identifies: A resumed run must have the value that it started with.
         takes_several: It takes several values separated by blanks; its value is a tuple.
+        is_everyday: The --help of a program with many flags lists it.
     """
 
     kind: Kind
@@ -207,6 +208,7 @@ class Setting:
     is_positional: bool = False
     identifies: bool = False
     takes_several: bool = False
+    is_everyday: bool = False
 
     @property
     def flag(self) -> str:

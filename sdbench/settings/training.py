@@ -37,6 +37,7 @@ class ModelSettings:
         "sd2-base",
         "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
         "tiny), a local diffusers folder, or a hub id",
+        is_everyday=True,
     )
     model_revision: str | None = setting(
         TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
@@ -47,7 +48,9 @@ class ModelSettings:
         "draw the weights of a folder or hub id instead of loading them",
         before=False,
     )
-    image_size: int | None = setting(POSITIVE, None, "side of the square images in pixels")
+    image_size: int | None = setting(
+        POSITIVE, None, "side of the square images in pixels", is_everyday=True
+    )
     weights_seed: int | None = setting(
         NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
     )
@@ -109,13 +112,18 @@ class BatchSettings:
     GROUP = "batch"
 
     batch_size: int | None = setting(
-        POSITIVE, None, "global batch: images per optimizer step over all ranks", identifies=True
+        POSITIVE,
+        None,
+        "global batch: images per optimizer step over all ranks",
+        identifies=True,
+        is_everyday=True,
     )
     device_train_microbatch_size: int | str = setting(
         positive_or("auto"),
         "auto",
         "images per forward and backward pass on one rank; auto: the largest that the memory "
         "estimate allows",
+        is_everyday=True,
     )
     allow_uneven_batch: bool = setting(
         SWITCH,
@@ -133,7 +141,11 @@ class UpdateSettings:
     GROUP = "training"
 
     use_ema: bool = setting(
-        SWITCH, False, "keep a moving average of the trained weights", identifies=True
+        SWITCH,
+        False,
+        "keep a moving average of the trained weights",
+        identifies=True,
+        is_everyday=True,
     )
-    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate")
+    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate", is_everyday=True)
     weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")

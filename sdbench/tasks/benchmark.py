@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
+from sdbench.measure.neighbours import Neighbours
 from sdbench.plan.resolve import Plan
 from sdbench.plan.window import looks_at_attention
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.launcher import typed_command
 from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 from sdbench.record.row import append_row
 from sdbench.record.store import BENCHMARK, INVALID, STEPS_NAME, RunFolder
+from sdbench.report.outlook import describe_outlook
 from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
+from sdbench.settings.ray import RAY
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -36,12 +42,14 @@ class Benchmark(TrainingTask):
     kind = BENCHMARK
     program = "benchmark.py"
     _nccl_log: NcclLog
+    _neighbours: Neighbours
     _measurements: Measurements
     _watch: StepWatch | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self._nccl_log = NcclLog(ranks, device_type=machine.device_type)
+        self._neighbours = Neighbours()
         super().resolve(machine, ranks)
 
     def work(self, run: Run) -> dict[str, Any]:
@@ -64,6 +72,7 @@ class Benchmark(TrainingTask):
                 f"Model has {job.num_parameters / 1e6} M parameters and "
                 f"{job.num_trainable_parameters / 1e6} M trainable_params"
             )
+        is_busy = self._tell_neighbours(watch)
         clock.ends(startup.BUILD)
         with contextlib.closing(progress):
             measurements = fit(job, config, watch)
@@ -90,12 +99,26 @@ class Benchmark(TrainingTask):
             matmul_tflops=matmul_tflops,
             startup=clock,
             uses_sockets=network == SOCKETS,
+            is_busy=is_busy,
         )
         self._measurements = merged
         fields = self._describe_work(job, num_images=merged.num_images)
         fields["workload"]["num_steps"] = num_steps
         network_facts = {} if network is None else {"network": network}
         return {"summary": summary, "ranks": network_facts, **fields}
+
+    def _tell_neighbours(self, watch: StepWatch) -> bool:
+        """Print which other processes use CPUs or GPUs; returns whether they use the CPUs."""
+        ranks, monitor = self.plan.ranks, watch.gpu_monitor
+        own = distributed.gather(os.getpid(), ranks)
+        on_gpus = distributed.gather(monitor and monitor.describe_others(), ranks)
+        if ranks.rank != 0:
+            return False
+        # Ray's processes, among which are those of the run, have not been started by the ranks.
+        on_cpus = None if self.plan.config.engine == RAY else self._neighbours.describe(own)
+        for caution in filter(None, [on_cpus, *on_gpus]):
+            print(fit(f"caution: {caution}", hanging=4))
+        return on_cpus is not None
 
     def write_partial(self, folder: Path) -> None:
         """Write steps.csv, and log to W&B, the steps that the first rank has timed."""
@@ -113,7 +136,9 @@ class Benchmark(TrainingTask):
         with warn_if_not_written("runs.csv"):
             append_row(folder.parent / "runs.csv", content)
         self._wandb_log.finish(content["summary"])
-        return format_summary(content)
+        command = typed_command(content["command"]) if self.plan.ranks.num_nodes == 1 else None
+        outlook = describe_outlook(content, folder, command=command)
+        return f"{format_summary(content)}\n\n{outlook}"
 
 
 def _measure_peak(plan: Plan) -> float:

@@ -17,6 +17,7 @@ from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.plan import describe
 from sdbench.plan.draft import Draft
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
@@ -39,6 +40,7 @@ class Feed(Task):
     kind = FEED
     program = "data.py"
     _settings: FeedSettings
+    _chosen: dict[str, str]
     _source: SourceConfig
     _machine: Machine
     _ranks: Ranks
@@ -58,7 +60,7 @@ class Feed(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
-        self._settings = _resolve(self.request, machine, ranks)
+        self._settings, self._chosen = _resolve(self.request, machine, ranks)
         options: dict[str, Any] = {}
         if self._settings.engine == RAY:
             architecture = self._architecture = resolve_architecture(
@@ -83,6 +85,12 @@ class Feed(Task):
         )
         self._num_samples = data.check(self._source)
 
+    def printed_config(self) -> str | None:
+        """The settings as a config file."""
+        if not self.request.print_config:
+            return None
+        return describe.as_yaml(self.request, self._settings, chosen=self._chosen)
+
     def make_folder(self) -> Path:
         """Make a new folder in --results_dir."""
         name = f"feed-{self._source.data_format}-{self._source.image_size}px"
@@ -92,7 +100,17 @@ class Feed(Task):
         return RunFolder.create(results_dir, machine=self._machine.slug, name=name)
 
     def for_person(self) -> str:
-        """The source and the window."""
+        """What the program chose, the source and the window."""
+        settings, names = self._settings, [name for name in self._chosen if name != "data_format"]
+        lines = [self._source_and_window()]
+        if names:
+            values = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
+            lines.insert(0, f"Chosen, each by a flag of its name: {values}")
+        if settings.data_format == "synthetic" and self.request.config.data_format == "auto":
+            lines.insert(0, "No --remote, --local or --streams: measuring synthetic data.")
+        return "\n".join(lines)
+
+    def _source_and_window(self) -> str:
         settings = self._settings
         place = settings.streams or settings.remote or settings.local
         where = f" from {place!r}" if place else ""
@@ -185,14 +203,13 @@ class Feed(Task):
         return f"{format_feed(content)}\n\nHow fast this machine trains on it: {command}"
 
 
-def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
-    """Choose what was left open, and print it."""
+def _resolve(
+    request: Request, machine: Machine, ranks: Ranks
+) -> tuple[FeedSettings, dict[str, str]]:
+    """Choose what was left open; returns the settings, and the reasons of those chosen by name."""
     draft = Draft.begin(request, machine=machine, ranks=ranks)
     draft.choose_format()
     settings = draft.config
-    if settings.data_format == "synthetic" and request.config.data_format == "auto":
-        print("No --remote, --local or --streams: measuring synthetic data.")
-    draft.chosen.pop("data_format", None)
     if settings.engine == RAY:
         _check_trainers(settings, ranks)
         num_stored = _count_stored(settings, ranks)
@@ -211,9 +228,6 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
     draft.choose_if_open("num_batches", num_batches, "the batches in store")
     draft.choose_if_open("num_warmup_batches", num_stored + 1, "the batches in store")
     settings = draft.config
-    if draft.chosen and ranks.rank == 0:
-        values = ", ".join(f"{name}={getattr(settings, name)}" for name in draft.chosen)
-        print(f"Chosen, each by a flag of its name: {values}")
     if settings.num_warmup_batches < num_stored:
         raise ConfigError(
             f"{num_stored} batches are prepared in advance, and would count as measured work",
@@ -221,7 +235,7 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
             allowed=f"at least {num_stored}",
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",
         )
-    return settings
+    return settings, draft.chosen
 
 
 def _check_trainers(settings: FeedSettings, ranks: Ranks) -> None:

@@ -58,9 +58,14 @@ NOT_HERE = (
 class ProfileSettings(BenchmarkConfig):
     """Settings of profile: its own, and the settings of the run that it profiles."""
 
-    top: int = setting(POSITIVE, 20, "rows of the tables of operators; the files have all")
+    top: int = setting(
+        POSITIVE, 20, "rows of the tables of operators; the files have all", is_everyday=True
+    )
     folder: str | None = setting(
-        TEXT, None, "new folder for the files (default: a new one in --results_dir)"
+        TEXT,
+        None,
+        "new folder for the files (default: a new one in --results_dir)",
+        is_everyday=True,
     )
 
 

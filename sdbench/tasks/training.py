@@ -52,7 +52,10 @@ class TrainingTask(Task):
 
     def printed_config(self) -> str | None:
         """The plan as a config file."""
-        return describe.as_yaml(self.plan) if self.request.print_config else None
+        if not self.request.print_config:
+            return None
+        plan = self.plan
+        return describe.as_yaml(plan.request, plan.config, chosen=plan.chosen)
 
     def _begin(
         self, run: Run, settings: dict[str, Any], *, has_parts: bool = False

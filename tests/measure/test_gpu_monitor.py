@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import SimpleNamespace
@@ -157,3 +158,15 @@ def test_the_gpus_of_a_run_are_merged():
     # The energy of one GPU is not that of the run.
     assert merge_readings([first, None])["energy_j"] is None
     assert merge_readings([None, None]) is None
+
+
+def test_neighbours_on_a_gpu_are_named_unless_the_container_has_other_numbers(monitor):
+    def describe(*pids):
+        processes = [SimpleNamespace(pid=pid) for pid in pids]
+        return monitor(ComputeRunningProcesses=processes).describe_others()
+
+    own = os.getpid()
+    assert describe() is None and describe(own) is None and describe(7) is None
+    assert describe(own, 7) == "another process computes on the GPU (pid 7)"
+    assert describe(8, own, 7) == "2 other processes compute on the GPU (pid 8, pid 7)"
+    assert describe(8, 7) == "another process computes on the GPU"

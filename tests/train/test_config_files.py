@@ -338,6 +338,23 @@ def test_parts_that_do_not_fit_are_refused(parts, value, capsys):
     assert (error.flag, error.value) == ("--model_parts", value)
 
 
+@pytest.mark.parametrize(
+    ("key", "allowed", "flag"),
+    [
+        ("save_evry", ", the nearest is experiment.save_every", "experiment.save_every"),
+        ("zebra", "the keys of open-diffusion", "experiment.zebra"),
+    ],
+)
+def test_an_unknown_key_of_open_diffusion_gets_a_suggestion_only_where_one_is_near(
+    tmp_path, capsys, key, allowed, flag
+):
+    file = tmp_path / "open.yaml"
+    file.write_text(f"experiment: {{num_examples_to_see: 4, {key}: 1}}")
+    assert train.main(["--config", str(file), "--model_name=tiny", "--dry_run"]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert error.allowed.endswith(allowed) and error.flag == f"{flag}=VALUE"
+
+
 # What makes a recipe one that can be planned here; the rest of it stays.
 TINY = {
     "model_name": "tiny",

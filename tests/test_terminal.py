@@ -1,0 +1,81 @@
+"""What a terminal shows otherwise than a pipe: colours, and no line wider than it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+COLUMNS = 80
+QUICK = (
+    *("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "1"),
+    *("--warmup_batches", "0", "--measure_batches", "2", "--profile_batches", "0"),
+)
+
+
+@pytest.fixture
+def in_terminal(repository, tmp_path):
+    """Runs a program of this repository in a terminal of its own; returns all that it prints."""
+
+    def start(*argv, **variables):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        hidden = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+        environment = {name: os.environ[name] for name in os.environ if name not in hidden}
+        process = subprocess.Popen(
+            [sys.executable, str(repository / argv[0]), *argv[1:]],
+            env={**environment, "TERM": "xterm", "PYTHONPATH": str(repository), **variables},
+            cwd=tmp_path,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        printed = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the last process has closed the terminal
+                break
+            if not part:
+                break
+            printed += part
+        os.close(ours)
+        process.wait()
+        return printed.decode().replace("\r\n", "\n")
+
+    return start
+
+
+def test_an_error_is_red_in_a_terminal_unless_colours_are_unwanted(in_terminal):
+    assert in_terminal("benchmark.py", "--zebra").startswith("\x1b[31merror\x1b[0m: unknown flag")
+    for unwanted in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        printed = in_terminal("benchmark.py", "--zebra", **unwanted)
+        assert printed.startswith("error: unknown flag")
+
+
+def test_a_pipe_gets_no_colour(repository):
+    command = [sys.executable, "benchmark.py", "--zebra"]
+    piped = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert piped.stderr.startswith("error: unknown flag") and "\x1b" not in piped.stderr
+
+
+@pytest.mark.slow
+def test_a_run_has_a_live_line_and_none_wider_than_the_terminal(in_terminal, tmp_path):
+    printed = in_terminal("benchmark.py", *QUICK)
+    live = [line for line in re.split(r"[\r\n]", printed) if re.search(r"\d/\d+ \[", line)]
+    assert len(live) > 2 and "2/2 [" in live[-1]
+    result, _, following = printed.partition("\n\nNext:\n")
+    # Each command stays in one line, to be copied.
+    assert following.startswith("  python -m sdbench repeat 5 -- python ")
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m", "", result))
+    assert max(map(len, lines)) <= COLUMNS
+    (log,) = tmp_path.glob("runs/*/stdout.log")
+    assert "\x1b" not in log.read_text() and "how sure" in log.read_text()
