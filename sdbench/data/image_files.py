@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "jpe", "jfif", "png", "webp")
 # PIL's name of a kind to the extension that a file of it gets.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
+HEIC_EXTENSIONS = ("heic", "heif")  # what phones write
+HEIC_TO_JPEG = (
+    "mogrify -format jpg *.heic (ImageMagick; on a Mac sips -s format jpeg *.heic --out .) makes "
+    "JPEG files of HEIC files"
+)
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
 
 # Brands of AVIF, from the fifth byte.
@@ -28,7 +33,7 @@ OTHER_KINDS = {
     rb"II\*\0|MM\0\*": "a TIFF file",
     rb"P[1-7]": "a PPM, PGM or PBM file",
     rb"....ftypavi": "an AVIF file",
-    rb"....ftyphei": "a HEIC file",
+    rb"....ftyp(hei|mif1)": f"a HEIC file ({HEIC_TO_JPEG})",
     rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
     rb"<": "HTML, XML or SVG text",
 }

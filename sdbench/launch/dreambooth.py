@@ -27,6 +27,7 @@ from sdbench.launch.child import (
     run_in_terminal,
     split_words,
 )
+from sdbench.launch.earlier import CLASS, LORA, MODEL, RUN, find_earlier
 from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
@@ -41,8 +42,7 @@ from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
-CLASS, RUN = "class", "train"
-MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
+LORA_NAME = "pytorch_lora_weights.safetensors"
 # Of the first figure of "Faster stable diffusion fine-tuning with Ray AIR", and of Ray's own text
 # (ray-project/ray, doc/source/train/examples/pytorch/dreambooth_finetuning.rst).
 SCENES = ("on the moon", "at the beach", "in a bucket")
@@ -64,8 +64,9 @@ examples:
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
 run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
 moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
-after/ are then replaced. Exit codes: 0 ok, 2 bad input, 130 stopped, else that of the step that
-failed.
+after/ are then replaced. With other pictures or prompts the command is refused unless
+--train_again is added, which keeps the earlier results. Exit codes: 0 ok, 2 bad input, 130 stopped,
+else that of the step that failed.
 """
 
 
@@ -114,6 +115,13 @@ class DreamboothFlags(SimilaritySettings):
         None,
         'flags for generate.py in one text: --generate_flags="--guidance_scale 5 --num_steps 50"',
     )
+    train_again: bool = setting(
+        SWITCH,
+        False,
+        "where pictures, prompts or flags are others than those of the results in the folder: move "
+        "the results to FOLDER/earlier-1 (2, ...), and train anew, or only draw anew if the "
+        "training is the same",
+    )
     dry_run: bool = setting(SWITCH, False, "print the commands and stop")
 
 
@@ -139,10 +147,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
     flags = dataclasses.replace(flags, image_size=_check(request, folder=folder))
     steps = plan_steps(flags, request.rest, folder=folder)
+    commands = [step.command for step in steps]
+    earlier = find_earlier(commands, folder, trains_again=flags.train_again)
+    if earlier.changes and not flags.train_again:
+        earlier.refuse()
     if flags.dry_run:
         print("\n".join(shlex.join(step.command) for step in steps))
         return 0
     with only_one_in(folder):
+        if flags.train_again:
+            earlier.set_aside()
         return _run(steps, folder=folder)
 
 

@@ -172,6 +172,12 @@ class RateSettings:
 
     GROUP = UpdateSettings.GROUP
 
+    text_encoder_lr: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "learning rate of the text encoder (default: --lr); the schedule holds for both",
+        acts_beside=(Beside(("train_text_encoder",)),),
+    )
     lr_schedule: str = setting(
         one_of("constant", "cosine", "linear"), "constant", "learning rate behind the warm-up"
     )

@@ -71,7 +71,11 @@ class ModelSettings:
             "initial_token": (GIVEN, "a learned token begins as another one"),
             "train_text_encoder": ((False,), "of the text encoder the token alone is trained"),
             "lora_rank": ((None,), "a token is trained alone, without LoRA"),
-            "class_remote": ((None,), "the captions of class pictures do not have the token"),
+            "class_remote": (
+                (None,),
+                "only the token is trained, which captions of class pictures do not have: they "
+                "teach it nothing, and the model keeps what it knows without them",
+            ),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
             "init_from": ((None,), "a token begins as one of the model, such as a run's export"),
             "sharding": ((None, "none"), "a single row is not shared out over ranks"),
