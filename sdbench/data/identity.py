@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.escape import as_utf8
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
@@ -81,7 +82,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     named = {}
     if len(files) <= MAX_NAMED and all("name" in file.fact for file in files):
         stamps = ([file.fact["num_bytes"], *file.times_ns] for file in files)
-        named["files"] = dict(zip(names, stamps, strict=True))
+        named["files"] = dict(zip(map(as_utf8, names), stamps, strict=True))
     return {
         "names": _hash(names),
         "names_and_sizes": facts.pop("sha256"),

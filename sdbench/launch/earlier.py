@@ -23,7 +23,8 @@ CLASS, RUN, MODEL, LORA = "class", "train", "model", "lora"
 OF_PICTURES = (AFTER, SHEET_NAME, RESULT_NAME)
 OF_TRAINING = (*OF_PICTURES, MODEL, f".{MODEL}-made-of", LORA, f".{LORA}-made-of", RUN)
 # What train.py chooses where nobody says it, and where the same data may lie.
-CHOSEN, PLACES = ("batch_size", "image_size", "model_revision"), ("remote", "class_remote")
+CHOSEN = ("batch_size", "image_size", "model_revision")
+PLACES = ("remote", "class_remote", "results_dir")
 
 
 @dataclasses.dataclass
@@ -52,7 +53,7 @@ class Earlier:
         """Move the results to a folder of their own, and say so."""
         names = [name for name in self.names if (self.folder / name).exists()]
         if not names:
-            print("The results in the folder, if any, are of what they would be made of now.")
+            print(f"Nothing in {self.folder} is of other pictures, prompts or flags: it goes on.")
             return
         place = self._place()
         place.mkdir()
@@ -90,7 +91,7 @@ def _compare_drawing(command: Sequence[str], folder: Path) -> str | None:
         return None
     try:
         drawn = _flags(read_json_object(folder / "generate.json")["command"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # generate.py refuses it
     now = _flags(redact_values(command))
     gone, new = set(drawn) - set(now), set(now) - set(drawn)
@@ -113,14 +114,15 @@ def _compare_training(command: Sequence[str], folder: Path, *, trains_again: boo
         return []
     try:
         facts = read_json_object(notes[-1])["facts"]
-    except (OSError, ValueError, KeyError):
+        settings, of_data = dict(facts["config"]), facts["data"]
+    except (OSError, ValueError, KeyError, TypeError):
         return []  # train.py names the damage
     request = parse_request(command[command.index("--config") :], description="", epilog="")
     changes = []
     for name, declared in declarations(TrainConfig).items():
         is_asked = trains_again and request.origin[name] == "flag" and name not in PLACES
-        before = facts["config"].get(name)
         now = redact_values(getattr(request.config, name))
+        before = settings.get(name, now)
         if (
             before != now
             and (declared.identifies or is_asked)
@@ -128,10 +130,10 @@ def _compare_training(command: Sequence[str], folder: Path, *, trains_again: boo
         ):
             changes.append(f"{declared.flag} was {before}, and is {now}")
     config = request.config
-    if facts["data"] and (trains_again or config.changed_inputs == "refuse"):
+    if of_data and (trains_again or config.changed_inputs == "refuse"):
         config = dataclasses.replace(config, data_format=data.detect_format(config.remote))
         try:
-            change = describe_change(facts["data"], identify_data(sources_of(config)))
+            change = describe_change(of_data, identify_data(sources_of(config)))
         except (ConfigError, RunError):
             return changes  # pictures of the class are gone: they are drawn again
         changes += [] if change is None else [f"since the training {change}"]

@@ -44,6 +44,7 @@ class DataSettings:
         TEXT,
         None,
         "where the data is: a folder, a URL, tars or parquet files in braces, or pipe:COMMAND",
+        diffusers=("--train_data_dir", "--instance_data_dir"),
     )
     local: str | None = setting(
         TEXT, None, "folder of the data, or of the copies of what --remote names"
@@ -83,7 +84,7 @@ class DataSettings:
     shuffle: bool = setting(SWITCH, True, "visit the samples in a new order each epoch")
     crop: str = setting(one_of("center", "random"), "center", "where the largest square is cut out")
     horizontal_flip_probability: float = setting(
-        FRACTION, 0.0, "share of the images that are mirrored"
+        FRACTION, 0.0, "share of the images that are mirrored", diffusers=("--random_flip",)
     )
     caption_drop_probability: float = setting(
         FRACTION, 0.0, "share of the captions that become the empty text"

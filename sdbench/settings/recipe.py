@@ -81,6 +81,7 @@ class LengthSettings:
         DURATION,
         None,
         "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
+        diffusers=("--max_train_steps", "--num_train_epochs"),
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
     )
     run_name: str | None = setting(

@@ -187,6 +187,7 @@ class Setting:
         spelling: Its flag without the dashes, or its word in the usage, where that is not the name.
         is_positional: It is an argument without a flag.
         identifies: A run that is resumed must have the value that it began with.
+        diffusers: Flags of diffusers' training scripts for the same; they are refused with its own.
         takes_several: It takes values with blanks between them; its value is a tuple.
     """
 
@@ -206,6 +207,7 @@ class Setting:
     spelling: str | None = None
     is_positional: bool = False
     identifies: bool = False
+    diffusers: tuple[str, ...] = ()
     takes_several: bool = False
 
     @property

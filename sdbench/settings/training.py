@@ -37,6 +37,7 @@ class ModelSettings:
         "sd2-base",
         "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
         "tiny), a local diffusers folder, or a hub id",
+        diffusers=("--pretrained_model_name_or_path",),
     )
     model_revision: str | None = setting(
         TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
@@ -47,7 +48,9 @@ class ModelSettings:
         "draw the weights of a folder or hub id instead of loading them",
         before=False,
     )
-    image_size: int | None = setting(POSITIVE, None, "side of the square images in pixels")
+    image_size: int | None = setting(
+        POSITIVE, None, "side of the square images in pixels", diffusers=("--resolution",)
+    )
     weights_seed: int | None = setting(
         NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
     )
@@ -113,7 +116,11 @@ class BatchSettings:
     GROUP = "batch"
 
     batch_size: int | None = setting(
-        POSITIVE, None, "global batch: images per optimizer step over all ranks", identifies=True
+        POSITIVE,
+        None,
+        "global batch: images per optimizer step over all ranks",
+        identifies=True,
+        diffusers=("--train_batch_size",),
     )
     device_train_microbatch_size: int | str = setting(
         positive_or("auto"),
@@ -139,5 +146,5 @@ class UpdateSettings:
     use_ema: bool = setting(
         SWITCH, False, "keep a moving average of the trained weights", identifies=True
     )
-    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate")
+    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate", diffusers=("--learning_rate",))
     weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")
