@@ -247,17 +247,17 @@ def test_pictures_of_a_phone_are_named_with_the_way_to_convert_them(folder, caps
     for name in ("IMG_1.HEIC", "sub/IMG_2.heif"):
         (folder / name).write_bytes(heic)
     assert data.check(make_config(folder)) == 4
-    named = f"Not read: {folder}/IMG_1.HEIC, {folder}/sub/IMG_2.heif. mogrify -format jpg *.heic ("
-    assert named in capsys.readouterr().err
+    way = f"to make JPEG files of HEIC: mogrify -format jpg {folder}/*.HEIC {folder}/sub/*.heif ("
+    assert f"1 .heic, 1 .heif.\nHEIC pictures are not read; {way}" in capsys.readouterr().err
     for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
         if path.suffix.lower() not in (".heic", ".heif"):
             path.unlink()
     with refused(value=str(folder)) as caught:
         data.check(make_config(folder))
-    assert "no images, but 1 .heic, 1 .heif (mogrify -format jpg *.heic (" in str(caught.value)
+    assert f"no images, but 1 .heic, 1 .heif; {way}" in str(caught.value)
     (folder / "a.jpg").write_bytes(heic)
     (folder / "a.txt").write_text("a caption")
-    with pytest.raises(RunError, match=r"a.jpg: .*like a HEIC file \(mogrify"):
+    with pytest.raises(RunError, match=r"a.jpg: .*like a HEIC file \(ImageMagick"):
         list(data.build(make_config(folder, device_batch_size=1)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_once
-from sdbench.data.image_files import HEIC_EXTENSIONS, HEIC_TO_JPEG
+from sdbench.data.image_files import heic_to_jpeg
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
@@ -119,9 +119,8 @@ def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
     """Print how many files of which kinds are not read."""
     if left:
         tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
-    heic = [name for name in left if name.lower().endswith(HEIC_EXTENSIONS)]
-    if heic:
-        tell_once(f"Not read: {name_some(heic)}. {HEIC_TO_JPEG}.")
+    if how := heic_to_jpeg(left):
+        tell_once(f"HEIC pictures are not read; {how}.")
 
 
 def name_some(names: Sequence[str]) -> str:
