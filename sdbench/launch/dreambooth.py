@@ -64,9 +64,9 @@ examples:
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
 run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
 moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
-after/ are then replaced. With other pictures or prompts the command is refused unless
---train_again is added, which keeps the earlier results. Exit codes: 0 ok, 2 bad input, 130 stopped,
-else that of the step that failed.
+after/ are then replaced. If pictures or prompts have changed, the command says so and stops;
+--train_again trains again and keeps the earlier results.
+Exit codes: 0 ok, 2 bad input, 130 stopped, else that of the step that failed.
 """
 
 
@@ -118,9 +118,9 @@ class DreamboothFlags(SimilaritySettings):
     train_again: bool = setting(
         SWITCH,
         False,
-        "where pictures, prompts or flags are others than those of the results in the folder: move "
-        "the results to FOLDER/earlier-1 (2, ...), and train anew, or only draw anew if the "
-        "training is the same",
+        "if pictures, prompts or flags have changed since the results in the folder were made, "
+        "move the results to FOLDER/earlier-1 (2, ...) and train again, or only draw again if "
+        "nothing of the training has changed",
     )
     dry_run: bool = setting(SWITCH, False, "print the commands and stop")
 

@@ -1,4 +1,4 @@
-"""Results of `sdbench dreambooth` that were made of other pictures, prompts or flags than now."""
+"""Finds results of `sdbench dreambooth` from other pictures, prompts or flags; sets them aside."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sdbench.settings.setting import declarations
 CLASS, RUN, MODEL, LORA = "class", "train", "model", "lora"
 OF_PICTURES = (AFTER, SHEET_NAME, RESULT_NAME)
 OF_TRAINING = (*OF_PICTURES, MODEL, f".{MODEL}-made-of", LORA, f".{LORA}-made-of", RUN)
-# What train.py chooses where nobody says it, and where the same data may lie.
+# Settings that train.py chooses if they are not given; paths, as data and results may be moved.
 CHOSEN = ("batch_size", "image_size", "model_revision")
 PLACES = ("remote", "class_remote", "results_dir")
 
 
 @dataclasses.dataclass
 class Earlier:
-    """What differs from the results in a folder, in words, and the names of those in it.
+    """Changes since the results in a folder were made, in words, and what to move out of it.
 
-    What tells that something differs comes last, so that a move that was stopped is finished.
+    What the changes are found by is moved last, so that an interrupted move can be continued.
     """
 
     folder: Path
@@ -39,10 +39,11 @@ class Earlier:
     names: list[str]
 
     def refuse(self) -> None:
-        """Refuse to go on with results of something else."""
+        """Raise the `ConfigError` that names the changes and the flag to train again."""
         again = "trains again" if RUN in self.names else "draws again"
         raise ConfigError(
-            f"the folder has results of something else: {'; '.join(self.changes)}",
+            "the folder has results from other pictures, prompts or flags: "
+            f"{'; '.join(self.changes)}",
             value=str(self.folder),
             allowed=f"--train_again, which moves them to {self._place()} and {again}; or another "
             "--folder",
@@ -53,7 +54,7 @@ class Earlier:
         """Move the results to a folder of their own, and say so."""
         names = [name for name in self.names if (self.folder / name).exists()]
         if not names:
-            print(f"Nothing in {self.folder} is of other pictures, prompts or flags: it goes on.")
+            print(f"Nothing has changed since the results in {self.folder} were made.")
             return
         place = self._place()
         place.mkdir()
@@ -67,9 +68,10 @@ class Earlier:
 
 
 def find_earlier(commands: Sequence[Sequence[str]], folder: Path, *, trains_again: bool) -> Earlier:
-    """Compare the commands of all steps with what has been made in the folder.
+    """Compare the commands of all steps with the results in the folder.
 
-    If it `trains_again`, each flag for the training counts, also one with which it may go on.
+    If `trains_again`, every changed flag of the training counts, such as --lr; otherwise only those
+    with which a run cannot be resumed.
     """
     changes, names = [], []
     for command in commands:
@@ -86,7 +88,7 @@ def find_earlier(commands: Sequence[Sequence[str]], folder: Path, *, trains_agai
 
 
 def _compare_drawing(command: Sequence[str], folder: Path) -> str | None:
-    """How the pictures in a folder of generate.py were drawn otherwise than now."""
+    """Say which flags of generate.py have changed since it drew into a folder; None if none has."""
     if not any((folder / PICTURES_NAME).glob("*.png")):
         return None
     try:
@@ -102,13 +104,13 @@ def _compare_drawing(command: Sequence[str], folder: Path) -> str | None:
 
 
 def _flags(command: Sequence[str]) -> list[str]:
-    """What decides the pictures: the flags from the first of generate.py on, but for the folder."""
+    """Return the flags of generate.py without --folder."""
     flags = itertools.dropwhile(lambda word: not word.startswith("--model_name"), command)
     return [word for word in flags if not word.startswith("--folder=")]
 
 
 def _compare_training(command: Sequence[str], folder: Path, *, trains_again: bool) -> list[str]:
-    """What of the training's settings and data differs from its newest checkpoint."""
+    """Say which settings and data of the training differ from its newest checkpoint."""
     notes = sorted(folder.glob(f"{RUN}/checkpoints/step_*/checkpoint.json"))
     if not notes:
         return []

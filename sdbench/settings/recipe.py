@@ -176,7 +176,7 @@ class RateSettings:
     text_encoder_lr: float | None = setting(
         POSITIVE_NUMBER,
         None,
-        "learning rate of the text encoder (default: --lr); the schedule holds for both",
+        "learning rate of the text encoder, with the schedule of --lr (default: --lr)",
         acts_beside=(Beside(("train_text_encoder",)),),
     )
     lr_schedule: str = setting(

@@ -76,8 +76,8 @@ class ModelSettings:
             "lora_rank": ((None,), "a token is trained alone, without LoRA"),
             "class_remote": (
                 (None,),
-                "only the token is trained, which captions of class pictures do not have: they "
-                "teach it nothing, and the model keeps what it knows without them",
+                "class pictures do not train a learned token: their captions do not have it, and "
+                "all other weights are frozen",
             ),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
             "init_from": ((None,), "a token begins as one of the model, such as a run's export"),

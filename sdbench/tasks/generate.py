@@ -87,7 +87,7 @@ class GenerateFlags:
     negative_prompt: str | None = setting(
         TEXT,
         None,
-        "what guidance leads away from, the same for all prompts (default: the empty text)",
+        "text that guidance steers away from, for all prompts (default: the empty caption)",
         rules=(
             Rule(
                 GIVEN,
@@ -239,7 +239,7 @@ class Generate(Task):
             f"{self._ranks.world_size}"
         ]
         if flags.negative_prompt:
-            lines.append(f"Guidance leads away from: {for_terminal(flags.negative_prompt)}")
+            lines.append(f"Negative prompt: {for_terminal(flags.negative_prompt)}")
         if flags.lora:
             files = ", ".join(f"{path} ({share:g})" for path, share in flags.lora)
             lines.append(f"With LoRA: {files}.")

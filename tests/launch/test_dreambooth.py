@@ -160,7 +160,9 @@ def test_results_of_other_pictures_or_prompts_are_named_and_kept_while_it_trains
     made = times("train/checkpoints/**/*", "model/**/*")
     capsys.readouterr()
     assert sdbench([*command, *scene, "--train_again", *length]) == 0
-    assert f"Nothing in {FOLDER} is of other pictures" in capsys.readouterr().out
+    assert (
+        f"Nothing has changed since the results in {FOLDER} were made." in capsys.readouterr().out
+    )
     assert times("train/checkpoints/**/*", "model/**/*") == made
     assert not (FOLDER / "earlier-2").exists()
 
