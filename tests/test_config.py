@@ -79,6 +79,8 @@ def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
     [
         (["--bach_size", "8"], "--batch_size", "--bach_size"),
         (["--batch", "8"], "--batch_size", "--batch"),
+        (["--random_flip"], "--horizontal_flip_probability", "--random_flip"),  # as in diffusers
+        (["--train_batch_size=4"], "--batch_size", "--train_batch_size=4"),
         (["--microbatch", "8"], "--device_train_microbatch_size", "--microbatch"),
         (["tiny"], "--model_name", "tiny"),
         (["use_synth_data"], "--use_synth_data", "use_synth_data"),

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 import generate
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.models.drawing import DrawingSettings, draw
+from sdbench.models.drawing import DrawingSettings, draw, make_sampler
 from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.forked import exit_codes, forked_ranks
-from tests.refusals import refused
+from tests.refusals import printed_refusal, refused
 from tests.train.tiny_model import build_tiny
 
 OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
@@ -74,6 +75,50 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "random weights" in output
     assert "python -m sdbench score out --clip_network FOLDER\n" in output
+
+
+def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_path):
+    argv = ("--prompts", "a red circle", "--guidance_scale", "3", "--folder")
+    run("--negative_prompt", "blurred", *argv, "with")
+    model = build_tiny(40)
+    tokenize = CaptionTokenizer(pad_token_id=0)
+    pipeline = StableDiffusionPipeline(
+        unet=model.unet,
+        vae=model.vae,
+        scheduler=make_sampler("ddim", model.scheduler.config),
+        **dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor")),
+        requires_safety_checker=False,
+    )
+    with torch.no_grad():
+        (states, negative) = (
+            model.text_encoder(torch.from_numpy(tokenize([text])))[0]
+            for text in ("a red circle", "blurred")
+        )
+        picture = pipeline(
+            prompt_embeds=states,
+            negative_prompt_embeds=negative,
+            guidance_scale=3.0,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(40),
+            height=64,
+            width=64,
+        ).images[0]
+    with Image.open("with/pictures/00000.png") as drawn:
+        difference = np.abs(np.asarray(drawn, dtype=int) - np.asarray(picture, dtype=int))
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.001
+    # Without it, and with another one, the folder is of another job.
+    for other in ((), ("--negative_prompt", "sharp")):
+        assert generate.main([*OPTIONS, *other, *argv, "with"]) == 2
+    run(*argv, "without")
+    assert contents(Path("without")) != contents(Path("with"))
+
+
+def test_a_negative_prompt_without_guidance_is_refused(capsys):
+    argv = ("--prompts", "a cat", "--folder", "out", "--negative_prompt", "a dog")
+    assert generate.main([*OPTIONS, *argv, "--guidance_scale", "1"]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--negative_prompt or --guidance_scale", "a dog")
+    assert not Path("out").exists()
 
 
 def test_a_table_names_its_pictures(tmp_path):

@@ -40,6 +40,7 @@ def check(argv: str = "", world_size: int = 1) -> TrainConfig:
         (PROMPTS, "sample_every_batches", SAMPLED),
         ("--sample_steps 26", "sample_every_batches or --score_every_batches", SAMPLED),
         ("--fid_network a", "score_every_batches", SCORED),
+        ("--text_encoder_lr 2", "train_text_encoder", "--train_text_encoder"),
         ("--kl_weight 2", "train", "--train vae"),
         ("--lr_end_factor 0.5", "lr_schedule", "--lr_schedule linear"),
         ("--ema_half_life_batches 9", "use_ema", "--use_ema"),

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.escape import as_utf8
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.folder import list_files_and_captions
+from sdbench.data.formats.listing import name_some
 from sdbench.data.formats.mds_index import MdsPlace, locate_mds, parse_streams
 from sdbench.data.remote import is_url
 from sdbench.data.remote_files import describe_unchecked
@@ -27,6 +29,8 @@ from sdbench.record.provenance import git_state
 
 # Hidden, because no format reads hidden files as samples.
 PROVENANCE_NAME = ".made_by.json"
+# Files of a data set whose names are kept with a run; the hashes are of all files.
+MAX_NAMED = 1000
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
@@ -67,17 +71,24 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     names, sizes and any hashes of the shards. A copy of a data set elsewhere thus has the same
     hashes. ``num_bytes`` is None if a size is unknown (a file at a URL, a missing image). ``times``
     is a hash of the modification times of local files (of MDS, of shards without a hash), which `cp
-    -p`, `rsync -a` and tar keep. None for synthetic data.
+    -p`, `rsync -a` and tar keep. Up to `MAX_NAMED` files, but no shards of
+    MDS, are named: ``files`` has size and times of each. None for synthetic data.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
     files = _describe_files(sources)
     facts = _identify(files)
+    names = [file.fact.get("name", file.fact.get("index")) for file in files]
+    named = {}
+    if len(files) <= MAX_NAMED and all("name" in file.fact for file in files):
+        stamps = ([file.fact["num_bytes"], *file.times_ns] for file in files)
+        named["files"] = dict(zip(map(as_utf8, names), stamps, strict=True))
     return {
-        "names": _hash([file.fact.get("name", file.fact.get("index")) for file in files]),
+        "names": _hash(names),
         "names_and_sizes": facts.pop("sha256"),
         "times": _hash([time for file in files for time in file.times_ns]),
         **facts,
+        **named,
     }
 
 
@@ -97,14 +108,33 @@ def _hash(value: Any) -> str:
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return how two results of `identify_data` differ, or None."""
-    if before == now:
+    if all(before[name] == now[name] for name in ("names_and_sizes", "times")):
         return None
+    if change := _name_changes(before.get("files", {}), now.get("files", {})):
+        return change
     if before["names_and_sizes"] == now["names_and_sizes"]:
         return "files of the data set have been written again, under the same names and sizes"
     then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
     if then == here:
         return f"names or sizes of files of the data set are others ({here})"
     return f"the data set has {here}, and had {then}"
+
+
+def _name_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say how the ``files`` of `identify_data` differ; empty where they are not known."""
+    if not before or not now:
+        return ""
+    kinds = {
+        "added": now.keys() - before.keys(),
+        "taken away": before.keys() - now.keys(),
+        "written again": {name for name in before.keys() & now.keys() if before[name] != now[name]},
+    }
+    return ", ".join(
+        f"{len(names)} file{' was' if len(names) == 1 else 's were'} {kind}: "
+        f"{name_some(sorted(names))}"
+        for kind, names in kinds.items()
+        if names
+    )
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "jpe", "jfif", "png", "webp")
 # PIL's name of a kind to its file extension.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
+HEIC_EXTENSIONS = (".heic", ".heif")  # what phones write
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
 
 # Brands of AVIF, from the fifth byte.
@@ -28,7 +31,7 @@ OTHER_KINDS = {
     rb"II\*\0|MM\0\*": "a TIFF file",
     rb"P[1-7]": "a PPM, PGM or PBM file",
     rb"....ftypavi": "an AVIF file",
-    rb"....ftyphei": "a HEIC file",
+    rb"....ftyp(hei|mif1)": "a HEIC file (ImageMagick converts it: magick heic:FILE NEW.jpg)",
     rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
     rb"<": "HTML, XML or SVG text",
 }
@@ -49,6 +52,17 @@ def has_image_name(path: str | os.PathLike[str], *, read_avif: bool) -> bool:
     """Return True for a file that is an image by its name."""
     extension = os.path.splitext(path)[1].lower().removeprefix(".")
     return extension in image_extensions(read_avif=read_avif)
+
+
+def heic_to_jpeg(paths: Sequence[str]) -> str:
+    """Return how to make JPEG files of those files that are HEIC by name; empty if none is."""
+    heic = [path for path in paths if path.lower().endswith(HEIC_EXTENSIONS)]
+    kinds = {(os.path.dirname(path) or ".", os.path.splitext(path)[1]) for path in heic}
+    files = " ".join(sorted(f"{shlex.quote(folder)}/*{ending}" for folder, ending in kinds))
+    return files and (
+        f"to make JPEG files of HEIC: mogrify -format jpg {files} (ImageMagick; on a Mac "
+        f"sips -s format jpeg {files} --out FOLDER)"
+    )
 
 
 def tell_kind(data: bytes, *, read_avif: bool) -> str:

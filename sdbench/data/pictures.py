@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 PICTURES_NAME = "pictures"
 # Caption tables of generate.py and of data sets, each with the folder of its pictures.
 TABLES = {"prompts.csv": PICTURES_NAME, "captions.csv": "."}
-# Pictures of a subject from before and after its training, and all of them at a glance.
-BEFORE, AFTER, SHEET_NAME = "before", "after", "before_after.png"
+# Pictures of a subject from before and after its training, all of them at a glance, and scores.
+BEFORE, AFTER, SHEET_NAME, RESULT_NAME = "before", "after", "before_after.png", "dreambooth.json"
 
 
 def list_pictures(folder: Path) -> list[tuple[Path, str]]:

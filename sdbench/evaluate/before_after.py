@@ -12,7 +12,15 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
-from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, side_of
+from sdbench.data.pictures import (
+    AFTER,
+    BEFORE,
+    RESULT_NAME,
+    SHEET_NAME,
+    list_pictures,
+    open_picture,
+    side_of,
+)
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -21,7 +29,6 @@ from sdbench.settings.similarity import SimilaritySettings
 if TYPE_CHECKING:
     from PIL import Image
 
-RESULT_NAME = "dreambooth.json"
 UNIT = "mean cosine of image embeddings over pairs of pictures, from -1 to 1"
 # What the rows of the table say, by the names in the JSON file.
 MEANINGS = {

@@ -42,13 +42,15 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 class DrawingSettings:
     """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
 
-    The sampler is a key of `objective.SAMPLERS`. Up to a guidance scale of 1 there is no guidance.
+    The sampler is a key of `objective.SAMPLERS`. Guidance leads from the negative prompt to the
+    prompt; up to a scale of 1 there is none.
     """
 
     image_size: int
     sampler: str = "ddim"
     num_steps: int = 25
     guidance_scale: float = 7.5
+    negative_prompt: str = ""
     batch_size: int = 4
 
 
@@ -99,13 +101,13 @@ def draw(
     model.eval()
     try:
         with torch.no_grad(), model.autocast(device):
-            states, empty_states = (
+            states, negative_states = (
                 model.text_states({"input_ids": torch.from_numpy(tokenize(texts)).to(device)})
-                for texts in (prompts, [""] * len(prompts))
+                for texts in (prompts, [settings.negative_prompt] * len(prompts))
             )
             latents = pipeline(
                 prompt_embeds=states.to(model.unet.dtype),
-                negative_prompt_embeds=empty_states.to(model.unet.dtype),
+                negative_prompt_embeds=negative_states.to(model.unet.dtype),
                 latents=noise.to(device, model.unet.dtype),
                 height=settings.image_size,
                 width=settings.image_size,

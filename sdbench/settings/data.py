@@ -45,6 +45,7 @@ class DataSettings:
         None,
         "where the data is: a folder, a URL, tars or parquet files in braces, or pipe:COMMAND",
         is_everyday=True,
+        diffusers=("--train_data_dir", "--instance_data_dir"),
     )
     local: str | None = setting(
         TEXT, None, "folder of the data, or with --remote of the local copies"
@@ -84,7 +85,7 @@ class DataSettings:
     shuffle: bool = setting(SWITCH, True, "visit the samples in a new order each epoch")
     crop: str = setting(one_of("center", "random"), "center", "where the largest square is cut out")
     horizontal_flip_probability: float = setting(
-        FRACTION, 0.0, "share of the images that are mirrored"
+        FRACTION, 0.0, "share of the images that are mirrored", diffusers=("--random_flip",)
     )
     caption_drop_probability: float = setting(
         FRACTION, 0.0, "share of the captions that become the empty text"

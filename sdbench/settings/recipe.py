@@ -82,6 +82,7 @@ class LengthSettings:
         DURATION,
         None,
         "length of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
+        diffusers=("--max_train_steps", "--num_train_epochs"),
         rules=(Rule((None,), lambda s: False, "a training run needs an end"),),
         is_everyday=True,
     )
@@ -181,6 +182,12 @@ class RateSettings:
 
     GROUP = UpdateSettings.GROUP
 
+    text_encoder_lr: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "learning rate of the text encoder, with the schedule of --lr (default: --lr)",
+        acts_beside=(Beside(("train_text_encoder",)),),
+    )
     lr_schedule: str = setting(
         one_of("constant", "cosine", "linear"), "constant", "learning rate after the warm-up"
     )

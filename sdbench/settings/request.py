@@ -173,6 +173,7 @@ def _refuse_unknown_flags(
 ) -> None:
     """Refuse an unknown flag, with the nearest known one, which argparse does not tell."""
     known = [*COMMON_FLAGS, HELP_ALL, *((CONFIG_FLAG, *PRINT_FLAGS) if takes_file else ())]
+    same = {flag: declared for declared in settings.values() for flag in declared.diffusers}
     for declared in settings.values():
         if not declared.is_positional:
             known.append(declared.flag)
@@ -183,6 +184,13 @@ def _refuse_unknown_flags(
             break
         # A text with a blank is a value, whatever it begins with.
         if name.startswith("--") and len(name.split()) == 1 and name not in known:
+            if declared := same.get(name):
+                raise ConfigError(
+                    f"unknown flag, {name} of diffusers' scripts is {declared.flag} here",
+                    value=argument,
+                    allowed=f"{declared.flag} {declared.kind.metavar}: {declared.help}",
+                    flag=declared.flag,
+                )
             raise_unknown(argument, known=known, where="flag")
 
 

@@ -189,6 +189,7 @@ class Setting:
         identifies: A resumed run must have the value that it started with.
         takes_several: It takes several values separated by blanks; its value is a tuple.
         is_everyday: The --help of a program with many flags lists it.
+        diffusers: Flags of diffusers' training scripts for the same; an error names ours.
     """
 
     kind: Kind
@@ -207,6 +208,7 @@ class Setting:
     spelling: str | None = None
     is_positional: bool = False
     identifies: bool = False
+    diffusers: tuple[str, ...] = ()
     takes_several: bool = False
     is_everyday: bool = False
 

@@ -52,6 +52,7 @@ class SubjectSettings:
         "where pictures of the subject's class are, so that the model keeps what it knows of it: "
         "half of each batch (Ray's --train_batch_size 2, of pairs, is --batch_size 4 a rank); "
         "--filters and --class_prompts hold for them as well",
+        diffusers=("--class_data_dir",),
         acts_beside=(OF_SUBJECT, OF_PICTURES),
     )
     class_prompt: str | None = setting(

@@ -38,6 +38,7 @@ class ModelSettings:
         "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
         "tiny), a local diffusers folder, or a hub id",
         is_everyday=True,
+        diffusers=("--pretrained_model_name_or_path",),
     )
     model_revision: str | None = setting(
         TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
@@ -49,7 +50,11 @@ class ModelSettings:
         before=False,
     )
     image_size: int | None = setting(
-        POSITIVE, None, "side of the square images in pixels", is_everyday=True
+        POSITIVE,
+        None,
+        "side of the square images in pixels",
+        diffusers=("--resolution",),
+        is_everyday=True,
     )
     weights_seed: int | None = setting(
         NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
@@ -74,7 +79,11 @@ class ModelSettings:
             "initial_token": (GIVEN, "a learned token starts from the embedding of another one"),
             "train_text_encoder": ((False,), "only the token of the text encoder is trained"),
             "lora_rank": ((None,), "a token is trained alone, without LoRA"),
-            "class_remote": ((None,), "the captions of class pictures do not have the token"),
+            "class_remote": (
+                (None,),
+                "class pictures do not train a learned token: their captions do not have it, and "
+                "all other weights are frozen",
+            ),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
             "init_from": ((None,), "a token starts from --model_name, such as a run's export"),
             "sharding": ((None, "none"), "a single row is not sharded over ranks"),
@@ -117,6 +126,7 @@ class BatchSettings:
         "global batch: images per optimizer step over all ranks",
         identifies=True,
         is_everyday=True,
+        diffusers=("--train_batch_size",),
     )
     device_train_microbatch_size: int | str = setting(
         positive_or("auto"),
@@ -147,5 +157,7 @@ class UpdateSettings:
         identifies=True,
         is_everyday=True,
     )
-    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate", is_everyday=True)
+    lr: float = setting(
+        POSITIVE_NUMBER, 1e-4, "learning rate", diffusers=("--learning_rate",), is_everyday=True
+    )
     weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.escape import for_terminal
 from sdbench.base.files import new_file, refused_unless_written, replace_file
 from sdbench.base.progress import Progress
 from sdbench.data import prompts
@@ -37,7 +38,8 @@ from sdbench.settings.kinds import (
 from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.request import Request
-from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.rules import check
+from sdbench.settings.setting import GIVEN, REQUIRED, Rule, setting, shared
 from sdbench.settings.training import ModelSettings
 from sdbench.tasks.prompts import make_tokenizer
 
@@ -82,7 +84,21 @@ class GenerateFlags:
     guidance_scale: float = setting(
         NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance; at most 1: no guidance"
     )
-    seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next picture has the next")
+    negative_prompt: str | None = setting(
+        TEXT,
+        None,
+        "text that guidance steers away from, for all prompts (default: the empty caption)",
+        rules=(
+            Rule(
+                GIVEN,
+                lambda s: s.config.guidance_scale > 1,
+                "a negative prompt has no effect without guidance",
+                allowed="only with a --guidance_scale above 1",
+                others=("guidance_scale",),
+            ),
+        ),
+    )
+    seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next one has the next")
     batch_size: int = setting(
         POSITIVE, 4, "pictures that a rank draws together", spelling="device_batch_size"
     )
@@ -134,6 +150,7 @@ class Generate(Task):
         """Read the prompts, and check the model."""
         flags = self.request.config
         self._machine, self._ranks = machine, ranks
+        check(self.request, ("negative_prompt",))
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_sampler(flags.scheduler, self._architecture.scheduler)
@@ -200,13 +217,14 @@ class Generate(Task):
         # The files are read as a whole, and only the first rank compares them.
         parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
         names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
+        names += ("negative_prompt", "seed", "batch_size", "dtype")
         return {
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
             "weights": architecture.identify_weights(parts),
             "lora": [[zlib.crc32(Path(path).read_bytes()), share] for path, share in flags.lora],
             "prompts_crc32": zlib.crc32(json.dumps(self._pictures).encode()),
-            **{name: getattr(flags, name) for name in (*names, "seed", "batch_size", "dtype")},
+            **{name: getattr(flags, name) for name in names},
         }
 
     def for_person(self) -> str:
@@ -218,6 +236,8 @@ class Generate(Task):
             f"steps, guidance {flags.guidance_scale:g}, {flags.dtype}, ranks "
             f"{self._ranks.world_size}"
         ]
+        if flags.negative_prompt:
+            lines.append(f"Negative prompt: {for_terminal(flags.negative_prompt)}")
         if flags.lora:
             files = ", ".join(f"{path} ({share:g})" for path, share in flags.lora)
             lines.append(f"With LoRA: {files}.")
@@ -279,6 +299,7 @@ class Generate(Task):
             sampler=flags.scheduler,
             num_steps=flags.num_steps,
             guidance_scale=flags.guidance_scale,
+            negative_prompt=flags.negative_prompt or "",
         )
         # All ranks advance at about the same pace.
         num_ranks, is_first = self._ranks.world_size, self._ranks.rank == 0

@@ -240,6 +240,27 @@ def test_a_link_to_no_picture_that_leads_nowhere_is_refused(folder, tmp_path):
         data.check(make_config(folder))
 
 
+def test_pictures_of_a_phone_are_named_with_the_way_to_convert_them(folder, capsys):
+    """By name beside others, alone in a folder, and under the name of another kind."""
+    give_captions(folder)
+    heic = b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic"
+    for name in ("IMG_1.HEIC", "sub/IMG_2.heif"):
+        (folder / name).write_bytes(heic)
+    assert data.check(make_config(folder)) == 4
+    way = f"to make JPEG files of HEIC: mogrify -format jpg {folder}/*.HEIC {folder}/sub/*.heif ("
+    assert f"1 .heic, 1 .heif.\nHEIC pictures are not read; {way}" in capsys.readouterr().err
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        if path.suffix.lower() not in (".heic", ".heif"):
+            path.unlink()
+    with refused(value=str(folder)) as caught:
+        data.check(make_config(folder))
+    assert f"no images, but 1 .heic, 1 .heif; {way}" in str(caught.value)
+    (folder / "a.jpg").write_bytes(heic)
+    (folder / "a.txt").write_text("a caption")
+    with pytest.raises(RunError, match=r"a.jpg: .*like a HEIC file \(ImageMagick"):
+        list(data.build(make_config(folder, device_batch_size=1)))
+
+
 def test_avif_is_read_only_if_asked_for(folder, tmp_path):
     """By name and by content."""
     give_captions(folder)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from sdbench import data
-from sdbench.data.identity import find_overlap
+from sdbench.data.identity import describe_change, find_overlap, identify_data
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 
@@ -51,6 +51,26 @@ def test_other_captions_are_another_data_set(folder):
     found.append(describe(folder)["sha256"])
     (folder / "captions.csv").write_text("file,caption\na.png,a table\nb.png,b\n")
     assert len({*found, describe(folder)["sha256"]}) == 3
+
+
+def test_files_that_were_added_taken_away_or_written_again_are_named(folder):
+    (folder / "c\udcff.png").write_bytes(datasets.make_png(2))  # no UTF-8
+    before = identify_data([source(folder)])
+    path = folder / "a.png"
+    assert before["files"]["a.png"] == [path.stat().st_size, path.stat().st_mtime_ns]
+    assert list(before["files"]) == ["a.png", "a.txt", "b.png", "b.txt", "c\\udcff.png"]
+    assert describe_change(before, identify_data([source(folder)])) is None
+    (folder / "b.txt").write_text("another")
+    for name in "edfg":
+        (folder / f"{name}.png").write_bytes(datasets.make_png(3))
+    (folder / "c\udcff.png").unlink()
+    assert describe_change(before, identify_data([source(folder)])) == (
+        "4 files were added: d.png, e.png, f.png, ..., 1 file was taken away: c\\udcff.png, "
+        "1 file was written again: b.txt"
+    )
+    # What an earlier version has noted does not name them.
+    del before["files"]
+    assert describe_change(before, identify_data([source(folder)])).startswith("the data set has 8")
 
 
 def test_pictures_that_are_missing_have_no_size(folder):

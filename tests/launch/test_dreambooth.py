@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 import generate
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
@@ -102,14 +103,10 @@ def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, t
 def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys) -> None:
     command = ["dreambooth", *SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1", "--"]
     command += ["--max_duration", "1ba"]
-    # In the way of the pictures before.
-    other = ["--model_name", "tiny", "--prompts", "a cat", "--num_steps", "2", "--folder"]
-    assert generate.main([*other, str(FOLDER / "before")]) == 0
-    assert sdbench(command) == 2
-    assert "error: the folder has pictures of another job" in capsys.readouterr().err
+    wrong = ["--generate_flags=--num_stepps 2"]
+    assert sdbench([*command[:-3], *wrong, *command[-3:]]) == 2
+    assert "error: unknown flag: got '--num_stepps'" in capsys.readouterr().err
     assert len(started) == 1
-    for path in (FOLDER / "before" / "pictures").iterdir():
-        path.unlink()
     assert sdbench(command) == 0
     assert not (FOLDER / "class").exists()
     drawn = (FOLDER / "before" / "prompts.csv").read_text()
@@ -124,6 +121,75 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     (FOLDER / ".model-made-of").unlink()
     assert sdbench(command) == 2
     assert (FOLDER / "model" / "model_index.json").is_file()
+
+
+@pytest.mark.slow
+def test_results_of_other_pictures_or_prompts_are_named_and_kept_while_it_trains_again(
+    started, capsys
+) -> None:
+    command = ["dreambooth", *SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
+    length = ["--", "--max_duration", "1ba"]
+
+    def refusal(*argv: str) -> ConfigError:
+        done = len(started), times("**/*")
+        error = refusal_of(*command, *argv, *length)
+        assert (error.flag, error.value) == ("--train_again", str(FOLDER))
+        assert (len(started), times("**/*")) == done  # nothing was started or changed
+        return error
+
+    scene = ("--sample_prompts", "unqtkn asleep")
+    assert sdbench([*command, *scene, *length]) == 0
+    first = {path: path.read_bytes() for path in FOLDER.glob("model/**/*.safetensors")}
+
+    shutil.copy("my-dog/0.png", "my-dog/img6.png")
+    error = refusal(*scene)
+    assert "1 file was added: img6.png" in str(error)
+    assert f"moves them to {FOLDER}/earlier-1 and trains again" in error.allowed
+    drawn = times("before/**/*")
+    assert sdbench([*command, *scene, "--train_again", *length]) == 0
+    aside = FOLDER / "earlier-1"
+    assert {path.name for path in aside.iterdir()} == {
+        *("train", "model", ".model-made-of", "after", "before_after.png")
+    }
+    for path, content in first.items():
+        assert (aside / path.relative_to(FOLDER)).read_bytes() == content
+    assert first and any(path.read_bytes() != content for path, content in first.items())
+    assert times("before/pictures/*") == {n: t for n, t in drawn.items() if "/pictures/" in n}
+
+    # The same command goes on, and does not begin a third time.
+    made = times("train/checkpoints/**/*", "model/**/*")
+    capsys.readouterr()
+    assert sdbench([*command, *scene, "--train_again", *length]) == 0
+    assert (
+        f"Nothing has changed since the results in {FOLDER} were made." in capsys.readouterr().out
+    )
+    assert times("train/checkpoints/**/*", "model/**/*") == made
+    assert not (FOLDER / "earlier-2").exists()
+
+    error = refusal(*scene, "--prompt", "photo of a zwxtkn dog")
+    assert f"--instance_prompt was {PROMPT}, and is photo of a zwxtkn dog" in str(error)
+    scene = ("--sample_prompts", "unqtkn awake")
+    assert "earlier-2 and draws again" in refusal(*scene).allowed
+    assert sdbench([*command, *scene, "--train_again", *length]) == 0
+    assert times("train/checkpoints/**/*", "model/**/*") == made
+    assert {path.name for path in (FOLDER / "earlier-2").iterdir()} == {
+        *("before", "after", "before_after.png")
+    }
+
+
+@pytest.mark.parametrize(("part", "again"), [("before", "draws again"), ("class", "trains again")])
+def test_a_prompt_that_is_put_right_before_the_training_is_no_dead_end(
+    started, part, again
+) -> None:
+    wrong = ["--model_name=tiny", "--prompts=a dgo", "--num_steps=1", f"--folder={FOLDER / part}"]
+    assert generate.main(wrong) == 0
+    error = refusal_of("dreambooth", *COMMAND)
+    assert (error.flag, error.value) == ("--train_again", str(FOLDER))
+    assert f"{FOLDER / part} was drawn with --num_steps=1 '--prompts=a dgo', and now " in str(error)
+    assert error.allowed.startswith(
+        f"--train_again, which moves them to {FOLDER / 'earlier-1'} and {again}; "
+    )
+    assert started == []
 
 
 @pytest.mark.slow
@@ -174,6 +240,8 @@ def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
     assert sum("--image_size=128" in line for line in lines) == 4
     # The model's own size, and not that of the recipe.
     assert sum("--image_size=64" in line for line in planned(capsys)) == 4
+    drawing = planned(capsys, "--generate_flags", "--negative_prompt 'a cat, text'")
+    assert sum("--negative_prompt 'a cat, text'" in line for line in drawing) == 3
     lines = planned(capsys, "--num_ranks", "2", "--engine", "ray", "--", "--max_failures", "1")
     (training,) = (line for line in lines if " train.py " in line)
     assert training.startswith("python train.py ") and training.endswith("--max_failures 1")

@@ -215,6 +215,8 @@ KNOWN_TOKEN = ("--remote", "subject", "--instance_prompt", "my <dog>, a dog")
         ((*SUBJECT, *CLASS, *HELD_OUT), "--validation_remote"),
         ((*SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
         (SUBJECT[:2], "--remote or --instance_prompt"),
+        # Its class pictures would teach nothing: all that is trained is the token.
+        ((*KNOWN_TOKEN, *TOKEN, *CLASS), "--class_remote or --learned_token"),
         ((*KNOWN_TOKEN, "--learned_token", "dog", "--initial_token", "cat"), "--learned_token"),
         ((*KNOWN_TOKEN, *TOKEN[:2], "--initial_token", "unqtkn"), "--initial_token"),
     ],

@@ -14,7 +14,7 @@ from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal, refusal_of
-from tests.train.written import exported, has_same, read_events, read_losses, trained
+from tests.train.written import exported, has_same, read_events, read_losses, read_tensors, trained
 
 SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--log_every_batches", "1")
 MINI = ("--model_name", "mini", *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
@@ -52,6 +52,37 @@ def test_the_memory_estimate_is_of_what_is_kept(part):
     ):
         num_bytes = sum(one.nbytes for key, one in saved.items() if key.startswith(prefixes))
         assert estimate_gib[name] * 2**30 == pytest.approx(num_bytes)
+
+
+COPIES = ("--precision", "bf16", "--master_weights", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "argv"),
+    [
+        ("torch", "model", ()),
+        pytest.param("composer", "model", ("--lora_rank", "2"), marks=pytest.mark.slow),
+        pytest.param("ray", "fp32", COPIES, marks=pytest.mark.slow),
+    ],
+)
+def test_the_text_encoder_learns_at_its_own_rate_also_after_a_resume(engine, weights, argv):
+    argv = (*MINI, *TEXT, "--weight_decay", "0", *argv, "--engine", engine, "--resume", "auto")
+    argv += ("--lr", "1e-3", "--text_encoder_lr", "1e-5")
+    trained("run", 1, *argv)
+    folder = trained("run", 2, *argv)
+    first, second = (
+        read_tensors(Checkpoint.open(folder / f"checkpoints/step_0000000{step}")) for step in (1, 2)
+    )
+    for part, rate in (("unet", 1e-3), ("text_encoder", 1e-5)):
+        moved, expected = 0.0, 0.0  # by the formula of Adam, from its own moments
+        for name in (key.removeprefix("model.") for key in first if key.startswith("model.")):
+            if name.startswith(f"{part}."):
+                mean = second[f"optimizer.exp_avg.{name}"] / (1 - 0.9**2)
+                square = second[f"optimizer.exp_avg_sq.{name}"] / (1 - 0.999**2)
+                key = f"{weights}.{name}"
+                moved += (first[key] - second[key]).double().square().sum()
+                expected += (rate * mean / (square.sqrt() + 1e-8)).double().square().sum()
+        assert expected > 0 and moved.sqrt() == pytest.approx(float(expected.sqrt()), rel=1e-3)
 
 
 @pytest.mark.slow

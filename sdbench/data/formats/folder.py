@@ -20,7 +20,7 @@ from sdbench.data.formats.listing import (
     list_below,
     tell_left_out,
 )
-from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
+from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name, heic_to_jpeg
 from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_caption
 from sdbench.data.source import SourceConfig
 
@@ -144,7 +144,8 @@ def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
     images = sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
     if not images:
         found = describe_files(path.name for path in listing.files)
-        _raise_missing(f"The data folder holds no images, but {found}", folder)
+        how = heic_to_jpeg(list(map(str, listing.files)))
+        _raise_missing(f"The data folder holds no images, but {found}{how and f'; {how}'}", folder)
     return list(map(Path, keep_training_split(_folders_of(images, folder), is_told=False)))
 
 

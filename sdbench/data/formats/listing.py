@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_once
+from sdbench.data.image_files import heic_to_jpeg
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
@@ -110,9 +111,7 @@ def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) ->
         return list(names)
     others = [file for file in names if splits[file] in OTHER_SPLITS]
     if others and is_told:
-        named = ", ".join(others[:NUM_NAMES_TOLD])
-        more = ", ..." if len(others) > NUM_NAMES_TOLD else ""
-        tell_once(f"The split for training is read, not {named}{more}.")
+        tell_once(f"The split for training is read, not {name_some(others)}.")
     return [file for file in names if splits[file] not in OTHER_SPLITS]
 
 
@@ -120,6 +119,13 @@ def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
     """Print the number and kinds of the files that are not read."""
     if left:
         tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
+    if how := heic_to_jpeg(left):
+        tell_once(f"HEIC pictures are not read; {how}.")
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return the first of some names, in words."""
+    return ", ".join([*names[:NUM_NAMES_TOLD], *(["..."] if len(names) > NUM_NAMES_TOLD else [])])
 
 
 def describe_files(names: Iterable[str]) -> str:

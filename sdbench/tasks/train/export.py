@@ -32,6 +32,7 @@ CARD_SETTINGS = {
         "image_size",
         "batch_size",
         "lr",
+        "text_encoder_lr",
         "lr_schedule",
         "lr_warmup_batches",
         "weight_decay",

@@ -25,6 +25,10 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         job = _build_autoencoder(plan)
     else:
         job = pretrain.build(plan, phase=phase, objective=make_objective(config))
+    trained = dict(job.trained)
+    if config.text_encoder_lr is not None:
+        text_encoder = trained["text_encoder"]
+        trained["text_encoder"] = dataclasses.replace(text_encoder, lr=config.text_encoder_lr)
     half_life = config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
     if config.ema_decay is not None:
         half_life = math.log(0.5) / math.log(config.ema_decay)
@@ -33,6 +37,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     )
     return dataclasses.replace(
         job,
+        trained=trained,
         schedule=functools.partial(
             learning_rate_factor,
             schedule=config.lr_schedule,
