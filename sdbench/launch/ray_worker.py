@@ -125,8 +125,8 @@ class _Talk(io.TextIOBase):
                 head_seen_s = time.monotonic()
             elif time.monotonic() > head_seen_s + HEAD_LOST_S:
                 self._end_without_head()
-        if number == signal.SIGKILL:
-            self._end_without_head()
+        if number == signal.SIGKILL:  # the driver writes why
+            os._exit(EXIT_FAILED)
         if number is not None and not self.is_stopped:
             self.is_stopped = True
             stop.ask_to_stop(number)
