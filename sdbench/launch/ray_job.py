@@ -92,17 +92,16 @@ def launch_ranks(
     *,
     command: list[str],
     rank_main: Callable[..., int],
-    ahead: Callable[[], None],
+    ahead: Callable[..., None],
 ) -> int:
     """Run a command's ranks; returns the exit code of the first one, or 1 if a rank was lost.
 
-    `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead` raises an error
-    that ranks on this machine would raise before they begin.
+    `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead(is_here=...)`
+    raises an error that ranks would raise before they begin, here or on unknown machines.
     """
     check(request, declarations(RaySettings))
     ray_cluster.check_installed()
-    if ray_cluster.address_of(request.config.ray_address) is None:
-        ahead()
+    ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
     ray_cluster.connect(request.config.ray_address)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

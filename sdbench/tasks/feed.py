@@ -53,6 +53,10 @@ class Feed(Task):
         """The flag --dist_timeout."""
         return self.request.config.dist_timeout
 
+    def check_shares(self, ranks: Ranks) -> None:
+        """The batch."""
+        _check_trainers(self.request.config, ranks)
+
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
