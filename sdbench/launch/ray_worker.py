@@ -134,7 +134,7 @@ class _Talk(io.TextIOBase):
     def _end_without_head(self) -> None:
         """End the process: nobody waits for its work any more, and the last checkpoint stays."""
         if self._is_first and self.folder is not None:
-            reason = f"the driver and the head of the Ray cluster at {self._head} are lost"
+            reason = f"the driver, or the head of the Ray cluster at {self._head}, is lost"
             with contextlib.suppress(OSError, ValueError):
                 run = store.RunFolder(self.folder)
                 if run.claim_failure():
