@@ -25,7 +25,7 @@ import psutil
 
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
-from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, RunError, first_line
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError, first_line
 from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
@@ -47,6 +47,7 @@ class Heard(NamedTuple):
 
     text: str  # output of the ranks since the last visit
     num_starts: int  # of the first rank
+    num_ranks: int  # at the last start
     folder: Path | None  # of the run
 
 
@@ -57,13 +58,14 @@ class Desk:
         """Wait for the ranks of a command that was given at `began_s` on this node's clock."""
         self._began_s = began_s
         self._texts: list[str] = []
-        self._num_starts = 0
+        self._num_starts = self._num_ranks = 0
         self._folder: Path | None = None
         self._stop: int | None = None
 
-    def begin(self) -> tuple[int, float]:
+    def begin(self, num_ranks: int) -> tuple[int, float]:
         """Called by the first rank: how often it began before, and seconds since the command."""
         self._num_starts += 1
+        self._num_ranks = num_ranks
         return self._num_starts - 1, time.time() - self._began_s
 
     def begin_run(self, folder: Path) -> None:
@@ -78,19 +80,28 @@ class Desk:
     def collect(self) -> Heard:
         """Called by the driver for the messages of the ranks."""
         text, self._texts = "".join(self._texts), []
-        return Heard(text, self._num_starts, self._folder)
+        return Heard(text, self._num_starts, self._num_ranks, self._folder)
 
     def ask_to_stop(self, number: int) -> None:
-        """Called by the driver to pass a signal on."""
+        """Called by the driver to pass a signal on; SIGKILL: the ranks end within the step."""
         self._stop = number
 
 
-def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..., int]) -> int:
+def launch_ranks(
+    request: Request,
+    *,
+    command: list[str],
+    rank_main: Callable[..., int],
+    ahead: Callable[..., None],
+) -> int:
     """Run a command's ranks; returns the exit code of the first one, or 1 if a rank was lost.
 
-    `rank_main(command, began=...)` runs a rank and returns its exit code.
+    `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead(is_here=...)`
+    raises an error that ranks would raise before they begin, here or on unknown machines.
     """
     check(request, declarations(RaySettings))
+    ray_cluster.check_installed()
+    ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
     ray_cluster.connect(request.config.ray_address)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -99,15 +110,24 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     began_s = psutil.Process().create_time()
     actor = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here)
     desk = actor.remote(began_s=began_s)
-    rank = functools.partial(run_rank, desk, rank_main, command, os.getcwd(), began_s)
+    variables = ray_cluster.carried_variables()
+    rank = functools.partial(run_rank, desk, rank_main, command, os.getcwd(), began_s, variables)
     rank.__name__ = "sdbench rank"  # Ray names its threads by it
     with tempfile.TemporaryDirectory(prefix="sdbench-ray-", ignore_cleanup_errors=True) as scratch:
-        trainer = _make_trainer(request.config, rank, scratch=scratch)
+        driver = None
         try:
+            driver = _Driver(desk, request.config, _make_trainer(request.config, rank, scratch))
             with _signals_counted() as signals:
-                return _Driver(desk, request.config, trainer).run(signals)
+                exit_code = driver.run(signals)
         finally:
-            ray.shutdown()
+            if driver is None or driver.has_head():
+                ray.shutdown()
+    if not ray.is_initialized():
+        return exit_code
+    # Without the head Ray's own end of a process waits for it, and crashes.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 @contextlib.contextmanager
@@ -138,8 +158,9 @@ class _Driver:
         self._desk = desk
         self._config = config
         self._trainer = trainer
-        self._heard = Heard("", 0, None)
+        self._heard = Heard("", 0, 0, None)
         self._collecting: Any = None  # the desk's answer, while it is not there yet
+        self._head = ray_cluster.head_address()
         self._head_seen_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
@@ -153,12 +174,9 @@ class _Driver:
         num_passed_on = 0
         while thread.is_alive():
             thread.join(PERIOD_S)
-            if not self._listen():
-                break
-            if self._has_lost_head():
-                self._conclude()
-                sys.stderr.flush()
-                os._exit(EXIT_FAILED)  # Ray's own end of a process waits for the head, and crashes
+            if not self._listen() or self._has_lost_head():
+                thread.join(PERIOD_S)  # Ray may know more
+                return self._conclude()
             if len(signals) > num_passed_on:
                 num_passed_on = len(signals)
                 if num_passed_on > 1 or not self._heard.num_starts:
@@ -171,7 +189,6 @@ class _Driver:
             if waited_s > next_told_s:
                 next_told_s *= 2
                 self._tell_of_wait()
-        thread.join(stop.PATIENCE_S)
         self._listen()
         return self._conclude()
 
@@ -194,28 +211,43 @@ class _Driver:
             self._error = self._error or error
             return False
         self._collecting = None
-        if heard.num_starts > max(self._heard.num_starts, 1):
-            print(f"Ray has started the ranks again, time {heard.num_starts - 1}.", flush=True)
+        if heard.num_starts > self._heard.num_starts:
+            if heard.num_starts > 1:
+                print(f"Ray has started the ranks again, time {heard.num_starts - 1}.", flush=True)
+            if heard.num_ranks < (self._config.num_ray_workers or 0):
+                print(
+                    f"Ray has started {heard.num_ranks} of {self._config.num_ray_workers} ranks, "
+                    "as it had no room for more (--min_ray_workers).",
+                    flush=True,
+                )
         self._heard = heard
         print(heard.text, end="", flush=True)
         return True
 
     def _has_lost_head(self) -> bool:
         """Return True if the head of the cluster has not answered for too long."""
-        address = ray_cluster.head_address()
-        with contextlib.suppress(OSError):
-            ray_cluster.knock(address)
+        if self.has_head():
             self._head_seen_s = time.monotonic()
         if time.monotonic() < self._head_seen_s + HEAD_PATIENCE_S:
             return False
-        self._error = RunError(f"no answer from its head at {address}")
+        self._error = RunError(f"no answer from its head at {self._head}")
+        import ray
+
+        # Nobody else would end the ranks for another half minute.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._desk.ask_to_stop.remote(signal.SIGKILL), timeout=PERIOD_S)
         return True
+
+    def has_head(self) -> bool:
+        """Whether the head of the cluster answers."""
+        return ray_cluster.is_listening(self._head)
 
     def _tell_of_wait(self) -> None:
         import ray
 
         free = ray_cluster.resources_in_words(ray.available_resources())
-        needed = ray_cluster.resources_in_words(resources_per_worker(self._config))
+        share = ray_cluster.resources_per_worker(self._config, ray.cluster_resources())
+        needed = ray_cluster.resources_in_words(share)
         print(
             f"Waiting for Ray to start the ranks. Each needs {needed}; free in the cluster: {free} "
             "(--num_ray_workers, --ray_worker_resources)",
@@ -270,45 +302,36 @@ class _Driver:
         return run.write_record(content | {"status": status, "reason": reason})["reason"]
 
 
-def resources_per_worker(config: Any) -> Mapping[str, float]:
-    """Resources of a rank: those of the config, or else a GPU if the cluster has any."""
-    import ray
-
-    if config.ray_worker_resources is not None:
-        return config.ray_worker_resources
-    return {"CPU": 1, "GPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
-
-
-def _make_trainer(config: Any, rank: Callable[[], int], *, scratch: str) -> Any:
+def _make_trainer(config: Any, rank: Callable[[], int], scratch: str) -> Any:
     # Ray would move the ranks to a folder of its own, and relative paths mean the driver's.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each print would come twice
+    # How often Ray looks whether the ranks have ended; its own 2 s are waited for at each end.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    resources = resources_per_worker(config)
-    num_workers = config.num_ray_workers or int(ray.cluster_resources().get("GPU", 1))
+    room, free = ray.cluster_resources(), ray.available_resources()
+    resources = ray_cluster.resources_per_worker(config, room)
+    num_workers = ray_cluster.num_workers(config, room)
     least = config.min_ray_workers
-    cluster = ray_cluster.resources_in_words(ray.cluster_resources())
-    share = ray_cluster.resources_in_words(resources)
-    has_room = ray_cluster.has_room(
-        {name: (least or num_workers) * amount for name, amount in resources.items()}
+    in_words = ray_cluster.resources_in_words
+    line = (
+        f"Ray cluster with {in_words(room)}; starting ranks: {num_workers}, each with "
+        f"{in_words(resources)}"
     )
-    if not has_room and not ray_cluster.address_of(config.ray_address):
-        raise ConfigError(
-            f"this machine has no room for the ranks, each with {share}",
-            value=num_workers,
-            allowed=f"as many as fit into {cluster}, or a larger cluster (--ray_address)",
-            flag="--num_ray_workers",
+    num_now = ray_cluster.num_fitting(resources, free)
+    if num_now < (least or num_workers):
+        line += (
+            f"; free now: {in_words(free)}; they wait for room for up to "
+            f"{config.dist_timeout:g} s (--dist_timeout)"
         )
-    wait = f"; they wait for room for up to {config.dist_timeout:g} s (--dist_timeout)"
-    print(
-        f"Ray cluster with {cluster}; starting ranks: {num_workers}, each with {share}"
-        f"{'' if has_room else wait}",
-        file=sys.stderr,
-        flush=True,
-    )
+    elif num_now < num_workers:
+        line += (
+            f"; free now: {in_words(free)}, in which {num_now} of them begin (--min_ray_workers)"
+        )
+    print(line, file=sys.stderr, flush=True)
     return TorchTrainer(
         rank,
         scaling_config=ScalingConfig(
@@ -321,11 +344,25 @@ def _make_trainer(config: Any, rank: Callable[[], int], *, scratch: str) -> Any:
             storage_path=_url_for_arrow(config.ray_storage_path or scratch),
             failure_config=FailureConfig(max_failures=config.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=getattr(config, "keep", None)),
+            callbacks=[_carry_variables()],
         ),
         torch_config=TorchConfig(
             backend="nccl" if "GPU" in resources else "gloo", timeout_s=int(config.dist_timeout)
         ),
     )
+
+
+def _carry_variables() -> Any:
+    """Sets the variables of this process in that of Ray Train's controller, which has the store."""
+    from ray.train import UserCallback
+
+    class Variables(UserCallback):
+        def __setstate__(self, state: Mapping[str, str]) -> None:
+            os.environ.update(state)
+
+    callback = Variables()
+    vars(callback).update(ray_cluster.carried_variables())
+    return callback
 
 
 def _url_for_arrow(storage: str) -> str:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
-from sdbench.ranks.ray_cluster import RAY_BEGAN_S, RAY_LAUNCH_S, RAY_RESTARTS
+from sdbench.ranks.ray_cluster import (
+    OMP_VARIABLE,
+    RAY_BEGAN_S,
+    RAY_LAUNCH_S,
+    RAY_RESTARTS,
+    head_address,
+    is_listening,
+)
+from sdbench.record import store
 
 # Between two visits to the desk, of the driver and of each rank. A visit takes time of four
 # processes, which on two cores the training lacks.
 PERIOD_S = 1.0
+# The driver is asked for so long while the head of the cluster does not answer either. Ray itself
+# would let the ranks go on for a minute.
+HEAD_LOST_S = 5.0
 
 
 class RankFailedError(Exception):
@@ -24,27 +37,37 @@ class RankFailedError(Exception):
 
 
 def run_rank(
-    desk: Any, rank_main: Callable[..., int], command: list[str], cwd: str, began_s: float
+    desk: Any,
+    rank_main: Callable[..., int],
+    command: list[str],
+    cwd: str,
+    began_s: float,
+    variables: Mapping[str, str],
 ) -> int:
     """Run a rank in a worker; returns the exit code, or raises `RankFailedError`.
 
     `desk` is a handle of the driver's `Desk`. The driver's working folder `cwd` becomes the
-    worker's on nodes that have it.
+    worker's on nodes that have it, and its `variables` are set.
     """
     import ray
 
     is_first = os.environ["RANK"] == "0"
     if os.path.isdir(cwd):
         os.chdir(cwd)
-    num_before, launch_s = ray.get(desk.begin.remote()) if is_first else (0, 0.0)
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    num_before, launch_s = ray.get(desk.begin.remote(num_ranks)) if is_first else (0, 0.0)
+    if os.environ.get(OMP_VARIABLE) == "1":  # Ray's choice for a worker of one CPU
+        del os.environ[OMP_VARIABLE]
     os.environ |= {
+        **variables,
         RAY_RESTARTS: str(num_before),
         RAY_BEGAN_S: str(began_s),
         RAY_LAUNCH_S: str(launch_s),
     }
 
     def began(folder: Path) -> None:
-        desk.begin_run.remote(folder.resolve())
+        talk.folder = folder.resolve()
+        desk.begin_run.remote(talk.folder)
 
     with _talking(desk, is_first=is_first) as talk:
         exit_code = rank_main(command, began=began)
@@ -62,6 +85,8 @@ class _Talk(io.TextIOBase):
         self._is_first = is_first
         self._texts: list[str] = []
         self._lock = threading.Lock()
+        self._head = head_address()
+        self.folder: Path | None = None  # of the run
         self.is_over = threading.Event()
         self.is_stopped = False
 
@@ -81,12 +106,41 @@ class _Talk(io.TextIOBase):
 
         with self._lock:
             text, self._texts = "".join(self._texts), []
-        if not (text or self._is_first):
+        if not (text or self._is_first) and is_listening(self._head):
             return
-        number = ray.get(self._desk.exchange.remote(text))
+        coming = self._desk.exchange.remote(text)
+        head_seen_s = time.monotonic()
+        while True:
+            try:
+                number = ray.get(coming, timeout=PERIOD_S)
+                break
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.ActorUnavailableError:  # the connection broke
+                time.sleep(PERIOD_S)
+                coming = self._desk.exchange.remote(text)
+            except ray.exceptions.RayError:
+                self._end_without_head()
+            if is_listening(self._head):
+                head_seen_s = time.monotonic()
+            elif time.monotonic() > head_seen_s + HEAD_LOST_S:
+                self._end_without_head()
+        if number == signal.SIGKILL:  # the driver writes why
+            os._exit(EXIT_FAILED)
         if number is not None and not self.is_stopped:
             self.is_stopped = True
             stop.ask_to_stop(number)
+
+    def _end_without_head(self) -> None:
+        """End the process: nobody waits for its work any more, and the last checkpoint stays."""
+        if self._is_first and self.folder is not None:
+            reason = f"the driver, or the head of the Ray cluster at {self._head}, is lost"
+            with contextlib.suppress(OSError, ValueError):
+                run = store.RunFolder(self.folder)
+                if run.claim_failure():
+                    record = store.load_record(self.folder)
+                    run.write_record(record | {"status": store.FAILED, "reason": reason})
+        os._exit(EXIT_FAILED)
 
 
 @contextlib.contextmanager

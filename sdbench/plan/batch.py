@@ -35,7 +35,7 @@ def resolve_batch(draft: Draft) -> None:
         draft.choose(
             "batch_size", microbatch * world_size, "no GPU: one micro-batch per rank and step"
         )
-    _check_batch(draft)
+    check_batch(draft)
     device_batch = draft.config.batch_size // world_size
     if draft.config.device_train_microbatch_size == "auto":
         largest = _largest_microbatch(draft, device_batch)
@@ -48,7 +48,8 @@ def resolve_batch(draft: Draft) -> None:
         )
 
 
-def _check_batch(draft: Draft) -> None:
+def check_batch(draft: Draft) -> None:
+    """Refuse a batch that the ranks cannot share evenly; asks for no machine."""
     batch, world_size = draft.config.batch_size, draft.ranks.world_size
     allows_uneven = draft.config.allow_uneven_batch
     if batch % world_size and allows_uneven and batch > world_size:

@@ -29,7 +29,7 @@ from sdbench.plan.draft import Draft
 from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
-from sdbench.ranks.ray_cluster import RAY_RESTARTS
+from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
 
@@ -89,7 +89,7 @@ def resolve(
     )
     if model_parts is not None:
         plan.architecture = replace_parts(plan.architecture, model_parts)
-    plan.choose_if_open("num_threads", *_threads_per_rank(machine, ranks))
+    plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
     plan.choose_if_open("num_workers", *_count_workers(plan))
@@ -215,16 +215,21 @@ def _check_tokens(draft: Draft) -> None:
         )
 
 
-def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:
+def _threads_per_rank(draft: Draft) -> tuple[int, str]:
     """CPU threads of a rank, and the reason."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun, and Ray for a worker of one CPU, set 1 if the variable is not set, which would leave
-    # most cores idle.
-    is_launchers = given == "1" and {"TORCHELASTIC_RUN_ID", RAY_RESTARTS} & os.environ.keys()
+    given = os.environ.get(OMP_VARIABLE, "")
+    # torchrun sets 1 if the variable is not set, which would leave most cores idle.
+    is_launchers = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if given.isdecimal() and int(given) and not is_launchers:
-        return int(given), "OMP_NUM_THREADS"
-    share = max(1, machine.num_cpu_cores // ranks.local_world_size)
-    return share, "the rank's share of the cores"
+        return int(given), OMP_VARIABLE
+    config, ranks, num_cores = draft.config, draft.ranks, draft.machine.num_cpu_cores
+    reason = "the rank's share of the cores"
+    if config.online_preprocessing:
+        # Those with resources of their own may be elsewhere.
+        num_encoders = config.num_encoders if config.encoder_resources is None else 0
+        num_cores -= -(-(config.num_decoders + num_encoders) // ranks.num_nodes)
+        reason += ", beside decoders and encoders"
+    return max(1, num_cores // ranks.local_world_size), reason
 
 
 def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
 RAY_BEGAN_S = "SDBENCH_RAY_BEGAN_S"
 RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 
+# A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share them.
+NUM_PLACES = 8 + sdbench.NUM_CPUS
+OMP_VARIABLE = "OMP_NUM_THREADS"
 # Ray itself would try for many minutes to reach an address where nothing listens.
 ANSWER_WITHIN_S = 20.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
@@ -63,9 +67,7 @@ def connect(address: str | None) -> None:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray's own is 15: all else on this machine, Ray's other processes too, would go first.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share
-        # the cores.
-        options |= {"include_dashboard": False, "num_cpus": 8 + sdbench.NUM_CPUS}
+        options |= {"include_dashboard": False, "num_cpus": NUM_PLACES}
     try:
         if where is not None:
             knock(where)
@@ -90,11 +92,71 @@ def head_address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def knock(address: str) -> None:
+def is_listening(address: str) -> bool:
+    """Whether anything listens at the address of a head."""
+    try:
+        knock(address, within_s=1.0)
+    except OSError:
+        return False
+    return True
+
+
+def knock(address: str, *, within_s: float = ANSWER_WITHIN_S) -> None:
     """Raise OSError if the address names a host and a port, and nothing listens there."""
     if found := re.fullmatch(r"(?P<host>[^/]+):(?P<port>\d+)", address):
         place = (found["host"].strip("[]"), int(found["port"]))
-        socket.create_connection(place, timeout=ANSWER_WITHIN_S).close()
+        socket.create_connection(place, timeout=within_s).close()
+
+
+def is_connected() -> bool:
+    """Whether this process has joined a cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def carried_variables() -> dict[str, str]:
+    """The variables of this process that its ranks, decoders and encoders get.
+
+    They go in arguments: the environment that Ray is given for a process is in its logs.
+    """
+    names = [name for name in os.environ if name.startswith("AWS_")]
+    names += [name for name in ("S3_ENDPOINT_URL", OMP_VARIABLE) if name in os.environ]
+    return {name: os.environ[name] for name in names}
+
+
+def room_of_this_machine(num_gpus: int) -> dict[str, float]:
+    """The resources of a cluster that `connect` starts."""
+    return {"CPU": NUM_PLACES, **({"GPU": num_gpus} if num_gpus else {})}
+
+
+def resources_per_worker(config: Any, room: Mapping[str, float]) -> Mapping[str, float]:
+    """Resources of a rank: those of the config, or else a GPU if the cluster has any."""
+    if config.ray_worker_resources is not None:
+        return config.ray_worker_resources
+    return {"CPU": 1, "GPU": 1} if room.get("GPU") else {"CPU": 1}
+
+
+def num_workers(config: Any, room: Mapping[str, float]) -> int:
+    """Ranks: those of the config, or else as many as the cluster has GPUs."""
+    return config.num_ray_workers or int(room.get("GPU", 1))
+
+
+def num_fitting(resources: Mapping[str, float], room: Mapping[str, float]) -> int:
+    """How many processes with these resources each find room."""
+    return min(int(room.get(name, 0) / amount + 1e-9) for name, amount in resources.items())
+
+
+def check_room(config: Any, room: Mapping[str, float]) -> None:
+    """Raise ConfigError if this machine alone has no room for the ranks."""
+    share, number = resources_per_worker(config, room), num_workers(config, room)
+    if num_fitting(share, room) < (config.min_ray_workers or number):
+        raise ConfigError(
+            f"this machine has no room for the ranks, each with {resources_in_words(share)}",
+            value=number,
+            allowed=f"as many as fit into {resources_in_words(room)}, or a larger cluster "
+            "(--ray_address)",
+            flag="--num_ray_workers",
+        )
 
 
 def has_room(needed: Mapping[str, float]) -> bool:

@@ -24,6 +24,7 @@ from sdbench.base.stop import STOP_SIGNALS, ignore_terminations, keep_exit_code,
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end, refuse_tasks_without_launcher
 from sdbench.ranks.launcher import end_with_launcher
+from sdbench.run.ahead import resolve_ahead
 from sdbench.settings.ray import RAY
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def run(
         request = parse(command)
         if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
             rank_main = functools.partial(run, entry, parse)
-            return launch(request, command=command, rank_main=rank_main)
+            ahead = functools.partial(resolve_ahead, entry, request)
+            return launch(request, command=command, rank_main=rank_main, ahead=ahead)
         return _run(entry, request, command=command, ranks=ranks, began=began)
     except (ConfigError, RunError) as error:  # before there was a run
         is_known_to_all = isinstance(error, ConfigError) or error in _SHARED

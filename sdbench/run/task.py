@@ -50,6 +50,10 @@ class Task(abc.ABC):
         self.request = request
         self.resources = resources
 
+    def check_shares(self, ranks: Ranks) -> None:
+        """Refuse what so many ranks cannot share on any machine; instead of the other methods."""
+        return
+
     @abc.abstractmethod
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Fill in open settings and check all; on every rank, before the ranks are connected.

@@ -355,6 +355,7 @@ class UpdatingSpeedups:
     num_threads: int | None = setting(
         POSITIVE,
         None,
-        "CPU threads of a rank (default: its share of the cores)",
+        "CPU threads of a rank (default: OMP_NUM_THREADS, else its share of the cores that "
+        "decoders and encoders leave)",
         rungs=(Rung(ANY_NUMBER, "torch.set_num_threads", SAME_FP32, devices=(CPU,)),),
     )

@@ -57,6 +57,10 @@ class Feed(Task):
         """The flag --dist_timeout."""
         return self.request.config.dist_timeout
 
+    def check_shares(self, ranks: Ranks) -> None:
+        """The batch."""
+        _check_trainers(self.request.config, ranks)
+
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
@@ -213,10 +217,10 @@ def _resolve(
     if settings.engine == RAY:
         _check_trainers(settings, ranks)
         num_stored = _count_stored(settings, ranks)
-        if settings.encoder_dtype is None:
+        # Ahead of the ranks there is no cluster, and an open type passes all checks.
+        if settings.encoder_dtype is None and ray_cluster.is_connected():
             from sdbench.tasks.encode.ray_stream import encoder_resources
 
-            ray_cluster.connect(settings.ray_address)
             device_type = "cuda" if "GPU" in encoder_resources(settings) else "cpu"
             dtype = machine.fast_dtype(device_type, on_ray=True)
             draft.choose("encoder_dtype", dtype, "the device of the encoders")

@@ -9,6 +9,8 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
+from sdbench.plan.batch import check_batch
+from sdbench.plan.draft import Draft
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -37,6 +39,12 @@ class TrainingTask(Task):
     def timeout_s(self) -> float:
         """The flag --dist_timeout."""
         return self.request.config.dist_timeout
+
+    def check_shares(self, ranks: Ranks) -> None:
+        """The batch and the micro-batch, where both are given."""
+        config, unknown = self.request.config, None
+        if isinstance(config.batch_size, int):
+            check_batch(Draft(self.request, config, unknown, ranks, {}, []))
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""

@@ -50,10 +50,12 @@ STORE_PORT = 5000
 STORE = {
     "S3_ENDPOINT_URL": f"http://{address_of(0)}:{STORE_PORT}",
     "AWS_ACCESS_KEY_ID": "key",
-    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_SECRET_ACCESS_KEY": "the-key-that-no-log-may-have",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+# From the end of the head or of the driver to that of a rank; 8 s on an idle machine.
+RANK_ENDS_S = 25
 # Of a run, or from a fault to the end of what it ends.
 ENDS_WITHIN_S = 240
 
@@ -102,7 +104,9 @@ class RayCluster:
         started = self.start(command, log, node=index)
         assert started.wait(ENDS_WITHIN_S) == 0, log.read_text()
 
-    def start(self, command: Sequence[str], log: Path, *, node: int = 0) -> subprocess.Popen:
+    def start(
+        self, command: Sequence[str], log: Path, *, node: int = 0, **variables: str
+    ) -> subprocess.Popen:
         with log.open("wb") as output:
             program = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{self.namespaces[node]}", *command],
@@ -113,6 +117,7 @@ class RayCluster:
                     "RAY_ADDRESS": ADDRESS,
                     "RAY_AUTH_MODE": "disabled",  # or a token in ~/.ray would turn it on
                     "GLOO_SOCKET_IFNAME": "eth0",  # all nodes have the host name of this machine
+                    **variables,
                 },
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -181,20 +186,17 @@ class Training:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[RayCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in STORE.items():
-            patch.setenv(name, value)
-        # The paths of Ray's sockets, which are below it, have to be shorter than 108 bytes.
-        folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-        with make_nodes(2) as names:
-            cluster = RayCluster(names, [HEAD, SECOND], folder)
-            try:
-                cluster.repair()
-                yield cluster
-            finally:
-                for index in range(len(names)):
-                    cluster.kill_node(index)
-                shutil.rmtree(folder)
+    # The paths of Ray's sockets, which are below it, have to be shorter than 108 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    with make_nodes(2) as names:
+        cluster = RayCluster(names, [HEAD, SECOND], folder)
+        try:
+            cluster.repair()
+            yield cluster
+        finally:
+            for index in range(len(names)):
+                cluster.kill_node(index)
+            shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def start(
     command += ["--max_duration", f"{num_steps}ba"]
     log = cluster.folder / f"{results}-{name}.log"
     folder = cluster.folder / results / name
-    return Training(cluster.start(command, log), folder, log)
+    return Training(cluster.start(command, log, **STORE), folder, log)
 
 
 def start_two_ranks(cluster: RayCluster, name: str, *argv: str, **changes) -> Training:
@@ -287,6 +289,7 @@ def test_a_node_that_stays_away_leaves_fewer_ranks_and_the_last_one_ends_the_run
     steps = [int(row["step"]) for row in read_steps(training.folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > restart["step"]
+    assert "Ray has started 1 of 2 ranks" in training.log.read_text()
     record = load_record(training.folder)
     assert record["ranks"]["world_size"] == 1
     assert record["config"]["batch_size"] == 4
@@ -296,6 +299,7 @@ def test_a_node_that_stays_away_leaves_fewer_ranks_and_the_last_one_ends_the_run
 
 
 def test_ctrl_c_saves_all_and_the_run_goes_on_elsewhere_from_a_store(cluster, store, expected):
+    """The nodes were started without the variables of the store, which the command has."""
     storage = ("--ray_storage_path", f"s3://{BUCKET}/runs")
     first = start_two_ranks(cluster, "stored", *storage)
     first.wait_for_save()
@@ -308,6 +312,10 @@ def test_ctrl_c_saves_all_and_the_run_goes_on_elsewhere_from_a_store(cluster, st
     second = start_two_ranks(cluster, "stored", *storage, results="elsewhere")
     assert second.wait() == 0, second.log.read_text()
     assert first.losses() + second.losses() == expected
+    secret = STORE["AWS_SECRET_ACCESS_KEY"].encode()
+    files = [path for path in cluster.folder.rglob("*") if path.is_file()]
+    assert {"record.json", "raylet.out"} <= {path.name for path in files}
+    assert [path for path in files if secret in path.read_bytes()] == []
 
 
 def test_encoders_on_another_node_than_ranks_one_of_which_is_killed(cluster):
@@ -350,6 +358,26 @@ def test_the_death_of_the_head_or_its_directory_ends_a_run_with_a_reason(cluster
     kill(cluster, training.driver.pid)
     assert training.wait() == 1
     check_failure(training)
+    wait_for(
+        lambda: not cluster.processes(0, RANK), what="the end of the rank", within_s=RANK_ENDS_S
+    )
+
+
+def test_a_rank_elsewhere_ends_soon_when_the_head_is_lost(cluster):
+    """Ray alone lets it train on for a minute."""
+    place = ("--num_ray_workers", "1", "--ray_worker_resources", '{"CPU": 1, "encoder": 1}')
+    training = start(cluster, "elsewhere", *place, num_steps=ENDLESS)
+    training.wait_for_save()
+    (rank,) = cluster.processes(1, RANK)
+    left_before = set(Path(tempfile.gettempdir()).glob("sdbench-ray-*"))
+    kill_head(cluster, training.driver.pid)
+    rank.wait(RANK_ENDS_S)
+    assert training.wait() == 1
+    check_failure(training)
+    last = max(save["step"] for save in training.events("save"))
+    assert (training.folder / "checkpoints" / f"step_{last:08}").is_dir()
+    # That of the driver is gone.
+    assert len(left_before - set(Path(tempfile.gettempdir()).glob("sdbench-ray-*"))) == 1
 
 
 def check_failure(training: Training) -> None:

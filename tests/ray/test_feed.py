@@ -72,8 +72,7 @@ def test_what_ray_data_does_not_do_is_refused_in_a_rank(argv, flag, capsys, monk
     monkeypatch.setenv("RANK", "0")
     if argv:  # else it is a rank of another launcher
         monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
-    dtype = ("--encoder_dtype", "fp32")  # or Ray would be asked for its GPUs
-    assert script.main([*TINY, "--use_synth_data", *dtype, *argv.split()]) == 2
+    assert script.main([*TINY, "--use_synth_data", *argv.split()]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 

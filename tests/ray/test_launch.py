@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import time
@@ -9,10 +11,13 @@ import time
 import pytest
 
 import benchmark
-from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S
+import data
+from sdbench.ranks import ray_cluster
+from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S, NUM_PLACES
 from tests.ports import free_port
 from tests.ray.conftest import ADDRESS_LEFT
 from tests.refusals import printed_refusal
+from tests.runs import only_record
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
@@ -31,6 +36,64 @@ def test_nobody_at_the_address(by_variable, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("program", "argv", "refused"),
+    [
+        (benchmark, ("--batch_size", "8", "--device_train_microbatch_size", "3"), 8),
+        (benchmark, ("--batch_size", "7", "--ray_address", "10.0.0.1:6379"), 7),
+        (data, ("--batch_size", "3"), 3),
+    ],
+)
+def test_bad_settings_are_refused_before_a_cluster_is_started_or_asked(
+    program, argv, refused, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ray_cluster, "connect", None)
+    given = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
+    results = tmp_path / "runs"
+    argv = (*given, "--num_ray_workers", "2", *argv, "--results_dir", str(results))
+    assert program.main(argv) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed_refusal(printed.err).value == refused
+    assert not results.exists()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("on_cluster")
+def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, monkeypatch):
+    """All places of the cluster for each of two ranks, of which one begins."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what Ray sets, too, where nobody did
+    given = ("--model_name", "tiny", "--image_size", "64", "--use_synth_data", "--engine", "ray")
+    ranks = ("--num_ray_workers", "2", "--min_ray_workers", "1", "--batch_size", "2")
+    resources = ("--ray_worker_resources", json.dumps({"CPU": NUM_PLACES}))
+    short = ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
+    command = [sys.executable, "benchmark.py", *given, *ranks, *resources, *short]
+    command += ["--results_dir", str(tmp_path)]
+    ended = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "; free now: CPU" in ended.stderr.splitlines()[0]
+    assert ended.stdout.startswith("Ray has started 1 of 2 ranks, as it had no room for more")
+    record = only_record(tmp_path)
+    assert record["ranks"]["world_size"] == 1
+    assert record["config"]["num_threads"] == 1
+    assert record["chosen"]["num_threads"] == "OMP_NUM_THREADS"
+
+
+def test_the_threads_of_a_rank_leave_cores_to_decoders_and_encoders(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sdbench.NUM_CPUS", 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # as Ray Train sets them
+        monkeypatch.setenv(name, value)
+    online = ("--online_preprocessing", "--num_decoders", "4", "--num_encoders", "3")
+    argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray", "--print_config")
+    elsewhere = ("--encoder_resources", '{"encoder": 1}')
+    found = []
+    for more in ((), online, (*online, *elsewhere)):
+        assert benchmark.main([*argv, *more, "--results_dir", str(tmp_path)]) == 0
+        found += re.findall(r"^num_threads: (\d+)", capsys.readouterr().out, re.MULTILINE)
+    assert found == ["16", "9", "12"]
+
+
 @pytest.mark.ray
 def test_a_cluster_that_runs_here_is_not_joined_unasked(address_here):
     """`ray start` leaves its address in a file, which Ray reads where it is given none."""
@@ -40,13 +103,14 @@ def test_a_cluster_that_runs_here_is_not_joined_unasked(address_here):
 @pytest.mark.ray
 @pytest.mark.usefixtures("on_cluster")
 def test_bad_input_ends_with_two_and_leaves_no_record(tmp_path, capsys):
-    argv = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "7", "--engine", "ray")
+    """Only a rank knows what its machine can do."""
+    argv = ("--model_name", "tiny", "--use_synth_data", "--precision", "tf32", "--engine", "ray")
     results = tmp_path / "runs"
     code = benchmark.main([*argv, "--num_ray_workers", "2", "--results_dir", str(results)])
     printed = "".join(capsys.readouterr())
     assert code == 2, printed
     assert printed.count("error:") == 1
-    assert "--batch_size" in printed
+    assert "--precision" in printed
     assert not results.exists()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 
 from sdbench.base.errors import RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
-from sdbench.ranks.ray_cluster import has_room, resources_in_words
+from sdbench.ranks.ray_cluster import carried_variables, has_room, resources_in_words
 from sdbench.settings.online import ANY, ActorSettings
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ class _InActor:
     Processes of Ray Data that only pass the class on do without what the stage imports, e.g. torch.
     """
 
-    def __init__(self, pickled: bytes) -> None:
+    def __init__(self, pickled: bytes, variables: bytes) -> None:
+        os.environ |= pickle.loads(variables)
         self._stage = pickle.loads(pickled)()
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -173,7 +175,10 @@ def _append(rows: Dataset, pool: Pool, *, suffix: str = "") -> Dataset:
     return rows.map_batches(
         # Ray Data's statistics have its name, and only the first stage of a name.
         type(pool.make_stage.func.__name__ + suffix, (_InActor,), {}),
-        fn_constructor_args=(ray.cloudpickle.dumps(pool.make_stage),),
+        fn_constructor_args=(
+            ray.cloudpickle.dumps(pool.make_stage),
+            pickle.dumps(carried_variables()),
+        ),
         batch_size=None,  # a block, which is one row
         batch_format="numpy",
         compute=ActorPoolStrategy(
