@@ -29,7 +29,7 @@ from sdbench.record import store
 PERIOD_S = 1.0
 # The driver is asked for so long while the head of the cluster does not answer either. Ray itself
 # would let the ranks go on for a minute.
-HEAD_LOST_S = 5.0
+HEAD_LOST_S = 10.0
 
 
 class RankFailedError(Exception):
