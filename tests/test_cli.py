@@ -78,7 +78,7 @@ EVERY_DAY = {
     "benchmark": (13, {"--preset", "--model_name", "--batch_size", "--precision"}, BenchmarkConfig),
     "train": (17, {"--max_duration", "--resume", "--lr"}, TrainConfig),
     "data": (9, {"--remote", "--num_workers", "--emulate_step_seconds"}, FeedSettings),
-    "generate": (14, {"--prompts", "--folder", "--seed"}, None),  # few enough to be listed
+    "generate": (15, {"--prompts", "--folder", "--seed"}, None),  # few enough to be listed
 }
 
 
@@ -157,7 +157,7 @@ def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsy
         examples = re.sub(r"'.*?'|\\\n", "", examples)
         # Behind -- is a command of its own, or flags of one that is not named.
         for part in re.split(r" -- |\n", examples):
-            named = re.search(r"(?:-m sdbench ((?:render |scaling )?\S+)|(\w+)\.py)\b(.*)", part)
+            named = re.search(r"(?:-m sdbench ((?:render |scaling )?\S+)|(\w+\.py))\b(.*)", part)
             given = (
                 set(re.findall(r" (--\w+)", named[3])) - {"--help", "--dry_run"} if named else set()
             )

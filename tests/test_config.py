@@ -111,7 +111,6 @@ def test_the_nearest_value_is_offered():
         (("fsat",), "what --help_all lists, the nearest is --preset fast"),
         (("--lr", "fast"), "a number above 0"),
         # As many letters agree by chance: convolution, train_text_encoder, sample_steps.
-        (("--resolution", "64"), "the names that --help_all lists"),
         (("--test", "64"), "the names that --help_all lists"),
         (("--max_steps", "64"), "the names that --help_all lists"),
         (("zebra",), "what --help_all lists"),

@@ -147,7 +147,7 @@ UNEVEN_FLAGS = "--batch_size, or accept it with --allow_uneven_batch"
         ("--encoder_dtype fp16", 1, "fp16", "fp32 | bf16", "--encoder_dtype"),
         ("--remote no/such/folder", 1, "no/such/folder", "", PLACE_FLAGS),
         (
-            *("--use_synth_data --remote data", 1, "data", "one of both"),
+            *("--use_synth_data --remote data", 1, "data", "a folder, or --use_synth_data"),
             "--use_synth_data, --data_format, --remote or --local",
         ),
         ("--latents precomputed --remote data", 1, "data", "", PLACE_FLAGS),

@@ -19,7 +19,7 @@ from typing import Any
 from sdbench.analysis.loss_band import read_run
 from sdbench.analysis.report import NUMERICS, RUNS, ReportFlags, rebuild
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
-from sdbench.base.files import replace_file, write_json
+from sdbench.base.files import refused_unless_written, replace_file, write_json
 from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
@@ -133,16 +133,17 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
             allowed=f"a run that is not in {results / kind}, or is there as it is",
             flag="RUN",
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and then renamed: half a run must not look like a published one.
-    with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
-        whole = Path(folder) / record["run_id"]
-        whole.mkdir()
-        for name in tables:
-            shutil.copy(run / name, whole / name)
-        write_json(whole / RECORD_NAME, published)
-        replace_file(whole / LOG_NAME, redact(texts[1]))
-        whole.rename(target)
+    with refused_unless_written(results, flag="--folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside its place and then renamed: half a run must not look like a published one.
+        with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
+            whole = Path(folder) / record["run_id"]
+            whole.mkdir()
+            for name in tables:
+                shutil.copy(run / name, whole / name)
+            write_json(whole / RECORD_NAME, published)
+            replace_file(whole / LOG_NAME, redact(texts[1]))
+            whole.rename(target)
     return target, True
 
 

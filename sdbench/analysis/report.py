@@ -21,7 +21,7 @@ from sdbench.analysis.limits import load_profile, make_limit_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
-from sdbench.base.files import replace_file
+from sdbench.base.files import refused_unless_written, replace_file
 from sdbench.base.outside import read_text
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
@@ -255,10 +255,11 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
-    for path, text in texts.items():
-        replace_file(path, text)
     plots = [plot for section in sections for plot in section.plots]
-    save(plots, results / "plots", charts=CHARTS)
+    with refused_unless_written(results, flag="--folder"):
+        for path, text in texts.items():
+            replace_file(path, text)
+        save(plots, results / "plots", charts=CHARTS)
     summary = (
         f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
         f"from {len(records)} runs and {len(figures)} figures of others"

@@ -150,7 +150,7 @@ def detect_format(place: str) -> str:
     if ends_as(path, "parquet"):
         return "parquet"
     folder = Path(place)
-    if not os.path.isdir(place) or (folder / "index.json").is_file():
+    if not os.path.isdir(place) or os.path.isfile(folder / "index.json"):
         return "mds"
     names = [str(path) for path in list_below(folder).files]
     tars = {_stem(name) for name in names if ends_as(name, "webdataset")}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizerFast
@@ -101,7 +102,10 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
     try:
         with refused_unless_written(folder, kind="model", flag="--folder"):
             partial.mkdir(parents=True)
-            yield partial
+            try:
+                yield partial
+            except SafetensorError as error:  # of its own even if the disk is full
+                raise OSError(str(error)) from None
             replace_file(partial / CARD_NAME, card)
             partial.replace(folder)  # or an empty folder
     finally:

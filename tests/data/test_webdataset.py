@@ -290,7 +290,7 @@ BAD_SAMPLES = [
     ({"cls": b"7"}, r"class 7 has no caption \(--class_prompts\)"),
     ({"txt": b"\xff"}, "txt cannot be read"),
     ({"json": b'{"caption": 5}'}, "json .* caption is not a text"),
-    ({"json": b"[1]"}, "json cannot be read .it is no object"),
+    ({"json": b"[1]"}, "json cannot be read .it is not an object"),
     ({"json": b'{"caption": "one", "caption": "two"}'}, "the key 'caption' is there twice"),
     ({"json": b'{"caption": "\\ud800"}'}, "half of a character"),
     ({"json": b"[" * 100_000}, "json cannot be read"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,17 @@ def test_diffusers_loads_the_folder_and_draws_what_the_run_drew(
     difference = np.asarray(drawn).astype(int) - np.asarray(loaded).astype(int)
     assert abs(difference).max() <= 1  # one of them is in another memory layout
     assert np.asarray(drawn).std() > 10
+
+
+def test_a_disk_without_space_is_a_refusal_and_nothing_is_left(write, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with refused("--folder", value=str(tmp_path / "model")):
+            write(build())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folder_has_no_pickle_and_every_part(write, tmp_path) -> None:

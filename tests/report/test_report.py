@@ -168,7 +168,7 @@ def test_bars_and_traces_say_in_what_they_differ(tmp_path):
         "fast: 4 s",  # the only one on latents
     ]
     # A bar is told by its id, which no other panel has.
-    ids = re.findall(r'\bid="([^"]+)"', (results / "index.html").read_text())
+    ids = re.findall(r'\bid="(time_breakdown[^"]+)"', (results / "index.html").read_text())
     assert "time_breakdown-2-1" in ids and len(ids) == len(set(ids))
     names = ("step_times", "step_times-2", "step_times-3", "step_times-4")
     traces = [text for name in names for text in texts_of(results, name) if "engine" in text]
