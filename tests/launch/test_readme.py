@@ -95,8 +95,6 @@ def workplace(tmp_path, picture_folder) -> Path:
     scripts += ("train.py", "generate.py")
     for name in (*scripts, "sdbench", "results", "sweeps", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    published = min((ROOT / "results" / "runs").glob("*-fast"))
-    shutil.copytree(published, tmp_path / "runs" / published.name)
     return tmp_path
 
 
@@ -135,6 +133,9 @@ def marked(command: str):
     ],
 )
 def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypatch):
+    if " runs " in command:
+        published = min((ROOT / "results" / "runs").glob("*-fast"))
+        shutil.copytree(published, workplace / "runs" / published.name)
     if command.split()[0] == "python":
         # Here, since a process of its own would do nothing else than import torch once more.
         monkeypatch.chdir(workplace)
