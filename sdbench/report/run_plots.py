@@ -138,7 +138,7 @@ def _latest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int, most: int) -> str:
-    text = f"measured: results/runs/{', '.join(record['run_id'] for record in shown)}"
+    text = f"measured: {', '.join(record['run_id'] for record in shown)}"
     return f"The newest {most} of {num_found} configurations; {text}" if num_found > most else text
 
 
