@@ -1,7 +1,8 @@
 """Days, GPU-hours, cost and energy of a whole training at the throughput of a table.
 
     days = sum over the stages of images / images_per_second / 86,400
-    GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
+    GPU-hours = days x 24 x GPUs, cost = GPU-hours x price
+    energy = GPU-hours x power of the board
 
 Days are of pure training, without evaluation, checkpoints and broken nodes. Prices and powers come
 from prices.yaml, which you can edit. Energy is that of the GPU boards at their maximum power,

@@ -1,7 +1,7 @@
 """Machines, hours and cost of a training for three ways to encode its pictures.
 
     trained = trainers x images/s of one x scaling efficiency
-    encoders = trained x (1 + margin) / images/s of one, rounded up; decoders likewise
+    encoders = trained x (1 + margin) / images/s of one, decoders likewise
     hours = images / images/s of the slowest workers / 3600
     cost = hours x sum over the kinds of machines of number x price
 
