@@ -19,7 +19,7 @@ from sdbench.launch.sweep_file import read_sweep_file
 from sdbench.report.figures import read_figures
 from sdbench.settings.config import SETTINGS, parse_request
 from tests.refusals import refusal_of, refused
-from tests.report.results_folder import make_record, make_results
+from tests.report.results_folder import make_record, make_results, write_run
 
 # Colours, the title of the window, a bell, C1, backspaces, and the direction of writing.
 EVIL = "\x1b[31;1mred\x1b]0;title\x07\x9b2J\x08\x7f\u202eleft"
@@ -84,13 +84,12 @@ def at_once():
     assert time.process_time() - began_s < 1
 
 
-def write_run(folder, rate, **changes):
-    """Write a record of this rate in a folder of its own below another, and return that one."""
+def write_rate(folder, rate, **changes):
+    """Write a run of this rate in a folder of its own below another, and return that one."""
     number = f"{round(10 * rate):06d}"
     run_id = f"20261121T{number}Z_x_any-name"
     record = make_record(run_id=run_id, summary__images_per_second=rate, **changes)
-    (folder / number).mkdir(parents=True)
-    (folder / number / "record.json").write_text(json.dumps(record))
+    write_run(folder / number, record)
     return folder
 
 
@@ -100,13 +99,14 @@ def write_pair(folder, **changes):
     changes["origin__attention"] = "flag"
     sides = {"a": 100.0, "b": 110.0}
     for side, rate in sides.items():
-        write_run(folder / side, rate, config__attention=name + side, **changes)
+        write_rate(folder / side, rate, config__attention=name + side, **changes)
     return [str(folder / side) for side in sides]
 
 
 def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     of_another_version = make_record(origin__of_another_version="flag")
-    results = make_results(tmp_path / "results", make_record(), of_another_version, quoted=False)
+    runs = [make_record(), of_another_version, *(make_record(config__lr=lr) for lr in (1, 2))]
+    results = make_results(tmp_path / "results", *runs, quoted=False)
     names = write_bad(results / "runs", json.dumps(make_record()))
     (results / "quoted").mkdir()
     (results / "quoted" / "bad.csv").write_text("source,images_per_second\na,1e308\n")
@@ -116,35 +116,27 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     (results / "quoted" / "good.csv").write_text("source,days\na,3\n")
     (results / "numerics" / "short").mkdir(parents=True)
     (results / "numerics" / "short" / "record.json").write_text("{")
-    (next((results / "runs").glob("0001*")) / "steps.csv").write_text("index,phase\n1,\x1b[2J\n")
+    steps = {"0001": "index,phase\n1,\x1b[2J\n", "0002": "", "0003": "index,phase,step_time_s\n"}
+    for run, content in steps.items():
+        (next((results / "runs").glob(f"{run}*")) / "steps.csv").write_text(content)
     assert main(["report", "--folder", str(results)]) == 1
     printed = check_harmless(capsys)
     told = left_out(printed.err)
-    places = [*(f"/{name}/record.json" for name in names)]
-    places += ["bad.csv", "pipe.csv", "long.csv", "/short/", "steps.csv"]
+    places = [*(f"/{name}/record.json" for name in names), *(f"runs/{run}" for run in steps)]
+    places += ["bad.csv", "pipe.csv", "long.csv", "/short/"]
     assert len(told) == len(places)
     for place in places:
         assert [line for line in told if place in line], place
-    assert "from 2 runs and 0 figures of others" in printed.out
+    assert "from 4 runs and 0 figures of others" in printed.out
     assert f"left out, as they cannot be read: {len(places)} files" in printed.out
     with (results / "throughput.csv").open(newline="") as file:
-        assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize("content", ["", "index,phase,step_time_s\n"])
-def test_report_names_a_table_of_steps_that_was_emptied(tmp_path, capsys, content):
-    results = make_results(tmp_path / "results", make_record(), quoted=False)
-    (path,) = (results / "runs").glob("*/record.json")
-    path.with_name("steps.csv").write_text(content)
-    assert main(["report", "--folder", str(results)]) == 1
-    (told,) = left_out(capsys.readouterr().err)
-    assert str(path.with_name("steps.csv")) in told
+        assert [row["status"] for row in csv.DictReader(file)] == ["ok"] * 4
 
 
 def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
     for rate in (100.0, 101.0):
-        write_run(tmp_path / "a", rate)
-        write_run(tmp_path / "b", rate + 10)
+        write_rate(tmp_path / "a", rate)
+        write_rate(tmp_path / "b", rate + 10)
     names = write_bad(tmp_path / "b" / "bad", json.dumps(make_record()))
     sides = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert main(["compare", *sides]) == 0
@@ -161,14 +153,11 @@ def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
 
 def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
     results = make_results(tmp_path / "results", make_record(), quoted=False)
-    runs = write_run(tmp_path / "runs", 100.0)
+    runs = write_rate(tmp_path / "runs", 100.0)
     for rate in (101.0, 102.0):
-        write_run(runs, rate)
+        write_rate(runs, rate)
     record = runs / "001010" / "record.json"
     record.write_text(record.read_text().replace(": 101.0", ": 1e300"))
-    for folder in runs.iterdir():
-        (folder / "stdout.log").write_text("a line\n")
-        (folder / "steps.csv").write_text("index,phase,step_time_s,data_wait_s,loss\n")
     (runs / "001020" / "stdout.log").unlink()
     assert main(["publish", *map(str, sorted(runs.iterdir())), "--folder", str(results)]) == 1
     printed = check_harmless(capsys)

@@ -31,7 +31,7 @@ from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
 from sdbench.tasks import TASKS
 from tests.data.datasets import write_tars
-from tests.report.results_folder import RESULTS, make_readme, make_record
+from tests.report.results_folder import RESULTS, make_record, make_text
 
 SEED = 18
 LIMIT_S = 5.0
@@ -263,7 +263,7 @@ def records(inputs: Inputs) -> Iterator[Case]:
         number += 1
         results = inputs.folder / f"results-{number}"
         results.mkdir()
-        make_readme(results)
+        make_text(results)
         for index in range(10):
             content = inputs.random.choice(whole)
             if index % 5:  # of the others steps and events are damaged
@@ -285,7 +285,7 @@ def records(inputs: Inputs) -> Iterator[Case]:
         yield cli.main, ["report", "--folder", str(results)]
         elsewhere = inputs.folder / f"published-{number}"
         elsewhere.mkdir()
-        make_readme(elsewhere)
+        make_text(elsewhere)
         runs = map(str, results.glob("runs/*"))
         yield cli.main, ["publish", *runs, "--folder", str(elsewhere)]
 
@@ -305,7 +305,7 @@ def tables(inputs: Inputs) -> Iterator[Case]:
         number += 1
         results = inputs.folder / f"tables-{number}"
         results.mkdir()
-        make_readme(results)
+        make_text(results)
         for _ in range(5):
             source = inputs.random.choice(quoted)
             content = inputs.damage(source.read_bytes())

@@ -71,15 +71,6 @@ def test_precision_takes_three_steps_per_share_and_half_a_minute():
     assert not intervals.is_precise([*even, 2.0, *even, 2.0], target=0.01)
 
 
-def test_between_runs_interval_needs_three_runs():
-    assert intervals.between_runs_interval([10.0, 11.0]) is None
-    # Logs 0 and +-ln 2: mean 0, sd ln 2, standard error 0.400188, t(0.975, 2) = 4.302653.
-    interval = intervals.between_runs_interval([0.5, 1.0, 2.0])
-    assert interval.low == pytest.approx(math.exp(-4.302653 * 0.4001887), rel=1e-5)
-    assert interval.high == pytest.approx(1 / interval.low)
-    assert interval.kind == "between-runs"
-
-
 def test_drift_is_told_by_a_slope_and_by_a_jump():
     # From 1.09 to 1.00 s in ten steps: -0.09 over the mean of 1.045; halves 1.02 and 1.07.
     finding = intervals.check_steady([1.09 - 0.01 * index for index in range(10)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import benchmark
-from sdbench.analysis.ladder_rungs import RUNGS, describe_flags
+from sdbench.analysis.ladder import RUNGS, describe_flags
 from sdbench.record.store import load_record
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from sdbench.analysis.compare_sides import (
 )
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown, for_terminal
-from sdbench.base.output import terminal_width
+from sdbench.base.output import fit
 from sdbench.record.configuration import group
 from sdbench.record.row import format_csv
 from sdbench.report.figures import as_text, select_rows, write_out
@@ -244,17 +243,7 @@ def _as_list(texts: Iterable[str]) -> str:
 
 
 def _as_paragraphs(texts: Iterable[str]) -> str:
-    return "\n".join(
-        textwrap.fill(
-            for_terminal(text),
-            terminal_width(),
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-            break_long_words=False,  # a path can be copied
-        )
-        for text in texts
-    )
+    return "\n".join(fit(f"  {for_terminal(text)}", hanging=4) for text in texts)
 
 
 def _both(row: Row, what: str) -> str:

@@ -1,9 +1,4 @@
-"""Matches the rows of two sides and compares the rates of each pair.
-
-Rows are matched on every setting, except settings with one value in the baseline and another in the
-candidate, which are compared. Runs of one configuration are its replicates, and runs of one
-occasion are one sample.
-"""
+"""Matches the rows of two sides and compares the rates of each pair, as the help says."""
 
 from __future__ import annotations
 

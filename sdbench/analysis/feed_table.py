@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sdbench.record import row as row_module
 from sdbench.record.configuration import group, hash_of_data
 from sdbench.record.store import FEED, OK, kind_of
 from sdbench.report.runs import rates_cell, summary_cell
@@ -139,11 +138,6 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
     }
     known = {**record, **config, **summary, **row}
     return {column: known.get(column) for column in COLUMNS}
-
-
-def format_csv(records: Iterable[dict[str, Any]]) -> str:
-    """One row per run, unrounded."""
-    return row_module.format_csv(map(make_row, records), columns=COLUMNS)
 
 
 def make_data_table(records: Iterable[dict[str, Any]]) -> Table:

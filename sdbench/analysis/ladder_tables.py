@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 
 from sdbench.analysis.compare_match import APART, MACHINE_CHANGED, compare_rows
 from sdbench.analysis.ladder import (
+    RUNGS,
     THREADS,
     Configuration,
     Ladder,
     changes,
+    describe_flags,
     describe_recipe,
     difference,
     families,
     find_ladders,
+    find_rung,
 )
-from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
 from sdbench.record.configuration import place_of_encoders
 from sdbench.report.runs import (
     describe_devices,

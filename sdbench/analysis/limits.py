@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import read_json_object
 from sdbench.record.configuration import describe_other_settings, place_of_encoders
 from sdbench.record.store import PROFILE
@@ -20,18 +20,13 @@ ONE_PASS = "sdbench::adamw_one_pass"
 
 def load_profile(path: Path) -> dict[str, Any]:
     """Read a profile.json."""
-    try:
+    allowed = "profile.json as python -m sdbench profile wrote it"
+    also = (AttributeError, LookupError, TypeError, ArithmeticError)
+    with refused_unless_read(path, "a profile", allowed=allowed, flag="--folder", also=also):
         profile = read_json_object(path)
         if profile.get("kind") != PROFILE or not isinstance(profile.get("step"), dict):
             raise ValueError("it is not the profile of a step")
         make_limit_tables([profile])
-    except (OSError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(
-            f"a profile cannot be read ({error})",
-            value=str(path),
-            allowed="profile.json as python -m sdbench profile wrote it",
-            flag="--folder",
-        ) from None
     return profile
 
 

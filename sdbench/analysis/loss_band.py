@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sdbench.analysis.ladder import THREADS, added_to_seed, describe_recipe
-from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.runs import describe_devices, read_steps
@@ -44,15 +43,8 @@ class LossRun(NamedTuple):
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
     """Read the first 50 losses of a run; a run with fewer is refused."""
     path = folder / STEPS_NAME
-    losses = [step["loss"] for step in read_steps(path, columns=["loss"], flag="--numerics")]
-    if len(losses) < NUM_STEPS:
-        raise ConfigError(
-            "the band of losses takes runs of 50 steps",
-            value=f"{path}: {len(losses)} steps",
-            allowed=f"at least {NUM_STEPS} steps with a loss",
-            flag="--numerics",
-        )
-    return LossRun(record, losses[:NUM_STEPS])
+    steps = read_steps(path, columns=["loss"], flag="--numerics", least=NUM_STEPS)
+    return LossRun(record, [step["loss"] for step in steps[:NUM_STEPS]])
 
 
 def make_tables(runs: Sequence[LossRun]) -> list[Table]:

@@ -19,7 +19,12 @@ from typing import Any
 from sdbench.analysis.loss_band import read_run
 from sdbench.analysis.report import NUMERICS, RUNS, ReportFlags, rebuild
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
-from sdbench.base.files import refused_unless_written, replace_file, write_json
+from sdbench.base.files import (
+    refused_unless_read,
+    refused_unless_written,
+    replace_file,
+    write_json,
+)
 from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
@@ -102,19 +107,13 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
         read_run(record, run)
     tables = [STEPS_NAME] if kind_of(record) == BENCHMARK else []
     copied = [run / name for name in (RECORD_NAME, LOG_NAME, *tables)]
-    try:
+    allowed = f"a run with {', '.join(path.name for path in copied)}"
+    with refused_unless_read(run, "a file of the run", allowed=allowed, flag="RUN"):
         found = [f"{path.name}, {fault}" for path in copied for fault in secrets_in(path)]
         texts = [
             _without_paths(read_text(run / name, max_bytes=MAX_TABLE_BYTES), record["config"])
             for name in (RECORD_NAME, LOG_NAME)
         ]
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a file of the run cannot be read ({error})",
-            value=str(run),
-            allowed=f"a run with {', '.join(path.name for path in copied)}",
-            flag="RUN",
-        ) from None
     if found:
         raise ConfigError(
             f"this run holds what looks like a secret ({'; '.join(found)})",

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from sdbench.analysis import feed_table, loss_band, result_page, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
@@ -21,7 +21,7 @@ from sdbench.analysis.limits import load_profile, make_limit_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
-from sdbench.base.files import refused_unless_written, replace_file
+from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.outside import read_text
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
@@ -191,8 +191,8 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
             flag="RUNS",
         )
     folders = {run_id: folder for run_id, (_, folder) in runs.items()}
-    made, bad_steps = _make_sections(ended_well, folders)
-    shown = [section for section in made.sections.values() if section.has_content]
+    sections, bad_steps = _make_sections(ended_well, folders, _make_ladder(_ended_well(records)))
+    shown = [section for section in sections.values() if section.has_content]
     page = format_page(shown, made_from="Made by python -m sdbench report, from records of runs.")
     write_out(out, page)
     count = len(ended_well)
@@ -215,8 +215,10 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     losses, bad_losses = load_losses(results)
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
-    made, bad_steps = _make_sections(
-        records, folders, quoted=quoted, modelled=modelled, losses=losses, profiles=profiles
+    ended_well = _ended_well(records)
+    ladder = _make_ladder(ended_well, losses)
+    sections, bad_steps = _make_sections(
+        records, folders, ladder, quoted=quoted, modelled=modelled, profiles=profiles
     )
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     figures = _figures_of(quoted, modelled)
@@ -224,17 +226,16 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
-    sections = made.sections.values()
-    shown = [section for section in sections if section.has_content]
+    shown = [section for section in sections.values() if section.has_content]
     texts = {
         results / "throughput.csv": format_csv(rows, columns=columns),
-        results / "data.csv": feed_table.format_csv(_loaded(records)),
+        results / "data.csv": format_csv(
+            map(feed_table.make_row, _loaded(records)), columns=feed_table.COLUMNS
+        ),
         results / "index.html": format_page(shown, made_from=MADE_FROM),
     }
-    generated = {name: _format_section(section) for name, section in made.sections.items()}
-    generated |= {
-        name: to_captioned_markdown(group) or NO_RUNS for name, group in made.ladder.items()
-    }
+    generated = {name: _format_section(section) for name, section in sections.items()}
+    generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}
     for name, places in PLACES.items():
         path = results / name
         if path.exists():
@@ -251,11 +252,10 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
                 flag="--folder",
             )
         texts[path] = fill_blocks(text, {place: generated[place] for place in places}, path=path)
-    ended_well = _ended_well(records)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
-    plots = [plot for section in sections for plot in section.plots]
+    plots = [plot for section in sections.values() for plot in section.plots]
     with refused_unless_written(results, flag="--folder"):
         for path, text in texts.items():
             replace_file(path, text)
@@ -272,31 +272,18 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     return summary, left_out
 
 
-class _Made(NamedTuple):
-    """Sections by name, and the tables of speed-ups by their places in ladder.md."""
-
-    sections: dict[str, Section]
-    ladder: dict[str, list[Table]]
-
-
 def _make_sections(
     records: Sequence[dict[str, Any]],
     folders: Mapping[str, Path],
+    ladder: Mapping[str, Sequence[Table]],
     *,
     quoted: Figures = MappingProxyType({}),
     modelled: Figures = MappingProxyType({}),
-    losses: Sequence[loss_band.LossRun] = (),
     profiles: Sequence[Mapping[str, Any]] = (),
-) -> tuple[_Made, list[Path]]:
+) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
-    Args:
-        records: Records of all runs.
-        folders: Folders of these runs, by run id.
-        quoted: Figures of others, by table.
-        modelled: Predicted figures, by table.
-        losses: Runs whose losses are compared.
-        profiles: Profiled steps.
+    `folders` are those of the runs, by run id, and `ladder` is what `_make_ladder` returns.
     """
     ended_well = _ended_well(records)
     times = training_times.collect(
@@ -315,7 +302,6 @@ def _make_sections(
             *step_times,
             *training_times.draw(times),
         ]
-    ladder = _make_ladder(ended_well, losses)
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
         HEADLINES: [make_headline_table(ended_well)],
@@ -338,7 +324,7 @@ def _make_sections(
         )
         for name, (heading, help_text, charts) in SECTIONS.items()
     }
-    return _Made(sections, ladder), bad_steps
+    return sections, bad_steps
 
 
 def _of_kind(records: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -370,7 +356,7 @@ def _begin_readme() -> str:
 
 
 def _make_ladder(
-    ended_well: Sequence[dict[str, Any]], losses: Sequence[loss_band.LossRun]
+    ended_well: Sequence[dict[str, Any]], losses: Sequence[loss_band.LossRun] = ()
 ) -> dict[str, list[Table]]:
     """Tables of the speed-ups, by the names of their places in ladder.md."""
     configurations = read_configurations(ended_well)
@@ -406,15 +392,9 @@ def _load_record(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    what, allowed = "a text with places for tables", "a text file in UTF-8"
+    with refused_unless_read(path, what, allowed=allowed, flag="--folder"):
         return read_text(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a text with places for tables cannot be read ({error})",
-            value=str(path),
-            allowed="a text file in UTF-8",
-            flag="--folder",
-        ) from None
 
 
 def _format_section(section: Section) -> str:

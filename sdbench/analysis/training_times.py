@@ -15,10 +15,9 @@ from sdbench.report.figures import MEASURED, TIME, describe_origin
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, set_title
 from sdbench.report.runs import describe_device
 from sdbench.report.tables import Cell, Field, Table, tabulate
-from sdbench.report.terminal import format_number
+from sdbench.report.terminal import describe_median, format_number
 from sdbench.settings.recipe import LengthSettings
 from sdbench.settings.setting import declarations
-from sdbench.statistics.intervals import between_runs_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,12 +158,8 @@ def _key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _time_cell(point: dict[str, Any]) -> Cell:
     """The median time, with the interval between runs where there are enough."""
-    text = format_number(point["median_s"], num_digits=5)
-    interval = between_runs_interval(point["times_s"])
-    if interval is not None:
-        low, high = format_number(interval.low), format_number(interval.high)
-        text = f"median {text} ({low} to {high}, {interval.kind})"
-    return Cell(text, point["median_s"])
+    text = describe_median(point["times_s"], num_digits=5)
+    return Cell(text or format_number(point["median_s"], num_digits=5), point["median_s"])
 
 
 FIELDS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import json
 import os
@@ -20,17 +21,29 @@ READ_BYTES = 2**24
 
 
 @contextlib.contextmanager
-def refused_unless_written(
-    folder: Path | str, *, kind: str = "results", flag: str = "--results_dir"
+def refused_unless_read(
+    path: Path, what: str, *, allowed: str, flag: str, also: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn an OSError of the block into the refusal of a folder that cannot be written."""
+    """Turn an error of reading or parsing in the block, or one of `also`, into a refusal."""
+    try:
+        yield
+    except (OSError, ValueError, csv.Error, *also) as error:
+        what = f"{what} cannot be read ({' '.join(str(error).split())})"
+        raise ConfigError(what, value=str(path), allowed=allowed, flag=flag) from None
+
+
+@contextlib.contextmanager
+def refused_unless_written(
+    place: Path | str, *, what: str = "the results folder", flag: str = "--results_dir"
+) -> Iterator[None]:
+    """Turn an OSError of the block into the refusal of a place that cannot be written."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the {kind} folder cannot be written ({error.strerror or error})",
-            value=str(folder),
-            allowed="a folder that this user may write, on a disk with space",
+            f"{what} cannot be written ({error.strerror or error})",
+            value=str(place),
+            allowed="a place that this user may write, on a disk with space",
             flag=flag,
         ) from None
 

@@ -7,8 +7,10 @@ that can be written as UTF-8.
 
 from __future__ import annotations
 
+import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,14 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
     return content.decode("utf-8-sig", errors)
 
 
-def open_table(path: Path) -> io.StringIO:
-    """Read a CSV table for `csv.reader`; raises as `read_text`."""
-    return io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
+def open_table(path: Path, *, required: Sequence[str] = ()) -> csv.DictReader[str]:
+    """The rows of a CSV table; raises as `read_text`, and ValueError if a header lacks a column."""
+    content = io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
+    reader = csv.DictReader(content, strict=True)
+    missing = [column for column in required if column not in (reader.fieldnames or required)]
+    if missing:
+        raise ValueError(f"it lacks the column {', '.join(missing)}")
+    return reader
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import MAX_DEPTH, MAX_VALUES, TOO_DEEP, check_values, read_text, shorten
 
 # The config file of a run has a few hundred settings.
@@ -19,17 +19,10 @@ MAX_YAML_BYTES = 4 * 2**20
 
 def read_mapping(path: Path, *, allowed: str, flag: str) -> dict[str, Any]:
     """Read a YAML file whose content is a mapping; else a ConfigError of the flag that names it."""
-    try:
+    with refused_unless_read(path, "the file", allowed=allowed, flag=flag):
         content = parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), max_values=MAX_VALUES)
         if not isinstance(content, dict):
             raise ValueError("it has no keys")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the file cannot be read ({' '.join(str(error).split())})",
-            value=str(path),
-            allowed=allowed,
-            flag=flag,
-        ) from None
     return content
 
 

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import sdbench
 from sdbench.base.cache import private_folder
 from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
 from sdbench.base.shared_memory import find_stale
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 from sdbench.doctor.gpus import read_gpus
-from sdbench.measure.host import num_cpu_cores
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_versions
 
@@ -130,7 +130,7 @@ def check_plan(job: Job) -> Seen:
 )
 def check_processes(job: Job) -> Seen:
     """Check that there are enough processors for ranks and loaders."""
-    num_cores = num_cpu_cores()
+    num_cores = sdbench.NUM_CPUS
     num_ranks = count_ranks_per_node(job)
     yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
     if job.plan is not None:

@@ -54,30 +54,30 @@ def make_report(
 def to_text(report: Mapping[str, Any], *, hosts: Sequence[str], width: int) -> str:
     """Format the report for a terminal of this width."""
     head = f"{report['model_name']}: ranks {report['num_ranks']}, nodes {len(hosts)}"
-    blocks = _wrap(head, indent="", width=width)
+    blocks = [_wrap(head, width=width)]
     if len(hosts) > 1:
         names = (f"node {number} is {host}" for number, host in enumerate(hosts))
-        blocks += _wrap(", ".join(names), indent="", width=width)
+        blocks.append(_wrap(", ".join(names), width=width))
     blocks.append("")
     name_width = max(len(line["name"]) for line in report["findings"])
     for line in report["findings"]:
         begin = f"  {line['level']:<7}  {line['name']:<{name_width}}  "
         is_of_some = 0 < len(line["nodes"]) < len(hosts)
         where = f"node {', '.join(map(str, line['nodes']))}: " if is_of_some else ""
-        wrapped = _wrap(where + line["found"], indent=" " * len(begin), width=width)
+        blocks.append(_wrap(where + line["found"], begin=begin, width=width))
         if line["advice"]:
-            wrapped += _wrap(f"-> {line['advice']}", indent=" " * len(begin), width=width)
-        blocks.append(begin + "\n".join(wrapped).lstrip())
+            blocks.append(_wrap(f"-> {line['advice']}", begin=" " * len(begin), width=width))
     counts = (f"{level} {number}" for level, number in report["counts"].items())
     return "\n".join([*blocks, "", ", ".join(counts)])
 
 
-def _wrap(text: str, *, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
+def _wrap(text: str, *, begin: str = "", width: int) -> str:
+    """Lines of a text behind `begin`, all equally far to the right."""
+    return textwrap.fill(
         for_terminal(text),
-        max(width, len(indent) + MIN_TEXT_WIDTH),
-        initial_indent=indent,
-        subsequent_indent=indent,
+        max(width, len(begin) + MIN_TEXT_WIDTH),
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
         break_on_hyphens=False,
     )
 

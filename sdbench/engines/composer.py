@@ -43,7 +43,7 @@ def fit(
         average = EMA(
             half_life=f"{ema.half_life_batches}ba", update_interval=f"{ema.interval_batches}ba"
         )
-        average.apply = watch.phases.wrap(phases.EMA, average.apply)
+        average.apply = watch.phases.phase(phases.EMA)(average.apply)
         algorithms.append(average)
     # They are on the device already, where Composer leaves them.
     batches = training.begin()

@@ -69,8 +69,8 @@ def fit(
         )
         # Lightning asks the first rank before each micro-batch whether it has had a signal.
         loop = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = watch.phases.wrap(
-            phases.RANK_WAIT, loop._broadcast_sigterm_tensor
+        loop._broadcast_sigterm_tensor = watch.phases.phase(phases.RANK_WAIT)(
+            loop._broadcast_sigterm_tensor
         )
         # As the other engines do, so that each rank draws its own noise.
         torch.manual_seed(config.seed + ranks.rank)

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench import data
+from sdbench import NUM_CPUS, data
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
 from sdbench.data.command_output import PIPE
 from sdbench.launch.child import check_suite_is_here, refuse_flag, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
-from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
+from sdbench.measure.host import ask, open_nvml, read_cpu
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
 from sdbench.record.provenance import (
@@ -330,7 +330,7 @@ def _compare(
         **record.get("other_versions", {}),
     }
     now = {
-        "machine": f"{num_cpu_cores()} cores of {read_cpu()[0]}",
+        "machine": f"{NUM_CPUS} cores of {read_cpu()[0]}",
         **package_versions(),
         **other_versions(),
     }

@@ -65,7 +65,7 @@ def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
 
 def new_folder(given: Path | None, *, prefix: str) -> Path:
     """Make an empty folder: the user's, or ``runs/<prefix>_<time>``."""
-    with refused_unless_written(given or "runs", kind="output", flag="--folder"):
+    with refused_unless_written(given or "runs", what="the output folder", flag="--folder"):
         return _new_folder(given, prefix=prefix)
 
 

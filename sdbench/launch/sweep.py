@@ -18,7 +18,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import replace_file, write_json
+from sdbench.base.files import refused_unless_read, replace_file, write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact_values
 from sdbench.launch.child import Outcome, only_one_in
@@ -178,17 +178,11 @@ def _check_environment(folder: Path) -> None:
 
 def _read(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Read a file of the sweep; a cell.json has to hold a whole outcome."""
-    try:
+    allowed = "the file as it was written; without it the sweep makes the run again"
+    with refused_unless_read(path, "a file of the sweep", allowed=allowed, flag="--folder"):
         content = read(path)
         if path.name == STATE_NAME and not {*RESULT} <= content.keys():
             raise ValueError("a key is missing")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a file of the sweep cannot be read ({error})",
-            value=str(path),
-            allowed="the file as it was written; without it the sweep makes the run again",
-            flag="--folder",
-        ) from None
     return content
 
 

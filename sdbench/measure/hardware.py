@@ -10,9 +10,10 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import sdbench
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
-from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
+from sdbench.measure.host import ask, open_nvml, read_cpu
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
@@ -105,7 +106,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         "device_memory_gib": memory.total / BYTES_PER_GIB,
         "free_memory_gib": memory.available / BYTES_PER_GIB,
         "held_memory_gib": psutil.Process().memory_info().rss / BYTES_PER_GIB,
-        "num_cpu_cores": num_cpu_cores(),
+        "num_cpu_cores": sdbench.NUM_CPUS,
         "cpu_name": cpu_name,
         "memory_gib": memory.total / BYTES_PER_GIB,
         "cpu_flags": cpu_flags,

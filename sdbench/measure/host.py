@@ -7,13 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import sdbench
-
-
-def num_cpu_cores() -> int:
-    """Cores that this process may run on."""
-    return sdbench.NUM_CPUS
-
 
 def read_cpu() -> tuple[str, tuple[str, ...]]:
     """Name of the CPU and flags that matter, from /proc/cpuinfo; elsewhere the name only."""

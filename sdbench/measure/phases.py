@@ -14,9 +14,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from typing import Any
 
 DATA_WAIT = "data_wait"
 HOST_TO_DEVICE = "host_to_device"
@@ -88,16 +86,12 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Switch to a phase for the block, and back."""
+        """Switch to a phase for the block, or the decorated function, and back."""
         previous = self.switch(name)
         try:
             yield
         finally:
             self.switch(previous)
-
-    def wrap(self, name: str, function: Function) -> Function:
-        """The function, run in a phase."""
-        return self.phase(name)(function)
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any]:

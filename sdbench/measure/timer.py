@@ -219,15 +219,9 @@ class StepTimer(Timer):
     ) -> None:
         """Time nothing yet.
 
-        Args:
-            num_warmup_steps: Steps before the window.
-            num_measured_steps: Steps in the window, 1 or more.
-            num_profiled_steps: Steps after it.
-            policy: A `WindowPolicy`; None closes a full window.
-            device: A `CudaDevice`; None: the host's clock times the steps.
-            window_opens: Called before the first mark of each window, with the device idle.
-            window_is_full: Called after the last mark of a full window.
-            clock: Monotonic, in seconds.
+        Without a `WindowPolicy` a full window closes; without a `CudaDevice` the host's clock times
+        the steps. `window_opens` is called before the first mark of each window, with the device
+        idle, and `window_is_full` after the last mark of a full window.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
         super().__init__(clock)

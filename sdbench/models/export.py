@@ -100,7 +100,7 @@ def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
     """Yield a hidden folder, which becomes `folder`, new or empty, when it is whole."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        with refused_unless_written(folder, kind="model", flag="--folder"):
+        with refused_unless_written(folder, what="the model folder", flag="--folder"):
             partial.mkdir(parents=True)
             try:
                 yield partial

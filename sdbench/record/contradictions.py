@@ -49,7 +49,7 @@ def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator
 def _read_step_times(file: Path) -> list[float]:
     """The times of the measured steps in seconds; empty without a table that has them."""
     try:
-        rows = [row for row in csv.DictReader(open_table(file)) if row["phase"] == "measured"]
-        return [float(row["step_time_s"]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        rows = open_table(file, required=("phase", "step_time_s"))
+        return [float(row["step_time_s"]) for row in rows if row["phase"] == "measured"]
+    except (OSError, ValueError, TypeError, csv.Error):
         return []  # the code that draws the steps reports the fault

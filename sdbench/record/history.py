@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
-from sdbench.record.store import SCHEMA_FILE, describe_fault, load_schema
+from sdbench.record.store import SCHEMA_FILE, check_schema
 
 SCHEMA = SCHEMA_FILE.with_name("history.schema.json")
 HISTORY_NAME = "history.jsonl"
@@ -27,25 +27,17 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     events = []
-    try:
+    what, allowed = "the events of the run", "the file as the run wrote it"
+    with refused_unless_read(path, what, allowed=allowed, flag="the folder of the run"):
         text = read_text(path, max_bytes=MAX_TABLE_BYTES, errors="replace")
-        for number, line in enumerate(text.splitlines(), start=1):
+        for line in text.splitlines():
             try:
                 event = parse_json(line)
             except ValueError:
                 continue
             if isinstance(event, dict):
-                fault = next(load_schema(SCHEMA).iter_errors(event), None)
-                if fault is not None:
-                    raise ValueError(f"line {number}: {describe_fault(fault)}")
+                check_schema(event, SCHEMA)
                 events.append(event)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the events of the run cannot be read ({error})",
-            value=str(path),
-            allowed="the file as the run wrote it",
-            flag="the folder of the run",
-        ) from None
     return events
 
 

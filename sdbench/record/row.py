@@ -12,7 +12,7 @@ import fcntl
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,92 +20,83 @@ from sdbench.base.escape import for_csv
 from sdbench.base.files import append_bytes
 from sdbench.record.configuration import describe_model, describe_other_settings, place_of_encoders
 
-COLUMNS = (
-    "source",
-    "kind",
-    "gpu",
-    "num_gpus",
-    "image_size",
-    "latents",
-    "ema",
-    "micro_batch",
-    "num_workers",
-    "global_batch",
-    "images_per_step",
-    "images_per_second",
-    "images_per_second_low",
-    "images_per_second_high",
-    "precision",
-    "engine",
-    "status",
-    "model",
-    "preset",
-    "data_format",
-    "device",
-    "num_devices",
-    "num_cpu_cores",
-    "num_nodes",
-    "other_settings",
-    "step_time_p50_s",
-    "step_time_p95_s",
-    "data_wait_percent",
-    "peak_memory_gib",
-    "mfu_percent",
-    "num_measured_steps",
-    "num_warmup_steps",
-    "stability",
-    "flags",
-    "step_time_cv_percent",
-    "num_outliers",
-    "matmul_tflops",
-    "mfu_of_matmul_percent",
-    "power_w",
-    "energy_j_per_image",
-    "loss_first",
-    "loss_last",
-    "started_utc",
-    "git_commit",
-    "reason",
-)
+
+def _value_at(record: dict[str, Any], path: str) -> Any:
+    """The value at a path such as ``summary.gpu.power_w``; None if a part of it is missing."""
+    value: Any = record
+    for name in path.split("."):
+        value = None if value is None else value.get(name)
+    return value
+
+
+def _is_on_gpu(record: dict[str, Any]) -> bool:
+    return record["machine"]["device_type"] == "cuda"
+
+
+def _energy_j_per_image(record: dict[str, Any]) -> float | None:
+    energy_j = _value_at(record, "summary.gpu.energy_j")
+    if not energy_j:
+        return energy_j
+    return energy_j / (record["summary"]["num_measured_steps"] * record["config"]["batch_size"])
+
+
+# Where the value of each column is in a record, or what makes it of the record.
+VALUES: dict[str, str | Callable[[dict[str, Any]], Any]] = {
+    "source": "run_id",
+    "kind": lambda record: "measured",
+    "gpu": lambda record: record["machine"]["device_name"] if _is_on_gpu(record) else None,
+    "num_gpus": lambda record: record["ranks"]["world_size"] if _is_on_gpu(record) else 0,
+    "image_size": "config.image_size",
+    "latents": lambda record: place_of_encoders(record["config"]),
+    "ema": "config.use_ema",
+    "micro_batch": "config.device_train_microbatch_size",
+    "num_workers": "config.num_workers",
+    "global_batch": "config.batch_size",
+    "images_per_step": "config.batch_size",
+    "images_per_second": "summary.images_per_second",
+    "images_per_second_low": "summary.images_per_second_interval.low",
+    "images_per_second_high": "summary.images_per_second_interval.high",
+    "precision": "config.precision",
+    "engine": "config.engine",
+    "status": "status",
+    "model": describe_model,
+    "preset": "config.preset",
+    "data_format": "config.data_format",
+    "device": "machine.device_name",
+    "num_devices": "ranks.world_size",
+    "num_cpu_cores": "machine.num_cpu_cores",
+    "num_nodes": "ranks.num_nodes",
+    "other_settings": describe_other_settings,
+    "step_time_p50_s": "summary.step_time_p50_s",
+    "step_time_p95_s": "summary.step_time_p95_s",
+    "data_wait_percent": "summary.data_wait_percent",
+    "peak_memory_gib": "summary.peak_memory_gib",
+    "mfu_percent": "summary.mfu_percent",
+    "num_measured_steps": "summary.num_measured_steps",
+    "num_warmup_steps": "summary.num_warmup_steps",
+    "stability": "summary.stability",
+    "flags": lambda record: ";".join(_value_at(record, "summary.flags") or ()) or None,
+    "step_time_cv_percent": "summary.step_time_cv_percent",
+    "num_outliers": "summary.num_outliers",
+    "matmul_tflops": "summary.matmul_tflops",
+    "mfu_of_matmul_percent": "summary.mfu_of_matmul_percent",
+    "power_w": "summary.gpu.power_w",
+    "energy_j_per_image": _energy_j_per_image,
+    "loss_first": "summary.loss_first",
+    "loss_last": "summary.loss_last",
+    "started_utc": "started_utc",
+    "git_commit": "git.commit",
+    "reason": "reason",
+}
+COLUMNS = tuple(VALUES)
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
     """Flatten a record of any status: a value for every column, None where it is unknown."""
-    config, machine = record["config"], record["machine"]
-    summary = record["summary"] or {}
-    interval = summary.get("images_per_second_interval") or {}
-    gpu = summary.get("gpu") or {}
-    energy_j, num_steps = gpu.get("energy_j"), summary.get("num_measured_steps")
-    on_gpu = machine["device_type"] == "cuda"
-    num_devices = record["ranks"]["world_size"]
-    row = {
-        "source": record["run_id"],
-        "kind": "measured",
-        "gpu": machine["device_name"] if on_gpu else None,
-        "num_gpus": num_devices if on_gpu else 0,
-        "ema": config["use_ema"],
-        "micro_batch": config["device_train_microbatch_size"],
-        "global_batch": config["batch_size"],
-        "images_per_step": config["batch_size"],
-        "images_per_second_low": interval.get("low"),
-        "images_per_second_high": interval.get("high"),
-        "model": describe_model(record),
-        "device": machine["device_name"],
-        "num_devices": num_devices,
-        "num_cpu_cores": machine["num_cpu_cores"],
-        "num_nodes": record["ranks"]["num_nodes"],
-        "other_settings": describe_other_settings(record),
-        # Records made before flags existed have none.
-        "flags": ";".join(summary.get("flags", ())) or None,
-        "power_w": gpu.get("power_w"),
-        "energy_j_per_image": energy_j and energy_j / (num_steps * config["batch_size"]),
-        "git_commit": record["git"]["commit"],
-        "latents": place_of_encoders(config),
+    return {
+        column: _value_at(record, value) if isinstance(value, str) else value(record)
+        for column, value in VALUES.items()
     }
-    of_config = ("image_size", "num_workers", "precision", "engine", "preset", "data_format")
-    row |= {name: config[name] for name in of_config}
-    row |= {name: record[name] for name in ("status", "started_utc", "reason")}
-    return {column: row.get(column, summary.get(column)) for column in COLUMNS}
 
 
 def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:

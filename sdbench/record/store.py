@@ -152,23 +152,18 @@ def load_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_NAME if path.is_dir() else path
     try:
         record = read_json_object(file)
+        for name, value, known in (
+            ("schema_version", record.get("schema_version"), [SCHEMA_VERSION]),
+            ("kind", kind_of(record), [*SCHEMA_FILES]),
+        ):
+            if value not in known:
+                reads = f"this version of the suite reads {', '.join(map(str, known))}"
+                raise ValueError(f"it has the {name} {reprlib.repr(value)}; {reads}")
+        check_schema(record, SCHEMA_FILES[kind_of(record)])
+        for contradiction in find_contradictions(record, file.with_name(STEPS_NAME)):
+            raise ValueError(f"it contradicts itself: {contradiction}")
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if record.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{file} has schema_version {reprlib.repr(record.get('schema_version'))}; "
-            f"this version of the suite reads {SCHEMA_VERSION}"
-        )
-    if kind_of(record) not in list(SCHEMA_FILES):  # a list cannot be looked up in a dictionary
-        raise ValueError(
-            f"{file} is a record of kind {reprlib.repr(kind_of(record))}; "
-            f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
-        )
-    fault = next(load_schema(SCHEMA_FILES[kind_of(record)]).iter_errors(record), None)
-    if fault is not None:
-        raise ValueError(f"{file}: {describe_fault(fault)}")
-    for contradiction in find_contradictions(record, file.with_name(STEPS_NAME)):
-        raise ValueError(f"{file} contradicts itself: {contradiction}")
     if kind_of(record) == BENCHMARK:
         record["config"] = {**CAME_LATER, **record["config"]}
     return record
@@ -190,6 +185,13 @@ def load_schema(file: Path) -> Any:
         json.loads(file.read_text(encoding="utf-8")),
         registry=Registry().with_resource(SCHEMA_FILE.name, common),
     )
+
+
+def check_schema(content: Any, file: Path) -> None:
+    """Raise a ValueError that names the first fault of a content that does not match a schema."""
+    fault = next(load_schema(file).iter_errors(content), None)
+    if fault is not None:
+        raise ValueError(describe_fault(fault))
 
 
 def describe_fault(fault: Any) -> str:

@@ -6,7 +6,6 @@ results/quoted/, or a user's own.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import replace_file
+from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.names import by_similarity
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
 
@@ -50,24 +49,17 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
     An empty cell is None, numbers are int or float within bounds, ``true`` and ``false`` are bool.
     Raises ConfigError if the file cannot be read or is no such table.
     """
-    try:
-        reader = csv.DictReader(open_table(path), strict=True)
+    allowed = (
+        "a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
+        f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}"
+    )
+    with refused_unless_read(path, "the table", allowed=allowed, flag="the path given"):
+        reader = open_table(path, required=required)
         header = reader.fieldnames or []
-        missing = [column for column in required if column not in header]
-        if missing:
-            raise ValueError(f"it lacks the column {', '.join(missing)}")
         if not header or len(set(header)) < len(header) or not all(header):
             names = shorten(",".join(header))
             raise ValueError(f"its header is empty, or has empty or repeated names: {names!r}")
         return [_parse_row(row, number=number) for number, row in enumerate(reader, start=1)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(
-            f"the table cannot be read ({error})",
-            value=str(path),
-            allowed="a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
-            f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}",
-            flag="the path given",
-        ) from None
 
 
 def _parse_row(cells: Mapping[str | None, str | None], *, number: int) -> dict[str, Any]:
@@ -205,13 +197,6 @@ def as_text(value: Any) -> str:
 
 def write_out(path: Path, text: str) -> None:
     """Write the output of a command to the file given with --out."""
-    try:
+    with refused_unless_written(path, what="the file", flag="--out"):
         replace_file(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be written ({error.strerror})",
-            value=str(path),
-            allowed="a file in a folder that exists and that this user may write",
-            flag="--out",
-        ) from None
     print(f"wrote {for_terminal(path)}")

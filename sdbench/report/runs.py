@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import csv
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import (
     as_key,
@@ -40,25 +40,23 @@ MAX_NAMED_RUNS = 5
 
 def read_record(path: Path, *, flag: str) -> dict[str, Any]:
     """Read a record, given by its file or the folder of its run, or raise ConfigError."""
-    try:
+    allowed = "a record that this version of the suite reads, as it was written"
+    with refused_unless_read(path, "a record", allowed=allowed, flag=flag):
         return load_record(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a record cannot be read ({error})",
-            value=str(path),
-            allowed="a record that this version of the suite reads, as it was written",
-            flag=flag,
-        ) from None
 
 
-def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[str, Any]]:
+def read_steps(
+    path: Path, *, columns: Sequence[str], flag: str, least: int = 0
+) -> list[dict[str, Any]]:
     """Read columns of a steps.csv, the phase as text and others as numbers, or raise ConfigError.
 
-    A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN.
+    A row that a full disk has cut off is left out, and a loss that is not finite becomes NaN. A
+    table of fewer than `least` steps is refused.
     """
     steps = []
-    try:
-        for row in csv.DictReader(open_table(path)):
+    allowed = f"a table with the columns {', '.join(columns)}, as the run wrote it"
+    with refused_unless_read(path, "a table of steps", allowed=allowed, flag=flag):
+        for row in open_table(path, required=columns):
             if None in row.values():
                 continue
             step = {name: row[name] if name == "phase" else float(row[name]) for name in columns}
@@ -70,13 +68,8 @@ def read_steps(path: Path, *, columns: Sequence[str], flag: str) -> list[dict[st
             if step.get("images_per_second") == 0:
                 raise ValueError("it has a rate of 0")
             steps.append(step)
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ConfigError(
-            f"a table of steps cannot be read ({error})",
-            value=str(path),
-            allowed=f"a table with the columns {', '.join(columns)}, as the run wrote it",
-            flag=flag,
-        ) from None
+        if len(steps) < least:
+            raise ValueError(f"it has {len(steps)} steps, and {least} are needed")
     return steps
 
 

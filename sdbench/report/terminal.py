@@ -39,10 +39,8 @@ def format_summary(record: dict[str, Any]) -> str:
         *_optional_lines(summary),
         ("loss first / last", f"{summary['loss_first']:.4f} / {summary['loss_last']:.4f}"),
     ]
-    # Records made before samples were counted have neither.
     for name, meaning in (("bad", "replaced by others"), ("dropped", "left out of the data set")):
-        number = record["workload"].get(f"num_{name}_samples")
-        if number:
+        if number := record["workload"][f"num_{name}_samples"]:
             rows.append((f"{name} samples", f"{number}, {meaning}"))
     return align(rows)
 
@@ -54,35 +52,34 @@ def align(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines for figures that are not in every record: it is old, or they were not measured."""
+    """Lines for figures that were not measured in every run."""
     rows = []
-    if summary.get("matmul_tflops") is not None:
+    if summary["matmul_tflops"] is not None:
         share, product = summary["mfu_of_matmul_percent"], format_number(summary["matmul_tflops"])
         of_product = f"{_percent(share)} of the {product} TFLOP/s measured before the run"
         rows.append(("MFU of a matrix product", of_product))
-    if summary.get("gpu") is not None:
+    if summary["gpu"] is not None:
         rows.append(("GPU", _gpu_state(summary["gpu"])))
-    if (breakdown := summary.get("breakdown")) is not None:
+    if (breakdown := summary["breakdown"]) is not None:
         name = f"of a profiled step, {breakdown['step_time_s']:.3g} s"
         rows += [(name, format_breakdown(breakdown)), ("largest part", summary["bottleneck"])]
-    if summary.get("attention_kernels"):
+    if summary["attention_kernels"]:
         rows.append(("attention kernels", _attention_kernels(summary["attention_kernels"])))
-    for rank in summary.get("stragglers") or []:
+    for rank in summary["stragglers"] or []:
         who = f"rank {rank['rank']} on node {rank['node']}"
         own = f"{rank['own_step_time_s']:.3g} s a step without its waits for others"
         rows.append(
             ("straggler", f"{who}: {own}, {rank['times_median']:.2f} times the median rank")
         )
-    if summary.get("startup") is not None:
+    if summary["startup"] is not None:
         rows.append(("start-up", _startup(summary["startup"])))
-    num_outliers = summary.get("num_outliers")
-    if num_outliers == 0 and summary["images_per_second_interval"] is not None:
+    if summary["num_outliers"]:
+        rows.append(("outliers", f"{summary['num_outliers']} of the measured steps, kept"))
+    elif summary["images_per_second_interval"] is not None:
         # Rule of three: n steps miss what happens in a share of 3 / n of all steps with 5 %.
         share = f"1 step in {summary['num_measured_steps'] // RULE_OF_THREE}"
         rows.append(("outliers", f"none seen; pauses rarer than {share} may have been missed"))
-    if num_outliers:
-        rows.append(("outliers", f"{summary['num_outliers']} of the measured steps, kept"))
-    rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary.get("flags", [])]
+    rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary["flags"]]
     return rows
 
 
@@ -151,12 +148,18 @@ def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
     summaries = [summary for summary in summaries if summary["images_per_second"] is not None]
     if not summaries:
         return NOT_KNOWN
-    interval = between_runs_interval([summary["images_per_second"] for summary in summaries])
+    median = describe_median([summary["images_per_second"] for summary in summaries])
+    return median or "; ".join(format_rate(summary) for summary in summaries)
+
+
+def describe_median(figures: Sequence[float], *, num_digits: int = 4) -> str | None:
+    """The median of three or more runs with its interval; of fewer None."""
+    interval = between_runs_interval(figures)
     if interval is None:
-        return "; ".join(format_rate(summary) for summary in summaries)
-    median = statistics.median(summary["images_per_second"] for summary in summaries)
+        return None
+    median = format_number(statistics.median(figures), num_digits=num_digits)
     low, high = format_number(interval.low), format_number(interval.high)
-    return f"median {format_number(median)} ({low} to {high}, {interval.kind})"
+    return f"median {median} ({low} to {high}, {interval.kind})"
 
 
 def format_number(value: float, *, num_digits: int = 4) -> str:

@@ -1,9 +1,13 @@
-"""The command `scaling cost`: days, GPU-hours, dollars and kilowatt-hours of a training.
+"""Days, GPU-hours, cost and energy of a whole training at the throughput of a table.
 
     days = sum over the stages of images / images_per_second / 86,400
-    GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
+    GPU-hours = days x 24 x GPUs, cost = GPU-hours x price
+    energy = GPU-hours x power of the board
 
-Intervals assume that the throughput of all stages deviates in the same direction.
+Days are of pure training, without evaluation, checkpoints and broken nodes. Prices and powers come
+from prices.yaml, which you can edit. Energy is that of the GPU boards at their maximum power,
+without hosts and cooling. Intervals of the throughput carry over to every figure, as if that of all
+stages deviated in the same direction.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import refused_unless_read
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
-from sdbench.record.store import describe_fault, load_schema
+from sdbench.record.store import check_schema
 from sdbench.report.figures import find_name
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
@@ -31,13 +36,6 @@ HOURS_PER_DAY = 24
 # Each beside its schema.
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 PRICES_FILE = Path(__file__).with_name("prices.yaml")
-
-DESCRIPTION = """\
-Days, GPU-hours, cost and energy of a whole training at the throughput of a table. Days are of pure
-training, without evaluation, checkpoints and broken nodes. Prices and powers come from prices.yaml,
-which you can edit. Energy is that of the GPU boards at their maximum power, without hosts and
-cooling. Intervals of the throughput carry over to every figure.
-"""
 
 EPILOG = """\
 examples:
@@ -229,10 +227,8 @@ def _read_file(path: Path | None, *, like: Path, flag: str) -> dict[str, Any]:
     """Read a YAML file with the schema of `like`, a file of this folder; `like` without a path."""
     path, allowed = path or like, f"a YAML file like {like.name}"
     content = read_mapping(path, allowed=allowed, flag=flag)
-    fault = next(load_schema(like.with_suffix(".schema.json")).iter_errors(content), None)
-    if fault is not None:
-        what = f"the file has an entry that is wrong ({describe_fault(fault)})"
-        raise ConfigError(what, value=str(path), allowed=allowed, flag=flag)
+    with refused_unless_read(path, "the file", allowed=allowed, flag=flag):
+        check_schema(content, like.with_suffix(".schema.json"))
     return content
 
 

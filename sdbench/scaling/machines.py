@@ -1,13 +1,18 @@
-"""The command `scaling machines`: machines of a training, by where pictures are encoded.
+"""Machines, hours and cost of a training for three ways to encode its pictures.
 
     trained = trainers x images/s of one x scaling efficiency
-    encoders = trained x (1 + margin) / images/s of one, rounded up; decoders likewise
+    encoders = trained x (1 + margin) / images/s of one, decoders likewise
     hours = images / images/s of the slowest workers / 3600
     cost = hours x sum over the kinds of machines of number x price
 
-A decoder is a CPU worker with a core of its own that reads, decodes and tokenizes. Intervals assume
-that all rates deviate in the same direction; intervals of hours and cost are for the planned
-machines.
+Pictures are encoded by GPUs beside the trainers (online preprocessing), in the step of the
+trainers, or once before the training. Works from images/s of one trainer, one encoder and one
+decoder (a CPU worker with a core of its own that reads, decodes and tokenizes): records of this
+suite, or numbers. By default there are enough encoders and decoders to keep the trainers from
+waiting, with a margin; with numbers that you give, the slowest workers set the pace. Intervals of
+the rates carry over to every figure, as if all rates deviated in the same direction; those of hours
+and cost are for the planned machines. Not included: storage of latents, interrupted runs, and slow
+networks.
 """
 
 from __future__ import annotations
@@ -46,16 +51,6 @@ from sdbench.settings.kinds import (
 )
 from sdbench.settings.ray import RAY
 from sdbench.settings.setting import REQUIRED, setting, shared
-
-DESCRIPTION = """\
-Machines, hours and cost of a training for three ways to encode its pictures: by GPUs beside the
-trainers (online preprocessing), in the step of the trainers, or once before the training. Works
-from images/s of one trainer, one encoder and one decoder (a CPU worker that reads, decodes and
-tokenizes): records of this suite, or numbers. By default there are enough encoders and decoders to
-keep the trainers from waiting, with a margin; with numbers that you give, the slowest workers set
-the pace. Intervals of the rates carry over to every figure. Not included: storage of latents,
-interrupted runs, and slow networks.
-"""
 
 EPILOG = """\
 examples:

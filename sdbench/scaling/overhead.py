@@ -1,10 +1,18 @@
-"""The command `scaling overhead`: the gain of sharing or hiding the overhead of a step.
+"""Model what sharding or hiding the overhead of a step gains on more GPUs.
 
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
 
-as in `sdbench.statistics.law`, but the overhead is not fitted: it is the sum of the phases of a
-record and of the communication with GPUs that the record did not have. A micro-batch with fewer
-images than the record's is assumed to take as long.
+The step comes from a record with --profile_batches, or from phases that you give for one
+micro-batch on one GPU. The encoders, the forward and the backward pass count in each micro-batch,
+and one of fewer images is assumed to take as long. The overhead is the sum of the others, once in a
+step: the optimizer, the EMA, gradients, rank wait and the rest (data wait, copies, other).
+Communication with GPUs that the record did not have is computed from the speed of the links; the
+first row counts it in full, though DDP and FSDP hide a part. All figures are modelled: measure what
+matters.
+
+Changes: shared shards the optimizer and the EMA over the GPUs of a node; 16_bit sends gradients in
+16 bits; behind_backward and behind_encoders overlap gradients with the backward pass and with the
+encoders of the next step; no_rest hides the rest, as CUDA graphs do.
 """
 
 from __future__ import annotations
@@ -33,19 +41,6 @@ from sdbench.settings.kinds import (
 from sdbench.settings.parallel import NODE_MIB, SEVERAL_NODES_MIB, SHARED, WITHIN_NODE
 from sdbench.settings.setting import setting
 from sdbench.statistics.law import Setup, communication_share
-
-DESCRIPTION = """\
-Model what sharding or hiding the overhead of a step gains on more GPUs. The step comes from a
-record with --profile_batches, or from phases that you give for one micro-batch on one GPU. The
-encoders, the forward and the backward pass count in each micro-batch; the optimizer, the EMA,
-gradients, rank wait and the rest (data wait, copies, other) once in a step. Communication with GPUs
-that the record did not have is computed from the speed of the links; the first row counts it in
-full, though DDP and FSDP hide a part. All figures are modelled: measure what matters.
-
-Changes: shared shards the optimizer and the EMA over the GPUs of a node; 16_bit sends gradients in
-16 bits; behind_backward and behind_encoders overlap gradients with the backward pass and with the
-encoders of the next step; no_rest hides the rest, as CUDA graphs do.
-"""
 
 EPILOG = """\
 examples:

@@ -1,7 +1,9 @@
-"""The command `scaling plan`: the number of GPUs for a deadline or a budget.
+"""Find the number of GPUs and the micro-batch that train a recipe within a deadline or a budget.
 
-Every GPU count is tried with its fastest micro-batch. With a deadline, the best candidate is the
-cheapest that keeps it; with only a budget, the fastest within it.
+Fits the step law for every resolution of the recipe and tries each number of GPUs with its fastest
+micro-batch. The column fits has yes if the whole 95 % interval keeps the limits, and likely if only
+the value does. The best is the cheapest that keeps the deadline; with only a budget, the fastest
+within it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,6 @@ from sdbench.scaling.predict import FitFlags, fit_to_predict
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER
 from sdbench.settings.setting import setting
 from sdbench.statistics.law import Prediction, StepLaw
-
-DESCRIPTION = """\
-Find the number of GPUs and the micro-batch that train a recipe within a deadline or a budget. Fits
-the step law for every resolution of the recipe and tries each number of GPUs. The column fits has
-yes if the whole 95 % interval keeps the limits, and likely if only the value does. The best is the
-cheapest that keeps the deadline; with only a budget, the fastest within it.
-"""
 
 EPILOG = """\
 examples:

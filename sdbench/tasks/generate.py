@@ -184,7 +184,7 @@ class Generate(Task):
         """Make the folder of --folder, new or with pictures of the same job."""
         folder = Path(self._flags.folder)
         self._check_earlier_job(folder)
-        with refused_unless_written(folder, kind="output", flag="--folder"):
+        with refused_unless_written(folder, what="the output folder", flag="--folder"):
             (folder / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
             (folder / ".failed").unlink(missing_ok=True)
             table = io.StringIO()

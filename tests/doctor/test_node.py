@@ -121,8 +121,8 @@ def test_a_lost_gpu_is_an_error(look, set_gpus, monkeypatch, name, value, num_gp
 
 
 def test_what_a_check_raises_is_an_error_of_its_own(look, monkeypatch):
-    monkeypatch.setattr("sdbench.doctor.machine.num_cpu_cores", lambda: 1 / 0)
-    finding = look()["processes"]
+    monkeypatch.setattr("sdbench.doctor.machine.private_folder", lambda: 1 / 0)
+    finding = look()["disk"]
     assert (finding["level"], finding["found"]) == ("error", "ZeroDivisionError: division by zero")
 
 

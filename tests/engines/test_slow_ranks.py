@@ -86,7 +86,7 @@ def train(engine, sharding, place):
         schedule=slow("schedule", SCHEDULE.__getitem__),
         make_optimizer=functools.partial(make_optimizer, config=config),
     )
-    forward = watch.phases.wrap("unet_forward", slow("forward", job.model.unet.forward))
+    forward = watch.phases.phase("unet_forward")(slow("forward", job.model.unet.forward))
     job.model.unet.forward = forward
     with pytest.MonkeyPatch.context() as patch:
         adam = sys.modules["torch.optim.adam"]

@@ -113,7 +113,7 @@ def test_each_profiled_step_encodes_one_batch_also_ahead(fake_stream, sleep):
         sleep(3)
         return batch
 
-    job = make_parts(prepare=watch.phases.wrap(VAE_ENCODE, prepare))
+    job = make_parts(prepare=watch.phases.phase(VAE_ENCODE)(prepare))
     config = make_config(copy_stream="side", encode_ahead=True)
     breakdown = load_engine("torch")(job, config, watch).breakdown
     assert (breakdown["num_steps"], breakdown["seconds"][VAE_ENCODE]) == (2, 3)

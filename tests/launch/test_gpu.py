@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import benchmark
-from sdbench.analysis.ladder_rungs import RUNGS, describe_flags
+from sdbench.analysis.ladder import RUNGS, describe_flags
 from sdbench.settings.setting import GPU
 from tests.runs import only_record
 from tests.train.written import read_losses

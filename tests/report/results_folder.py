@@ -92,27 +92,32 @@ def rows_of(table: Table) -> list[dict[str, str]]:
     return [dict(zip(names, (cell.text for cell in row), strict=True)) for row in table.rows]
 
 
-def make_readme(results: Path) -> None:
-    """A README.md with places for the tables."""
-    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in PLACES[README]]
-    (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
+def make_text(results: Path, name: str = README) -> None:
+    """A text with places for its tables."""
+    blocks = [f"{BEGIN.format(place)}\n{END.format(place)}\n" for place in PLACES[name]]
+    (results / name).write_text("before\n" + "between\n".join(blocks) + "after\n")
 
 
 def make_results(results: Path, *records: dict[str, Any], quoted: bool = True) -> Path:
     """A results folder with these runs, each under a name of its own and with steps."""
     results.mkdir(exist_ok=True)
-    make_readme(results)
+    make_text(results)
     if quoted:
         shutil.copytree(RESULTS / "quoted", results / "quoted")
-    steps = (
-        "index,phase,step_time_s,data_wait_s,loss\n0,warmup,9.0,0.1,1.0\n1,measured,{},0.1,0.9\n"
-    )
     for number, record in enumerate(records):
         record = {**record, "run_id": f"{number:04d}{record['run_id'][4:]}"}
-        folder = results / "runs" / record["run_id"]
-        folder.mkdir(parents=True)
-        (folder / "record.json").write_text(json.dumps(record))
-        if record["summary"] is not None:
-            step_time_s = record["config"]["batch_size"] / record["summary"]["images_per_second"]
-            (folder / "steps.csv").write_text(steps.format(step_time_s))
+        write_run(results / "runs" / record["run_id"], record)
     return results
+
+
+def write_run(folder: Path, record: dict[str, Any], *, num_steps: int = 2) -> Path:
+    """The folder of a run: a step of warm-up, and measured ones that take what its rate gives."""
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record))
+    (folder / "stdout.log").write_text("step 1\n")
+    if record["summary"] is not None:
+        step_time_s = record["config"]["batch_size"] / record["summary"]["images_per_second"]
+        lines = ["index,phase,step_time_s,data_wait_s,loss", "0,warmup,9.0,0.1,1.0"]
+        lines += [f"{step},measured,{step_time_s},0.1,0.9" for step in range(1, num_steps)]
+        (folder / "steps.csv").write_text("\n".join(lines) + "\n")
+    return folder

@@ -7,13 +7,11 @@ import io
 import itertools
 import json
 import math
-import shlex
 import shutil
 
 import pytest
 from scipy import stats
 
-from sdbench.analysis.compare import EPILOG
 from sdbench.cli import main
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
@@ -477,16 +475,6 @@ def test_the_comparison_is_written_to_a_file(compare, repository, tmp_path):
     arguments = (repository / SINGLE, "--between", "gpu")
     assert compare(*arguments, "--out", out) == f"wrote {out}"
     assert " ".join(out.read_text().split()) == compare(*arguments)
-
-
-def test_the_examples_of_the_help_run(capsys, repository, monkeypatch):
-    monkeypatch.chdir(repository)
-    examples = EPILOG.replace("\\\n", "").splitlines()[1:]
-    shipped = [shlex.split(line)[3:] for line in examples if "results/" in line]
-    assert len(shipped) == 2
-    for arguments in shipped:
-        assert main(arguments) == 0
-        assert "not tested" in capsys.readouterr().out
 
 
 # When the runs were made.

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from sdbench.analysis.feed_table import format_csv, format_feed, make_data_table
+from sdbench.analysis.feed_table import format_feed, make_data_table, make_row
 from sdbench.analysis.publish import main
 from sdbench.measure.hardware import as_dict
 from sdbench.record.store import load_record
 from sdbench.report.tables import to_markdown
 from tests.machines import make_cpu_machine, make_machine
-from tests.report.results_folder import RESULTS, make_readme
+from tests.report.results_folder import RESULTS, make_text, write_run
 from tests.schemas import validate
 
 PUBLISHED = load_record(min(RESULTS.glob("runs/*_feed-mds-512px")))
@@ -100,7 +100,7 @@ def test_a_person_reads_whether_it_is_enough(target, num_needed, verdict, worker
 
 def test_a_gpu_is_not_what_loads():
     feed = make_record(machine=make_machine(cpu_name="Xeon"))
-    rows = csv.DictReader(format_csv([feed, {**feed, "kind": "precompute"}]).splitlines())
+    rows = map(make_row, [feed, {**feed, "kind": "precompute"}])
     assert [row["device"] for row in rows] == ["Xeon", "NVIDIA H100 80GB HBM3"]
 
 
@@ -139,13 +139,12 @@ def test_publishing_leaves_the_paths_of_the_machine_behind(tmp_path, capsys):
         "results_dir": str(tmp_path / "runs"),
     }
     record = make_record(config=config)
-    run = tmp_path / "runs" / record["run_id"]
-    run.mkdir(parents=True)
-    (run / "record.json").write_text(json.dumps({**record, "command": ["data.py", place]}))
+    record["command"] = ["data.py", place]
+    run = write_run(tmp_path / "runs" / record["run_id"], record)
     (run / "stdout.log").write_text(f"Reading {other} and {place}\nrecord: {run}\n")
     results = tmp_path / "results"
     results.mkdir()
-    make_readme(results)
+    make_text(results)
 
     assert main([str(run), "--folder", str(results)]) == 0
     copied = results / "runs" / record["run_id"]

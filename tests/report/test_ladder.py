@@ -10,8 +10,14 @@ import statistics
 import pytest
 import yaml
 
-from sdbench.analysis.ladder import find_ladders, is_one_rung, read_configurations
-from sdbench.analysis.ladder_rungs import RUNGS, describe_flags, find_rung
+from sdbench.analysis.ladder import (
+    RUNGS,
+    describe_flags,
+    find_ladders,
+    find_rung,
+    is_one_rung,
+    read_configurations,
+)
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
@@ -29,14 +35,10 @@ def settle_preset(preset, *, on_gpu):
 FAST_ON_CPU = settle_preset(PRESETS["fast"], on_gpu=False)
 
 
-def cells_of(table):
-    """Texts by the first column's, and by the heading."""
-    return {next(iter(row.values())): row for row in rows_of(table)}
-
-
 def ladder_of(*records):
+    """Texts by the rung, and by the heading."""
     (table,) = make_ladder_tables(read_configurations(records))
-    return cells_of(table)
+    return {row["rung"]: row for row in rows_of(table)}
 
 
 def pairs_of(name, *records):

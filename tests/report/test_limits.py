@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
+from sdbench.analysis.report import LIMITS_PAGE
 from sdbench.cli import main
-from tests.report.results_folder import RESULTS, make_results
+from tests.report.results_folder import RESULTS, make_results, make_text
 
 (ONLINE,) = RESULTS.glob("profiles/20261123T082754Z_*/profile.json")
-PAGE = "# Limits\n<!-- begin generated: limits -->\n<!-- end generated: limits -->\n"
 
 
 def row(phase, operator, time_ms, gflop=0.0):
@@ -37,7 +35,7 @@ def test_the_parts_above_the_floor_add_up_to_it(tmp_path):
         "outside_operators_ms": 4.0,
     }
     results = make_results(tmp_path, quoted=False)
-    (results / "limits.md").write_text(PAGE)
+    make_text(results, LIMITS_PAGE)
     (results / "profiles" / "one").mkdir(parents=True)
     profile = json.loads(ONLINE.read_text())
     profile |= {"operators": operators, "step": profile["step"] | step}
@@ -54,11 +52,13 @@ NO_PROFILES = ["{", "[]", "{}", '{"kind": "profile"}', '{"kind": "profile", "ste
 NO_FIGURES = '{"kind": "profile", "step": {"needed_floor_ms": 1.0}}'
 
 
-@pytest.mark.parametrize("content", [*NO_PROFILES, NO_FIGURES])
-def test_what_is_no_profile_is_named_and_left_out(tmp_path, capsys, content):
+def test_what_is_no_profile_is_named_and_left_out(tmp_path, capsys):
     results = make_results(tmp_path, quoted=False)
-    (results / "profiles" / "one").mkdir(parents=True)
-    path = results / "profiles" / "one" / "profile.json"
-    path.write_text(content)
+    paths = []
+    for number, content in enumerate([*NO_PROFILES, NO_FIGURES]):
+        paths.append(results / "profiles" / f"{number}" / "profile.json")
+        paths[-1].parent.mkdir(parents=True)
+        paths[-1].write_text(content)
     assert main(["report", "--folder", str(results)]) == 1
-    assert str(path) in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert [path for path in paths if str(path) not in printed] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -17,10 +16,10 @@ from sdbench.analysis.loss_band import (
     make_tables,
     read_run,
 )
-from sdbench.analysis.report import LADDER_PAGE, PLACES, load_losses
+from sdbench.analysis.report import LADDER_PAGE, README, load_losses
 from sdbench.cli import main
 from tests.refusals import refusal_of, refused
-from tests.report.results_folder import RESULTS, make_readme, make_recipe, rows_of
+from tests.report.results_folder import RESULTS, make_recipe, make_text, rows_of, write_run
 
 # Five others whose losses lie 0.01, 0.02, 0.03, 0.04 and 0.05 above the reference at every step:
 # their standard deviation is sqrt(0.0010 / 4) = 0.0158114, and the band 0.0474342.
@@ -92,30 +91,18 @@ def test_runs_on_other_data_or_another_device_are_not_compared():
     assert list(judge(lean)) == ["--preset fast"]
 
 
-def write_run(folder, record, num_steps):
-    folder.mkdir(parents=True)
-    lines = ["index,phase,step_time_s,data_wait_s,loss"]
-    lines += [f"{step},measured,2.0,0.0,{1.0 / (1 + step)}" for step in range(num_steps)]
-    (folder / "steps.csv").write_text("\n".join(lines) + "\n")
-    (folder / "record.json").write_text(json.dumps(record))
-    (folder / "stdout.log").write_text("")
-    return folder
-
-
 @pytest.fixture
 def results(tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
-    make_readme(folder)
-    begin, end = (f"<!-- {word} generated: {{}} -->\n" for word in ("begin", "end"))
-    blocks = [(begin + end).format(place, place) for place in PLACES[LADDER_PAGE]]
-    (folder / "ladder.md").write_text("".join(blocks))
+    for name in (README, LADDER_PAGE):
+        make_text(folder, name)
     return folder
 
 
 def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path, results):
     record = make_recipe(precision="fp32")
-    run = write_run(tmp_path / "run", record, NUM_STEPS)
+    run = write_run(tmp_path / "run", record, num_steps=NUM_STEPS)
     assert main(["publish", "--numerics", str(run), "--folder", str(results)]) == 0
     published = results / "numerics" / record["run_id"]
     assert {path.name for path in published.iterdir()} == {"record.json", "stdout.log", "steps.csv"}
@@ -124,9 +111,9 @@ def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path, result
 
 
 def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path, results):
-    run = write_run(tmp_path / "run", make_recipe(precision="fp32"), 49)
+    run = write_run(tmp_path / "run", make_recipe(precision="fp32"), num_steps=49)
     error = refusal_of("publish", "--numerics", run, "--folder", results)
-    assert (error.flag, error.value) == ("--numerics", f"{run / 'steps.csv'}: 49 steps")
+    assert (error.flag, error.value) == ("--numerics", str(run / "steps.csv"))
     assert not (results / "numerics").exists()
     (run / "steps.csv").write_text("index,loss\n0,much\n")
     with refused("--numerics"):

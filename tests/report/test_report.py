@@ -84,9 +84,10 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     assert "No runs yet." in (results / "README.md").read_text()
 
 
-def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
+def test_measured_figures_are_drawn_beside_the_seeds_and_other_work_on_axes_of_its_own(tmp_path):
     runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0)]
     runs += [micro_batch_run(4, 600.0, ranks__world_size=16)]
+    runs += [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
     results = make_results(tmp_path, *runs)
     rebuild(results)
     texts = texts_of(results, MICRO_BATCH)
@@ -101,14 +102,7 @@ def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
         assert texts[texts.index(label) + 1] == "measured [1]"
     assert "ideal" in texts_of(results, SPEED_UP)
     assert "speed-up over 8 GPUs" in texts_of(results, SPEED_UP)
-
-
-def test_other_work_has_axes_of_its_own(tmp_path):
-    runs = [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
-    results = make_results(tmp_path, *runs)
-    rebuild(results)
     titles = {
-        MICRO_BATCH: "512 px, the encoders run in the step (online), 8 devices",
         OTHER_MICRO_BATCHES: "512 px, the encoders run in the step (online), 1 device",
         f"{OTHER_MICRO_BATCHES}-2": "512 px, latents and text embeddings made beforehand",
     }

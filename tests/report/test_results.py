@@ -10,7 +10,13 @@ import pytest
 from sdbench.analysis.report import rebuild
 from sdbench.cli import main
 from tests.refusals import refusal_of
-from tests.report.results_folder import RESULTS, make_readme, make_record, make_results
+from tests.report.results_folder import (
+    RESULTS,
+    make_record,
+    make_results,
+    make_text,
+    write_run,
+)
 
 COMMITTED = ("README.md", "ladder.md", "throughput.csv", "data.csv", "index.html")
 COMMITTED += ("plots/*.svg", "pages/*.md")
@@ -39,7 +45,7 @@ def test_what_is_committed_is_what_the_committed_records_give(tmp_path):
 
 
 def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
-    make_readme(tmp_path)
+    make_text(tmp_path)
     readme = tmp_path / "README.md"
     text = readme.read_text()
     assert text.count("-->\n<!-- end") == 5
@@ -61,7 +67,7 @@ def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
     ],
 )
 def test_a_file_that_is_not_what_it_should_be_stops_everything(tmp_path, name, content, value):
-    make_readme(tmp_path)
+    make_text(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -74,13 +80,11 @@ def test_a_file_that_is_not_what_it_should_be_stops_everything(tmp_path, name, c
 
 
 def test_a_copy_of_a_record_is_named_and_left_out(tmp_path, capsys):
-    make_readme(tmp_path)
-    path = tmp_path / "runs" / "copy" / "record.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(make_record()))
+    make_text(tmp_path)
+    run = write_run(tmp_path / "runs" / "copy", make_record())
     assert main(["report", "--folder", str(tmp_path)]) == 1
     printed = capsys.readouterr()
-    assert f"got '{path}'" in printed.err
+    assert f"got '{run / 'record.json'}'" in printed.err
     assert "from 0 runs and 0 figures" in printed.out and "left out" in printed.out
 
 
@@ -103,7 +107,6 @@ def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys):
 
 def test_publishing_begins_a_folder_and_may_be_repeated(tmp_path, capsys):
     (run,) = (make_results(tmp_path / "mine", make_record(), quoted=False) / "runs").iterdir()
-    (run / "stdout.log").write_text("step 1\n")
     results = tmp_path / "new"
     for said in ("published", "published before:"):
         assert main(["publish", str(run), "--folder", str(results)]) == 0
@@ -117,7 +120,6 @@ def test_publishing_begins_a_folder_and_may_be_repeated(tmp_path, capsys):
 
 def test_a_run_is_not_published_where_its_tables_cannot_be_made(tmp_path):
     (run,) = (make_results(tmp_path / "mine", make_record(), quoted=False) / "runs").iterdir()
-    (run / "stdout.log").write_text("step 1\n")
     results = make_results(tmp_path / "results", quoted=False)
     (results / "README.md").write_text("no place")
     assert refusal_of("publish", run, "--folder", results).flag == "--folder"

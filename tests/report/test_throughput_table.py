@@ -11,10 +11,6 @@ from sdbench.report.tables import to_captioned_markdown
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 
-def cells(table, *, row=0):
-    return rows_of(table)[row]
-
-
 def with_rate(rate, **changes):
     return make_record(
         summary__images_per_second=rate, summary__images_per_second_interval=None, **changes
@@ -29,7 +25,7 @@ def test_three_runs_of_one_configuration_have_an_interval_and_two_keep_that_of_e
     assert row["images/s (95 % interval)"] == "median 1 (0.1787 to 5.595, between-runs)"
     assert row["source"] == "2026-11-21, code 977fb62"
     (table,) = make_tables([make_record(), with_rate(2.0)])
-    assert cells(table)["images/s (95 % interval)"] == (
+    assert rows_of(table)[0]["images/s (95 % interval)"] == (
         "0.4706 (0.4565 to 0.4857, 95 % within-run); 2 (no interval: 10 measured steps, 10 needed)"
     )
 
@@ -68,17 +64,17 @@ def test_strong_and_weak_scaling_are_told_apart():
 
     runs = [run(1, 8), run(2, 8), run(2, 16), run(4, 32), run(4, 4), run(8, 64, config__lr=0.5)]
     (table,) = make_tables(runs)
-    scalings = [cells(table, row=row).get("scaling") for row in range(len(runs))]
+    scalings = [rows_of(table)[row].get("scaling") for row in range(len(runs))]
     # 8 images on 1 and 2 devices; 8 a device on 1, 2 and 4. The last two stand alone.
     assert scalings == ["strong, weak", "strong", "weak", "weak", "", ""]
     (alone,) = make_tables(runs[-1:])
-    assert "scaling" not in cells(alone)
+    assert "scaling" not in rows_of(alone)[0]
 
 
 def test_flags_are_told_in_words():
     record = make_record(summary__flags=["drift", "shared"], git__dirty=True)
     (table,) = make_tables([make_record(), record])
-    assert cells(table)["notes"] == (
+    assert rows_of(table)[0]["notes"] == (
         "drift: the step time had not settled when the window ended; "
         "shared: other processes computed on the GPU; the code had uncommitted changes"
     )
@@ -87,7 +83,7 @@ def test_flags_are_told_in_words():
 def test_rows_with_the_same_settings_are_told_apart_by_their_code():
     older = make_record(config__lr_end_factor=0.5, git__commit="abcdef1234")
     (table,) = make_tables([make_record(), older, make_record(config__precision="fp32")])
-    assert [cells(table, row=row)["configuration"] for row in range(3)] == [
+    assert [rows_of(table)[row]["configuration"] for row in range(3)] == [
         "amp_bf16, code 977fb62",
         "amp_bf16, code abcdef1",
         "fp32",
@@ -135,7 +131,7 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
         (machine, work, f"{rate} to unbounded, 95 % within-run)", number)
         for machine, work, rate, number in expected
     ]
-    first = cells(table)
+    first = rows_of(table)[0]
     assert (first["MFU, %"], first["power, W"]) == ("41.2", "612.5")
     assert first["configuration"] == (
         "fast, engine composer, amp_bf16, no EMA, global batch 2, micro-batch 2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 
 import numpy as np
@@ -25,7 +24,7 @@ from sdbench.statistics.law import (
     fit_law,
 )
 from tests.refusals import refusal_of
-from tests.report.results_folder import make_gpu_record
+from tests.report.results_folder import make_gpu_record, write_run
 
 HEADER = "gpu,num_gpus,micro_batch,global_batch,images_per_second"
 WITH_COMMUNICATION = f"{HEADER},gradient_communication_s"
@@ -319,9 +318,7 @@ def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
                 "seconds": {**dict.fromkeys(PHASES, 0.0), **parts},
             },
         )
-        folders.append(tmp_path / str(number))
-        folders[-1].mkdir()
-        (folders[-1] / "record.json").write_text(json.dumps(record))
+        folders.append(write_run(tmp_path / str(number), record))
     points = points_of(*folders)
     assert [point.setup.num_gpus for point in points] == [8, 16, 32, 64]
     assert [point.communication_s for point in points] == pytest.approx([0.1, 0.3, 0.4, 0.45])
