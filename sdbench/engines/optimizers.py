@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,16 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sdbench.base.errors import RunError
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
-
-# Parameters of AdamW._init_group in the releases of torch that the suite was tried with.
-INIT_GROUP = (
-    *("group", "params_with_grad", "grads"),
-    *("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"),
-)
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
@@ -104,14 +96,6 @@ class AdamW(torch.optim.AdamW):
     permuted view that is contiguous gives the same result. `_init_group`, a private method that
     lists a group's tensors for the kernel, is overridden to give it such views.
     """
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
-            raise RunError(
-                f"torch {torch.__version__} is not known to this suite: its AdamW lists the "
-                f"tensors {found}, and not {INIT_GROUP}; requirements.txt has a torch that is known"
-            )
-        super().__init__(*args, **settings)
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
         is_complex = super()._init_group(group, *tensors)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -277,18 +276,14 @@ class Checkpoints:
         return is_kept or old in self.held
 
 
-def find_newest(
-    run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False, before: float = math.inf
-) -> Checkpoint | None:
+def find_newest(run: Path, *, ranks: Ranks = ALONE, reads_all: bool = False) -> Checkpoint | None:
     """The newest whole checkpoint of a run, the same on all ranks, which call it.
 
-    `reads_all` checks the checksums of all files, and not only their sizes. Steps from `before` on
-    are left out.
+    `reads_all` checks the checksums of all files, and not only their sizes.
     """
     folder = run / FOLDER_NAME
     passed_over: list[str] = []
-    steps = [step for step in broadcast(_list_steps(folder), ranks) if step < before]
-    for step in reversed(steps):
+    for step in reversed(broadcast(_list_steps(folder), ranks)):
         fault = None
         try:
             found = Checkpoint.open(path_of(folder, step), ranks=ranks)

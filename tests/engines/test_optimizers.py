@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError
 from sdbench.engines import one_pass_adamw
 from sdbench.engines.job import TrainedModule
 from sdbench.engines.one_pass_adamw import AdamWInOnePass
@@ -99,13 +99,6 @@ def test_each_group_has_its_own_rate_and_decay(master_weights, which):
     # Without gradients a step is the decay alone: 1 - rate x decay.
     left = {name: float(module.weight[0, 0]) for name, module in model.items()}
     assert left == {"one": 0.75, "two": 0.9375, "frozen": 1.0}
-
-
-def test_a_torch_that_is_not_known_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.optim.AdamW, "_init_group", lambda self, group: False)
-    with pytest.raises(RunError) as caught:
-        AdamW([torch.zeros(1)])
-    assert caught.value.status == "failed"
 
 
 def backward(model, *, step):  # whose gradients do not depend on the weights

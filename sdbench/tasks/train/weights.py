@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,24 +23,20 @@ from sdbench.state.checkpoint import (
     weight_prefixes,
     weights_of,
 )
-from sdbench.state.checkpoints import FOLDER_NAME, PREFIX, find_newest, tell_of_passed_over
+from sdbench.state.checkpoints import FOLDER_NAME, find_newest, tell_of_passed_over
 
 
 def open_checkpoint(run: Path, *, flag: str, reads_all: bool = False) -> Checkpoint:
     """Open the checkpoint in a folder, or the newest whole one of the run in it.
 
-    `reads_all` is that of `find_newest`. Of a damaged checkpoint the error names an older one.
+    `reads_all` is that of `find_newest`.
     """
-    if (run / DESCRIPTION_NAME).is_file() or run.resolve().parent.name == FOLDER_NAME:
-        try:
+    with blamed_on(flag):
+        if (run / DESCRIPTION_NAME).is_file() or run.resolve().parent.name == FOLDER_NAME:
             checkpoint = Checkpoint.open(run)
             if reads_all:
                 checkpoint.check_share()
-        except ConfigError as error:
-            allowed = f"a whole checkpoint{_describe_older(run.resolve())}"
-            raise ConfigError(error.what, value=error.value, allowed=allowed, flag=flag) from None
-        return dataclasses.replace(checkpoint, is_checked=reads_all)
-    with blamed_on(flag):
+            return dataclasses.replace(checkpoint, is_checked=reads_all)
         checkpoint = find_newest(run, reads_all=reads_all)
     if checkpoint is None:
         raise ConfigError(
@@ -52,18 +47,6 @@ def open_checkpoint(run: Path, *, flag: str, reads_all: bool = False) -> Checkpo
         )
     tell_of_passed_over(checkpoint)
     return checkpoint
-
-
-def _describe_older(damaged: Path) -> str:
-    """The end of a sentence: the newest whole checkpoint that is older than a damaged one."""
-    step = damaged.name.removeprefix(PREFIX)
-    if damaged.parent.name != FOLDER_NAME or not step.isdecimal():
-        return ""
-    with contextlib.suppress(ConfigError):  # all are damaged
-        older = find_newest(damaged.parent.parent, reads_all=True, before=int(step))
-        if older is not None:
-            return f": the next older one is {older.folder}"
-    return "; the run has no older one that is whole"
 
 
 def has_averages(checkpoint: Checkpoint) -> bool:
