@@ -10,10 +10,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 NUM_RANKS = 2
 
@@ -60,12 +61,9 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def wait_for_step(log: Path, *, timeout_s: float = 240) -> None:
+def wait_for_step(log: Path) -> None:
     """Wait until a run has ended its first step, by what it prints."""
-    deadline_s = time.monotonic() + timeout_s
-    while "step 1/" not in log.read_text():
-        assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.1)
+    wait_for(lambda: "step 1/" in log.read_text(), what="the first step", within_s=240, log=log)
 
 
 def exit_codes(ranks: list[BaseProcess], *, timeout_s: float = 60) -> list[int | None]:

@@ -34,6 +34,17 @@ def only_record(results: Path) -> dict[str, Any]:
     return load_record(path)
 
 
+def run_and_load(
+    main: Callable[[Sequence[str]], int], results: Path, *argv: str
+) -> tuple[dict[str, Any] | None, int]:
+    """Run a program in this process: the record of the one new run, or None, and the exit code."""
+    before = set(results.glob("*/record.json"))
+    exit_code = main([*argv, "--results_dir", str(results)])
+    new = set(results.glob("*/record.json")) - before
+    assert len(new) <= 1
+    return (load_record(new.pop()) if new else None), exit_code
+
+
 def follow_rate(record: dict[str, Any]) -> dict[str, Any]:
     """Set the figures of a record of benchmark.py that follow from its images/s; returns it."""
     summary = record["summary"]

@@ -17,10 +17,12 @@ from sdbench.cli import main as sdbench
 from sdbench.measure.timer import StepTimer
 from sdbench.measure.watch import StepWatch
 from sdbench.models.stable_diffusion import StableDiffusion
-from sdbench.record.store import SCHEMA_FILE, load_record
+from sdbench.record.store import SCHEMA_FILE
 from sdbench.tasks import pretrain
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.report.results_folder import make_results
+from tests.runs import only_record, run_and_load
+from tests.train.written import read_losses, read_steps
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
 # As many steps as the tests count: no profile, and no second window for one that has not settled.
@@ -30,18 +32,11 @@ QUICK = (*TINY, *SHORT, "--engine", "torch")
 
 
 def run(tmp_path, *argv):
-    """Run in this process; the record of the one new run folder, or None, and the exit code."""
-    results = tmp_path / "runs"
-    before = set(results.glob("*/record.json"))
-    exit_code = benchmark.main([*argv, "--results_dir", str(results)])
-    new = set(results.glob("*/record.json")) - before
-    assert len(new) <= 1
-    return (load_record(new.pop()) if new else None), exit_code
+    return run_and_load(benchmark.main, tmp_path / "runs", *argv)
 
 
 def losses(tmp_path, record):
-    with (tmp_path / "runs" / record["run_id"] / "steps.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(loss) for loss in read_losses(tmp_path / "runs" / record["run_id"])]
 
 
 def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
@@ -74,8 +69,7 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert re.search(rf"^  outliers +{said}$", output, re.MULTILINE)
 
     folder = tmp_path / "runs" / record["run_id"]
-    with (folder / "steps.csv").open() as file:
-        steps = list(csv.DictReader(file))
+    steps = read_steps(folder)
     assert [step["phase"] for step in steps] == ["warmup"] * 2 + ["measured"] * 10
     measured_s = sum(float(step["step_time_s"]) for step in steps[2:])
     assert measured_s == pytest.approx(summary["window_s"], rel=1e-3)
@@ -115,36 +109,6 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
     assert results[0] == results[1]
     assert results[0] != results[2]
     assert len(set(results[0])) == 3
-
-
-@pytest.mark.parametrize(
-    ("preset", "recipe"),
-    [
-        # Composer's default on a CPU is fp32.
-        ("seed", {"precision": "fp32", "optimizer": "adamw", "ema_impl": "composer"}),
-        # Its number formats depend on the CPU.
-        ("fast", {"optimizer": "adamw_fused", "ema_impl": "foreach"}),
-    ],
-)
-def test_presets_run_with_ema_and_record_their_recipe(tmp_path, preset, recipe):
-    record, exit_code = run(tmp_path, *TINY, *SHORT, "--preset", preset, "--use_ema")
-    assert exit_code == 0
-    assert {name: record["config"][name] for name in recipe} == recipe
-    assert record["summary"]["images_per_second_interval"] is None
-
-
-def test_printed_config_is_a_config_file(tmp_path, capsys):
-    argv = [*TINY, "--batch_size", "6", "--preset", "seed"]
-    assert benchmark.main([*argv, "--print_config"]) == 0
-    printed = capsys.readouterr().out
-    assert "batch_size: 6  # flag" in printed
-    assert "optimizer: adamw  # preset" in printed
-    file = tmp_path / "run.yaml"
-    file.write_text(printed)
-    assert benchmark.main(["--config", str(file), "--dry_run"]) == 0  # the same by another name
-    values = [line.split("  #")[0] for line in printed.splitlines()]
-    again = [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()]
-    assert values == again
 
 
 def test_precomputed_latents_skip_the_encoders(tmp_path):
@@ -214,8 +178,7 @@ def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     logged, summary, statuses = {}, {}, []
 
     def finish():
-        (path,) = (tmp_path / "runs").glob("*/record.json")
-        statuses.append(load_record(path)["status"])
+        statuses.append(only_record(tmp_path / "runs")["status"])
 
     fake = SimpleNamespace(
         log=lambda values, step: logged.update({step: values["loss/train/total"]}),
@@ -235,8 +198,8 @@ def test_a_run_that_ends_badly_keeps_the_steps_before(tmp_path, monkeypatch, eng
     calls, logged = itertools.count(1), {}
 
     def log(values, step):
-        (path,) = (tmp_path / "runs").glob("*/record.json")
-        logged[step] = (values["loss/train/total"], load_record(path)["status"])
+        status = only_record(tmp_path / "runs")["status"]
+        logged[step] = (values["loss/train/total"], status)
 
     def loss(output):
         if next(calls) == 3:

@@ -176,16 +176,17 @@ def test_a_command_takes_the_settings_of_others_and_its_own():
 
 def test_help_answers_at_once(repository):
     # Under a second on an idle machine, which takes that no library of weight is loaded.
-    completed = subprocess.run(
-        [sys.executable, "-X", "importtime", "benchmark.py", "--help_all"],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    imported = set(re.findall(r"\| +(\S+)$", completed.stderr, re.MULTILINE))
-    assert {"argparse", "sdbench.settings.config"} <= imported
-    assert not imported & {"torch", "numpy", "scipy", "composer", "diffusers", "transformers"}
+    for command in ("generate.py --help", "benchmark.py --help_all"):
+        completed = subprocess.run(
+            [sys.executable, "-X", "importtime", *command.split()],
+            cwd=repository,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        imported = set(re.findall(r"\| +(\S+)$", completed.stderr, re.MULTILINE))
+        assert {"argparse", "sdbench.settings.kinds"} <= imported
+        assert not imported & {"torch", "numpy", "scipy", "PIL", "diffusers", "transformers"}
     assert "composer benchmark.py --use_synth_data" in completed.stdout
     assert "exit codes" in completed.stdout
     # What each preset has, and how to be without it.

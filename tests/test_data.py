@@ -13,21 +13,16 @@ import data as script
 from sdbench.analysis.feed_table import format_csv
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.record.store import load_record
 from sdbench.report.terminal import format_number
 from tests.refusals import PLACE_FLAGS, printed_refusal
+from tests.runs import run_and_load
 from tests.schemas import validate
 
 SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4")
 
 
 def run(tmp_path, *argv):
-    """Run in this process; the record of the one new run folder, or None, and the exit code."""
-    results = tmp_path / "runs"
-    exit_code = script.main([*argv, "--results_dir", str(results)])
-    found = list(results.glob("*/record.json"))
-    assert len(found) <= 1
-    return (load_record(found[0]) if found else None), exit_code
+    return run_and_load(script.main, tmp_path / "runs", *argv)
 
 
 def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):

@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +19,14 @@ import pytest
 import benchmark
 import data
 from sdbench import cli
-from sdbench.record.store import load_record
 from sdbench.run.outcome import explain
 from tests.forked import exit_codes, forked_ranks, log_of
+from tests.runs import only_record
 from tests.schemas import validate
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
-START_WITHIN_S, END_WITHIN_S = 120, 60
+END_WITHIN_S = 60
 # linux/fs.h
 MNT_DETACH = 2
 
@@ -44,17 +44,13 @@ A_SECOND = (*ENDLESS, "--max_seconds", "1")
 
 
 def wait_for_record(results: Path) -> None:
-    deadline_s = time.monotonic() + START_WITHIN_S
-    while not list(results.glob("*/record.json")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_for(lambda: list(results.glob("*/record.json")), what="a record")
 
 
-def only_record(results: Path) -> dict:
-    (path,) = results.glob("*/record.json")
-    record = load_record(path)
+def checked_record(results: Path) -> dict:
+    record = only_record(results)
     validate(record)
-    assert not (path.parent / ".reserve").exists()
+    assert not list(results.glob("*/.reserve"))
     return record
 
 
@@ -69,7 +65,7 @@ def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
         ["bash", "-c", shell], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ).stdout
     assert (tmp_path / "exit_code").read_text() == "0\n"
-    record = only_record(tmp_path / "runs")
+    record = checked_record(tmp_path / "runs")
     assert record["status"] == "ok"
     assert "Traceback" not in printed and "Exception ignored" not in printed
     # The log has everything, and no descriptor of a closed stream has become a file's.
@@ -96,7 +92,7 @@ def test_a_closed_terminal_interrupts_what_nohup_has_not_started(
         wait_for_record(tmp_path / "runs")
         os.kill(process.pid, signal.SIGHUP)
         assert exit_codes([process], timeout_s=END_WITHIN_S) == [exit_code]
-    record = only_record(tmp_path / "runs")
+    record = checked_record(tmp_path / "runs")
     assert record["status"] == status
     assert (record["reason"] or "").startswith(reason)
 
@@ -124,7 +120,7 @@ def test_a_terminal_closed_over_a_launcher_interrupts_its_ranks(tmp_path):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    record = only_record(tmp_path)
+    record = checked_record(tmp_path)
     assert record["status"] == "interrupted", record["reason"]
     assert "SIGHUP: " in record["reason"]
 
@@ -172,7 +168,7 @@ def test_a_disk_that_fills_costs_no_figures(small_disk, tmp_path, main, flags, s
         fill(small_disk)
         os.kill(process.pid, signal.SIGCONT)
         codes = exit_codes([process], timeout_s=END_WITHIN_S)
-    record = only_record(results)
+    record = checked_record(results)
     assert (record["status"], codes) == (status, [0 if status == "ok" else 1])
     assert (record["summary"] is None) == (status == "failed")
     printed = log_of(tmp_path, 0).read_text()
@@ -190,7 +186,7 @@ def test_a_disk_that_is_full_at_the_start_is_bad_input(small_disk, capsys):
 def test_a_table_that_cannot_be_written_is_told_and_costs_no_run(tmp_path, capsys):
     (tmp_path / "runs.csv").mkdir()
     assert benchmark.main([*BENCHMARK, "--results_dir", str(tmp_path)]) == 0
-    assert only_record(tmp_path)["status"] == "ok"
+    assert checked_record(tmp_path)["status"] == "ok"
     assert "warning: runs.csv could not be written" in capsys.readouterr().err
 
 

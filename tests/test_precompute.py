@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import signal
@@ -14,13 +13,14 @@ from PIL import Image
 
 import benchmark
 from sdbench.data.prepare.writers import Output
-from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.data.datasets import read_files, read_mds
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal
+from tests.runs import only_record, run_and_load
 from tests.schemas import validate
+from tests.train.written import read_losses
 
 NUM_PICTURES = 10  # of the fixture picture_folder
 TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--device_batch_size", "2")
@@ -31,17 +31,9 @@ def run(tmp_path, picture_folder):
     """A function that precomputes in this process: to its exit code and its record."""
 
     def run_once(out: str, *argv: str) -> tuple[int, dict | None]:
-        results = tmp_path / "runs"
-        before = set(results.glob("*/record.json"))
-        exit_code = precompute.main(
-            [
-                *("--folder", str(tmp_path / out), "--results_dir", str(results)),
-                *("--remote", str(picture_folder), *TINY, *argv),
-            ]
-        )
-        new = set(results.glob("*/record.json")) - before
-        assert len(new) <= 1
-        return exit_code, load_record(new.pop()) if new else None
+        places = ("--folder", str(tmp_path / out), "--remote", str(picture_folder))
+        record, code = run_and_load(precompute.main, tmp_path / "runs", *places, *TINY, *argv)
+        return code, record
 
     return run_once
 
@@ -53,8 +45,7 @@ def losses(results: Path, *argv: str) -> list[float]:
     window = ("--warmup_batches", "1", "--measure_batches", "7", "--profile_batches", "0")
     assert benchmark.main([*options, *window, *argv, "--results_dir", str(results)]) == 0
     (steps,) = results.glob("*/steps.csv")
-    with steps.open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(loss) for loss in read_losses(steps.parent)]
 
 
 def test_training_on_latents_gives_the_losses_of_training_on_the_images(
@@ -132,8 +123,7 @@ def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
     run("alone", "--samples_per_shard", "3", "--num_workers", "1")
     assert run_two("together", "--samples_per_shard", "3") == [0, 0]
     assert read_files(tmp_path / "together") == read_files(tmp_path / "alone")
-    (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
-    record = load_record(path)
+    record = only_record(tmp_path / "runs-of-two")
     validate(record)
     assert record["ranks"]["world_size"] == 2
     assert record["summary"]["num_images"] == NUM_PICTURES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -26,7 +27,7 @@ from sdbench.evaluate.command import main as score_main
 from sdbench.evaluate.networks import ClipNetwork, FidNetwork
 from sdbench.evaluate.scores import score_model
 from sdbench.models.drawing import DrawingSettings
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import ALONE, Ranks
 from sdbench.record.store import load_record
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
@@ -44,7 +45,6 @@ from tests.score_networks import (
 from tests.train.tiny_model import build_tiny
 from tests.train.written import exported, read_events, trained
 
-ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONG = "a caption of far more tokens than CLIP reads " * 20
 TINY = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4", "--use_synth_data")
 
@@ -180,15 +180,14 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
     tokenize = CaptionTokenizer(pad_token_id=0)
 
     place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)
-    samples = data.open_samples(SourceConfig(**place, image_size=SIDE_PX))
+    source = SourceConfig(**place, image_size=SIDE_PX)
 
-    def facts_on(ranks: Ranks, *, skips_bad: bool) -> dict:
+    def facts_on(ranks: Ranks, *, on_bad_sample: str = "skip") -> dict:
         return score_model(
             model,
-            samples,
+            data.open_batches(dataclasses.replace(source, on_bad_sample=on_bad_sample)),
             networks=networks,
             num_images=8,
-            skips_bad=skips_bad,
             seed=5,
             tokenize=tokenize,
             settings=DrawingSettings(image_size=SIDE_PX, num_steps=2, batch_size=3),
@@ -196,10 +195,10 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
         )
 
     def run(rank: int) -> None:
-        facts = facts_on(Ranks.from_environment(), skips_bad=True)
+        facts = facts_on(Ranks.from_environment())
         (tmp_path / f"{rank}.json").write_text(json.dumps(facts))
 
-    alone = facts_on(ALONE, skips_bad=True)
+    alone = facts_on(ALONE)
     assert (alone["num_pictures"], alone["num_reference"]) == (7, 7)
     assert alone["num_bad_samples"] == 1
     run_in_group(run, tmp_path)
@@ -209,7 +208,7 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
             assert both.pop(fact) == pytest.approx(alone[fact], rel=1e-6)
         assert both == {fact: alone[fact] for fact in both} and len(both) == len(alone) - 3
     with pytest.raises(RunError):
-        facts_on(ALONE, skips_bad=False)
+        facts_on(ALONE, on_bad_sample="error")
 
 
 @pytest.mark.parametrize(

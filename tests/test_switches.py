@@ -5,8 +5,6 @@ Data, noise and weights are those of one seed, so that only the arithmetic may d
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from sdbench.record.store import load_record
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
 from tests.marks import quick_and_slow
+from tests.train.written import read_losses
 
 pytestmark = pytest.mark.usefixtures("plain_replay")
 
@@ -45,8 +44,7 @@ def losses_of(folder, *argv):
     assert benchmark.main([*RUN, *argv, "--results_dir", str(folder)]) == 0
     (path,) = folder.glob("*/record.json")
     assert load_record(path)["status"] == "ok"
-    with path.with_name("steps.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(loss) for loss in read_losses(path.parent)]
 
 
 @pytest.fixture(scope="module")

@@ -5,25 +5,18 @@ from __future__ import annotations
 import pkgutil
 import re
 
-import pytest
-
 from sdbench.run.task import Task
 from sdbench.tasks import TASKS
 
 
-@pytest.mark.parametrize("kind", TASKS)
-def test_each_row_is_a_task_of_its_kind(kind):
-    task = pkgutil.resolve_name(TASKS[kind])
-    assert issubclass(task, Task) and not task.__abstractmethods__
-    assert task.kind == kind
-
-
-def test_the_tasks_of_the_guide_are_those_of_the_table(repository):
+def test_each_row_is_a_task_of_its_kind_and_a_row_of_the_guide(repository):
     guide = (repository / "CONTRIBUTING.md").read_text().partition("<!-- tasks -->")[2]
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", guide.partition("## Rules")[0], re.MULTILINE)
     assert [kind for kind, _ in rows] == list(TASKS)
     for kind, program in rows:
-        assert pkgutil.resolve_name(TASKS[kind]).program == program
+        task = pkgutil.resolve_name(TASKS[kind])
+        assert issubclass(task, Task) and not task.__abstractmethods__
+        assert (task.kind, task.program) == (kind, program)
 
 
 def test_the_rooms_of_the_guide_are_the_layers_that_are_checked(repository):

@@ -29,6 +29,8 @@ from sdbench.settings.similarity import SimilaritySettings
 if TYPE_CHECKING:
     from PIL import Image
 
+    from sdbench.data.pipeline.batches import BatchReader
+
 UNIT = "mean cosine of image embeddings over pairs of pictures, from -1 to 1"
 # What the rows of the table say, by the names in the JSON file.
 MEANINGS = {
@@ -100,27 +102,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
     """The content of dreambooth.json; pictures are compared at the size of the first one."""
     from sdbench.evaluate.networks import open_networks
-    from sdbench.evaluate.scores import ListedPictures, open_pictures, read_pictures
+    from sdbench.evaluate.scores import open_listed, open_pictures, read_pictures
 
     image_size = side_of(before[0][0])
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
-    generated, generated_class = (
-        [ListedPictures(_of_prompt(listed, prompt, flag=flag)) for listed in (before, after)]
-        if prompt is not None
-        else []
-        for flag, prompt in (("--prompt", flags.prompt), ("--class_prompt", flags.class_prompt))
+
+    def open_drawn(prompt: str, *, flag: str) -> list[BatchReader]:
+        drawn = [_of_prompt(listed, prompt, flag=flag) for listed in (before, after)]
+        return [open_listed(rows, image_size=image_size) for rows in drawn]
+
+    def embed(network: Any, pictures: BatchReader) -> np.ndarray:
+        batches = read_pictures(pictures, batch_size=flags.batch_size)
+        return np.concatenate([network.embeddings(batch.pictures) for batch in batches])
+
+    generated, generated_class = open_drawn(flags.prompt, flag="--prompt"), []
+    if flags.class_prompt is not None:
+        generated_class = open_drawn(flags.class_prompt, flag="--class_prompt")
+    subject = open_pictures(
+        flags.subject, flag="--subject", image_size=image_size, caption=flags.prompt
     )
-    subject = open_pictures(flags.subject, flag="--subject", caption=flags.prompt)
-    # Captions do not matter here.
-    options = dict(image_size=image_size, batch_size=flags.batch_size, caption=flags.prompt)
     scores = {}
     for name, network in networks.items():
-        embedded = [
-            np.concatenate(
-                [network.embeddings(batch.pictures) for batch in read_pictures(one, **options)]
-            )
-            for one in (subject, *generated, *generated_class)
-        ]
+        embedded = [embed(network, one) for one in (subject, *generated, *generated_class)]
         if not all(np.isfinite(one).all() for one in embedded):
             raise RunError(
                 "The similarity of pictures is not finite: the network gives no finite numbers."
@@ -130,9 +133,9 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         "prompt": flags.prompt,
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
-        "num_subject_pictures": len(subject),
-        "num_drawn_pictures": len(generated[0]),
-        "num_drawn_class_pictures": len(generated_class[0]) if generated_class else None,
+        "num_subject_pictures": subject.num_samples,
+        "num_drawn_pictures": generated[0].num_samples,
+        "num_drawn_class_pictures": generated_class[0].num_samples if generated_class else None,
         "image_size_px": image_size,
         "unit": UNIT,
         "networks": {name: network.describe() for name, network in networks.items()},

@@ -50,14 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     from sdbench.data.pictures import list_pictures, side_of
     from sdbench.evaluate.networks import open_networks
-    from sdbench.evaluate.scores import (
-        ListedPictures,
-        Scores,
-        describe,
-        open_pictures,
-        read_pictures,
-    )
-    from sdbench.state.checkpoint import ALONE
+    from sdbench.evaluate.scores import Scores, describe, open_listed, open_pictures, read_pictures
+    from sdbench.ranks.distributed import ALONE
 
     rows = list_pictures(Path(flags.folder))
     if len(rows) < 2:
@@ -76,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     image_size = side_of(rows[0][0])
     scores = Scores(open_networks(flags, image_size=image_size))
-    sources = [(ListedPictures(rows), scores.add_generated)]
+    sources = [(open_listed(rows, image_size=image_size), scores.add_generated)]
     if flags.reference is not None:
-        reference = open_pictures(flags.reference, flag="--reference")
+        reference = open_pictures(flags.reference, flag="--reference", image_size=image_size)
         sources.append((reference, scores.add_reference))
-    with Progress(sum(len(samples) for samples, _ in sources), unit="picture") as progress:
-        for samples, add in sources:
-            for batch in read_pictures(samples, image_size=image_size, batch_size=flags.batch_size):
+    with Progress(sum(one.num_samples for one, _ in sources), unit="picture") as progress:
+        for reader, add in sources:
+            for batch in read_pictures(reader, batch_size=flags.batch_size):
                 add(batch)
                 progress.advance(len(batch.numbers))
     facts = scores.compute(ALONE) | {"image_size": image_size, "reference": flags.reference}

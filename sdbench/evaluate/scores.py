@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sdbench import data
 from sdbench.base.errors import RunError, blamed_on
-from sdbench.data.pipeline.transforms import decode_image
-from sdbench.data.prepare.rows import describe_source
-from sdbench.data.samples import BadSampleError, ImageSample, Samples, check_whole, undecodable
+from sdbench.data.pipeline.batches import BatchReader, make_batches
+from sdbench.data.pipeline.order import keys_of_first_epoch
+from sdbench.data.samples import ImageSample, Samples
+from sdbench.data.source import SourceConfig
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
@@ -38,10 +39,33 @@ class ListedPictures(Samples):
         return ImageSample(str(path), path.read_bytes(), caption)
 
 
-def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Samples:
-    """Open a data set of pictures; with a `caption` they need none of their own."""
+def open_listed(rows: Sequence[tuple[Path, str]], *, image_size: int) -> BatchReader:
+    """Open the pictures of `list_pictures`, of which none may be bad."""
+    config = SourceConfig(data_format="folder", image_size=image_size, device_batch_size=1, seed=0)
+    reader = make_batches(ListedPictures(rows), config=config)
+    reader.may_skip = False
+    return reader
+
+
+def open_pictures(
+    place: str, *, flag: str, image_size: int, caption: str | None = None
+) -> BatchReader:
+    """Open a data set of pictures, of which none may be bad.
+
+    With a `caption` they need none of their own.
+    """
     with blamed_on(flag):
-        return data.open_samples(describe_source(place, data_format="auto", caption=caption))
+        config = SourceConfig(
+            data_format=data.detect_format(place),
+            remote=place,
+            image_size=image_size,
+            device_batch_size=1,
+            seed=0,
+            caption=caption,
+        )
+        reader = data.open_batches(config)
+    reader.may_skip = False
+    return reader
 
 
 class PictureBatch(NamedTuple):
@@ -53,39 +77,15 @@ class PictureBatch(NamedTuple):
 
 
 def read_pictures(
-    samples: Samples,
-    numbers: Sequence[int] | None = None,
-    *,
-    image_size: int,
-    batch_size: int,
-    caption: str | None = None,
-    read_avif: bool = False,
-    skips_bad: bool = False,
+    reader: BatchReader, numbers: Sequence[int] | None = None, *, batch_size: int
 ) -> Iterator[PictureBatch]:
-    """Read the pictures of some numbers, or all, cropped to centred squares as in training.
-
-    A `caption` takes the place of the stored ones. `skips_bad` leaves out what cannot be used.
-    """
-    numbers = range(len(samples)) if numbers is None else numbers
+    """Read the pictures of some numbers, or all, but for bad ones that may be left out."""
+    numbers = range(reader.num_samples) if numbers is None else numbers
     for first in range(0, len(numbers), batch_size):
-        good = []
-        for number in numbers[first : first + batch_size]:
-            try:
-                sample = samples.read(number)
-                if caption is not None:
-                    sample = sample._replace(caption=caption)
-                check_whole(sample)
-                try:
-                    picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
-                except (OSError, ValueError) as error:
-                    raise undecodable(sample.name, error) from error
-                good.append((number, picture, sample.caption))
-            except BadSampleError as error:
-                if not skips_bad:
-                    raise RunError(str(error)) from error
-        if good:
-            known, pictures, captions = zip(*good, strict=True)
-            yield PictureBatch(known, torch.from_numpy(np.stack(pictures)), captions)
+        good = reader.read_good(keys_of_first_epoch(numbers[first : first + batch_size]))
+        if good.keys:
+            known = [key.index for key in good.keys]
+            yield PictureBatch(known, good.tensors["image"], good.captions)
 
 
 class Scores:
@@ -139,12 +139,10 @@ class Scores:
 
 def score_model(
     model: StableDiffusion,
-    samples: Samples,
+    reader: BatchReader,
     *,
     networks: Mapping[str, Any],
     num_images: int,
-    read_avif: bool = False,
-    skips_bad: bool,
     seed: int,
     tokenize: Tokenize,
     settings: DrawingSettings,
@@ -160,18 +158,15 @@ def score_model(
     """
     from sdbench.models.drawing import draw_share
 
-    num_images = min(num_images, len(samples))
+    num_images = min(num_images, reader.num_samples)
     scores = Scores(networks)
     captions: dict[int, str] = {}
     num_common = num_images // ranks.world_size // settings.batch_size
     for number, batch in enumerate(
         read_pictures(
-            samples,
+            reader,
             range(ranks.rank, num_images, ranks.world_size),
-            image_size=settings.image_size,
             batch_size=settings.batch_size,
-            read_avif=read_avif,
-            skips_bad=skips_bad,
         )
     ):
         if number < num_common:

@@ -186,9 +186,7 @@ def _check_tokens(draft: Draft) -> None:
     from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
     config, architecture = draft.config, draft.architecture
-    tokenizer = CaptionTokenizer(
-        folder=architecture.tokenizer_folder, pad_token_id=architecture.tokenizer["pad_token_id"]
-    )
+    tokenizer = CaptionTokenizer.of(architecture)
     token = config.learned_token
     if token in tokenizer or len(tokenizer.read_word(token)) == 1:
         raise ConfigError(

@@ -44,7 +44,7 @@ class Task(abc.ABC):
     program: ClassVar[str]
     record_name: ClassVar[str] = RECORD_NAME
     is_distributed: ClassVar[bool] = True
-    timeout_s: float = 0.0
+    timeout_s: float = 24 * 3600.0  # a rank that has done its share waits for the others
 
     def __init__(self, request: Any, resources: contextlib.ExitStack) -> None:
         self.request = request

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import RunError
 from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.measure import startup
@@ -22,14 +21,14 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.launcher import typed_command
 from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 from sdbench.record.row import append_row
-from sdbench.record.store import BENCHMARK, INVALID, STEPS_NAME, RunFolder
+from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
 from sdbench.report.outlook import describe_outlook
 from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
 from sdbench.settings.ray import RAY
-from sdbench.tasks.training import TrainingTask
+from sdbench.tasks.training import TrainingTask, end_loading
 
 if TYPE_CHECKING:
     from sdbench.measure.summary import Measurements
@@ -76,18 +75,12 @@ class Benchmark(TrainingTask):
         clock.ends(startup.BUILD)
         with contextlib.closing(progress):
             measurements = fit(job, config, watch)
-        self._end_loading(job.loader, run.folder)
+        end_loading(job.loader, run.folder, ranks=ranks)
         wandb_log.close()
 
         merged = merge_measurements(distributed.gather(measurements, ranks))
         num_steps = len(merged.timings.steps)
-        num_expected = job.images_per_step * num_steps
-        if merged.num_images != num_expected:
-            raise RunError(
-                f"the loaders delivered {merged.num_images} images; {num_steps} steps of "
-                f"{job.images_per_step} are {num_expected}",
-                status=INVALID,
-            )
+        assert merged.num_images == job.images_per_step * num_steps, "the loaders are out of step"
         network = self._nccl_log.read_network()
         summary = summarize(
             merged,

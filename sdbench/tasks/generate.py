@@ -38,18 +38,15 @@ from sdbench.settings.kinds import (
 from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.request import Request
-from sdbench.settings.rules import check
-from sdbench.settings.setting import GIVEN, REQUIRED, Rule, setting, shared
+from sdbench.settings.rules import settle
+from sdbench.settings.setting import GIVEN, REQUIRED, Rule, on_gpu, setting, shared
 from sdbench.settings.training import ModelSettings
-from sdbench.tasks.prompts import make_tokenizer
 
 if TYPE_CHECKING:
     from PIL import Image
 
 TABLE_NAME, GRID_NAME = "prompts.csv", "grid.png"
 PROMPT_FLAG = "--prompts or --prompt_file"
-# A rank that has finished its share waits for the others.
-RANK_TIMEOUT_S = 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +103,7 @@ class GenerateFlags:
         one_of("fp32", "fp16", "bf16"),
         None,
         "type of weights and arithmetic (default: fp16 on a GPU, fp32 on a CPU)",
+        rules=(Rule(("fp16",), on_gpu, "a CPU cannot draw in this type"),),
     )
 
 
@@ -138,7 +136,6 @@ class Generate(Task):
     kind = "generate"
     program = "generate.py"
     record_name = "generate.json"
-    timeout_s = RANK_TIMEOUT_S
     request: Request[GenerateFlags]
     _flags: GenerateFlags
     _machine: Machine
@@ -148,24 +145,16 @@ class Generate(Task):
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Read the prompts, and check the model."""
-        flags = self.request.config
         self._machine, self._ranks = machine, ranks
-        check(self.request, ("negative_prompt",))
+        flags, _ = settle(self.request, machine=machine, ranks=ranks)
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_sampler(flags.scheduler, self._architecture.scheduler)
-        on_gpu = machine.device_type == "cuda"
-        if flags.dtype == "fp16" and not on_gpu:
-            raise ConfigError(
-                "a CPU cannot draw in this type",
-                value=flags.dtype,
-                allowed="fp32 | bf16",
-                flag="--dtype",
-            )
+        default_dtype = "fp16" if machine.device_type == "cuda" else "fp32"
         self._flags = dataclasses.replace(
             flags,
             image_size=flags.image_size or self._architecture.default_image_size,
-            dtype=flags.dtype or ("fp16" if on_gpu else "fp32"),
+            dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)
         if flags.lora:
@@ -289,11 +278,12 @@ class Generate(Task):
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return
+        from sdbench.data.pipeline.tokenizer import CaptionTokenizer
         from sdbench.models.drawing import DrawingSettings, draw
 
         flags, architecture = self._flags, self._architecture
         model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
-        tokenize = make_tokenizer(architecture)
+        tokenize = CaptionTokenizer.of(architecture)
         settings = DrawingSettings(
             image_size=flags.image_size,
             sampler=flags.scheduler,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.data.pipeline import pairs
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
@@ -17,7 +18,6 @@ from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.replay import Step, count_flops
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
-from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.tuning import tune_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
     config = plan.config
     initial_token_id = None
     if config.learned_token is not None:
-        (initial_token_id,) = make_tokenizer(plan.architecture).read_word(config.initial_token)
+        (initial_token_id,) = CaptionTokenizer.of(plan.architecture).read_word(config.initial_token)
     model = build_stable_diffusion(
         plan.architecture,
         seed=seed_of_weights(config),

@@ -25,7 +25,7 @@ from sdbench.settings.feed import FeedSettings
 from sdbench.statistics.intervals import Interval, within_run_interval
 from sdbench.tasks.encode.online import EncodeStage, OnlineLoader
 from sdbench.tasks.encode.ray_stages import DecodeStage
-from sdbench.tasks.training import RAY_DATA_NAME
+from sdbench.tasks.training import end_loading
 
 # Parts of the window for an interval.
 MAX_PARTS = 20
@@ -114,10 +114,7 @@ class OnlineFeed:
         The folder gets Ray Data's statistics of its stages.
         """
         samples = [sample.result() for sample in self._samples]
-        if self._ranks.rank == 0:
-            text = self._loader.describe_stream() or ""
-            (folder / RAY_DATA_NAME).write_text(text, encoding="utf-8")
-        self._loader.close()
+        end_loading(self._loader, folder, ranks=self._ranks)
         settings, feeds = self._settings, distributed.gather(feed, self._ranks)
         stats = feeds[0].stats
         for other in feeds[1:]:

@@ -85,13 +85,6 @@ class TrainingTask(Task):
         run.clock.ends(startup.IMPORTS)
         return wandb_log, fit
 
-    def _end_loading(self, loader: CheckedLoader, folder: Path) -> None:
-        """Write what Ray Data reports of its stages, and end the loading processes."""
-        description = loader.describe_stream() if self.plan.ranks.rank == 0 else None
-        if description is not None:
-            (folder / RAY_DATA_NAME).write_text(description, encoding="utf-8")
-        loader.close()
-
     def _describe_work(self, job: TrainJob, *, num_images: int) -> dict[str, Any]:
         """The fields ``workload`` and ``data`` of a record; called on every rank."""
         ranks = self.plan.ranks
@@ -116,3 +109,11 @@ class TrainingTask(Task):
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
         """The plan as a record has it."""
         return describe.for_record(self.plan, num_restarts=num_restarts)
+
+
+def end_loading(loader: CheckedLoader, folder: Path, *, ranks: Ranks) -> None:
+    """Write what Ray Data reports of its stages, and end the loading processes."""
+    description = loader.describe_stream() if ranks.rank == 0 else None
+    if description is not None:
+        (folder / RAY_DATA_NAME).write_text(description, encoding="utf-8")
+    loader.close()

@@ -18,7 +18,6 @@ from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
-from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.engines.linear import (
     BATCH_SIZE,
@@ -33,6 +32,8 @@ from tests.engines.linear import (
     train_by_hand,
     watch_with,
 )
+from tests.runs import only_record
+from tests.train.written import read_losses
 
 # Half-life of 2 steps: decay 0.5 ** (1/2), so that the average differs from the weights in 5 steps.
 HALF_LIFE_BATCHES = 2
@@ -201,10 +202,9 @@ def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, laun
     for engine in ENGINES:
         folder = tmp_path / engine
         assert benchmark.main([*argv, "--engine", engine, "--results_dir", str(folder)]) == 0
-        (path,) = folder.glob("*/record.json")
-        assert load_record(path)["config"]["engine"] == engine
-        rows = path.with_name("steps.csv").read_text().splitlines()
-        losses[engine] = [row.split(",")[rows[0].split(",").index("loss")] for row in rows[1:]]
+        record = only_record(folder)
+        assert record["config"]["engine"] == engine
+        losses[engine] = read_losses(folder / record["run_id"])
     assert len(losses["torch"]) == 3
     assert losses["torch"] == losses["composer"]  # to the last digit
     assert list(map(float, losses["ray"])) == pytest.approx(

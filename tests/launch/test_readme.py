@@ -159,10 +159,10 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
 @pytest.fixture
 def subject_and_model(workplace, monkeypatch):
     """The pictures of a subject, and a tiny model in the place of the real one."""
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
     from sdbench.models.architecture import resolve_architecture
     from sdbench.models.export import export
     from sdbench.models.stable_diffusion import build_stable_diffusion
-    from sdbench.tasks.prompts import make_tokenizer
 
     monkeypatch.chdir(workplace)
     Path("my-images").rename("my-dog")
@@ -171,7 +171,7 @@ def subject_and_model(workplace, monkeypatch):
     architecture = resolve_architecture("tiny")
     how = dict(precision="fp32", encoder_dtype="fp32", memory_format="contiguous")
     model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
-    tokenizer = make_tokenizer(architecture).for_diffusers()
+    tokenizer = CaptionTokenizer.of(architecture).for_diffusers()
     export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
 
 

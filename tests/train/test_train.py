@@ -6,7 +6,6 @@ import importlib
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from tests.train.written import (
     saved_steps,
     trained,
 )
+from tests.waiting import wait_for
 
 DATA = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4")
 TINY = (*DATA, "--use_synth_data")
@@ -47,10 +47,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
 
     def start_and_signal(number: int, *, num_steps: int) -> int:
         with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as (process,):
-            deadline_s = time.monotonic() + 120
-            while not any(step >= num_steps for step in saved_steps(folder)):
-                assert process.exitcode is None and time.monotonic() < deadline_s
-                time.sleep(0.05)
+            wait_for(lambda: max(saved_steps(folder), default=0) >= num_steps, what="the save")
             os.killpg(process.pid, number)  # as a scheduler does: the loader's worker, too
             (code,) = exit_codes([process])
             return code

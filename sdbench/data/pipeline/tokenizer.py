@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import CLIPTokenizerFast
@@ -51,6 +52,12 @@ class CaptionTokenizer:
         if new_token is not None:
             tokenizer.add_tokens([new_token])
         self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, architecture: Any, *, new_token: str | None = None) -> CaptionTokenizer:
+        """Return the tokenizer of a model, which its `Architecture` describes."""
+        folder, settings = architecture.tokenizer_folder, architecture.tokenizer
+        return cls(folder=folder, pad_token_id=settings["pad_token_id"], new_token=new_token)
 
     def read_word(self, word: str) -> list[int]:
         """Return the tokens of a word."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.data.identity import identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
@@ -30,7 +30,7 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.plan.draft import Draft
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
+from sdbench.record.store import PRECOMPUTE, RunFolder
 from sdbench.run.runner import run
 from sdbench.run.task import Run, Task
 from sdbench.settings.computing import ComputingSpeedups
@@ -71,8 +71,6 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopp
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
-# A rank that has finished its share waits for the others, which may have one more shard.
-RANK_TIMEOUT_S = 24 * 3600.0
 TORCH = "torch"
 # The first batches include allocations and the choice of kernels.
 NUM_WARMUP_STEPS = 2
@@ -189,9 +187,13 @@ class Precompute(Task):
 
     kind = PRECOMPUTE
     program = "python -m sdbench precompute"
-    timeout_s = RANK_TIMEOUT_S
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """With Ray, a single process takes the results of all actors."""
+        return self.request.config.engine != RAY
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and open the source."""
@@ -346,12 +348,7 @@ class Precompute(Task):
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
-        if totals.num_written + len(totals.bad) != self._job.num_samples:
-            raise RunError(
-                f"{self._job.num_samples} samples were to be encoded, {totals.num_written} were "
-                f"written and {len(totals.bad)} left out",
-                status=INVALID,
-            )
+        assert totals.num_written + len(totals.bad) == self._job.num_samples
         summary = summarize(
             [steps for steps, _ in everyone], num_warmup_steps=self._num_ahead + NUM_WARMUP_STEPS
         )
@@ -406,20 +403,12 @@ class Precompute(Task):
 
 def _connect(draft: Draft) -> bool:
     """Connect to Ray if that is the engine; return whether a GPU encodes."""
-    config, num_ranks = draft.config, draft.ranks.world_size
-    if config.engine == TORCH:
+    if draft.config.engine == TORCH:
         return draft.on_gpu
     from sdbench.tasks.encode.ray_stream import encoder_resources
 
-    if num_ranks > 1:
-        raise ConfigError(
-            "with --engine ray a single process takes the results of all actors",
-            value=f"{num_ranks} ranks",
-            allowed="the command without a launcher",
-            flag="--engine",
-        )
-    ray_cluster.connect(config.ray_address)
-    return "GPU" in encoder_resources(config)
+    ray_cluster.connect(draft.config.ray_address)
+    return "GPU" in encoder_resources(draft.config)
 
 
 def _choose(draft: Draft, *, on_gpu: bool) -> None:

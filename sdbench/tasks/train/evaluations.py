@@ -14,6 +14,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
 from sdbench.data.identity import find_overlap
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prompts import read_prompts
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
@@ -22,7 +23,6 @@ from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan
 from sdbench.settings.data import COPY, PRECOMPUTED
-from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -116,7 +116,9 @@ class Evaluations:
             self._reader = open_held_out(self._held_out)
             self._reader.may_skip = not config.has_subject
         if config.score_every_batches:
-            self._samples = data.open_samples(self._held_out)
+            # Networks take pixels.
+            self._pictures = open_held_out(dataclasses.replace(self._held_out, image_dtype="uint8"))
+            self._pictures.may_skip = not config.has_subject
         evaluations = {
             "validation": (config.validate_every_batches, self._validate),
             "samples": (config.sample_every_batches, self._sample),
@@ -170,11 +172,9 @@ class Evaluations:
         with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
             return score_model(
                 self._job.model,
-                self._samples,
+                self._pictures,
                 networks=networks,
                 num_images=self._config.num_score_images,
-                read_avif=self._plan.source.read_avif,
-                skips_bad=self._plan.source.on_bad_sample == "skip",
                 check=check,
                 **self._drawing(),
             )
@@ -184,7 +184,9 @@ class Evaluations:
         config = self._config
         return {
             "seed": config.seed,
-            "tokenize": make_tokenizer(self._plan.architecture, new_token=config.learned_token),
+            "tokenize": CaptionTokenizer.of(
+                self._plan.architecture, new_token=config.learned_token
+            ),
             "settings": DrawingSettings(
                 image_size=config.image_size,
                 num_steps=config.sample_steps,

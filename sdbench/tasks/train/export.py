@@ -153,12 +153,12 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     LoRA is added to the weights. A learned token goes into tokenizer and text encoder, and into a
     file of its own as well.
     """
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.pretrain import seed_of_weights
-    from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
 
@@ -186,12 +186,13 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         weights = {}
         for part, _ in lora.layers:
             merge_lora(model.get_submodule(part))
+    tokenizer = CaptionTokenizer.of(architecture, new_token=config.learned_token)
     folder = Path(flags.folder or trained.folder / MODEL_NAME)
     export(
         model,
         folder,
         trained=weights,
-        tokenizer=make_tokenizer(architecture, new_token=config.learned_token).for_diffusers(),
+        tokenizer=tokenizer.for_diffusers(),
         dtype=flags.dtype,
         sampler=flags.scheduler,
         card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts),

@@ -24,10 +24,9 @@ from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
 from sdbench.run.trackers import TensorboardLog
-from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import compare_inputs, compare_settings, describe_random_parts
-from sdbench.tasks.training import TrainingTask
+from sdbench.tasks.training import TrainingTask, end_loading
 
 if TYPE_CHECKING:
     from sdbench.measure.watch import Observer, StepWatch
@@ -188,7 +187,7 @@ class Train(TrainingTask):
             add_remark(error, hooks.describe_saved_steps())
             raise
         hooks.close()
-        self._end_loading(job.loader, run.folder)
+        end_loading(job.loader, run.folder, ranks=ranks)
         train_s = max(distributed.gather(measurements.timings.window_s, ranks))
         images = (plan.num_steps - first_step) * job.images_per_step
         summary = {
@@ -235,7 +234,9 @@ class Train(TrainingTask):
         architecture = self.plan.architecture
         inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
         if has_encoders and architecture.tokenizer_folder is None:
-            inputs["exclamation_mark"] = make_tokenizer(architecture).read_word("!")
+            from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+
+            inputs["exclamation_mark"] = CaptionTokenizer.of(architecture).read_word("!")
         return inputs
 
     def _settings(self) -> dict[str, Any]:
