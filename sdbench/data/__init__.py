@@ -53,9 +53,7 @@ class Source(NamedTuple):
 
 _FORMATS = "sdbench.data.formats"
 SOURCES = {
-    "synthetic": Source(
-        check=f"{_FORMATS}.checks:check_synthetic", build=f"{_FORMATS}.synthetic:build"
-    ),
+    "synthetic": Source(check=f"{_FORMATS}.checks:check_synthetic"),
     "mds": Source(
         check=f"{_FORMATS}.mds_index:check",
         open=f"{_FORMATS}.mds_shards:open_samples",

@@ -59,16 +59,3 @@ class SourceConfig(DataSettings):
     def global_batch_size(self) -> int:
         """Images per batch of all ranks together."""
         return self.device_batch_size * self.world_size
-
-    def loader_options(self) -> dict[str, object]:
-        """Return the options of a torch `DataLoader` that every source sets in the same way."""
-        options = {
-            "batch_size": self.device_batch_size,
-            "num_workers": self.num_workers,
-            "pin_memory": self.pin_memory,
-            "drop_last": True,
-        }
-        if self.num_workers:
-            # torch refuses both of them without workers.
-            options |= {"prefetch_factor": self.prefetch_factor, "persistent_workers": True}
-        return options

@@ -232,6 +232,11 @@ def read_mds(folder: Path) -> list[dict]:
     return [reader[index] for reader in readers for index in range(len(reader))]
 
 
+def copies(cache: Path) -> list[Path]:
+    """The copies in a folder, which may not be there, without the locks beside them."""
+    return [path for path in cache.glob("*") if path.suffix != ".lock"]
+
+
 def read_files(folder: Path) -> dict[str, bytes]:
     """The content of each file below a folder, by its path there."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -8,8 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from sdbench import data
 from sdbench.base.errors import RunError
@@ -65,6 +67,8 @@ def test_two_epochs_have_whole_batches_of_the_contract(kind, num_workers, make_c
         assert loader.stats.bytes_read > 0
         for epoch in (first, second):
             assert len(set(indices(epoch))) == 48
+            for batch in epoch:
+                check_captions(batch)
         assert indices(first) != indices(second)
 
 
@@ -85,9 +89,8 @@ def check_batch(batch: dict[str, torch.Tensor], *, kind: str) -> None:
     assert all(torch.isfinite(values.float()).all() for values in batch.values())
 
 
-@pytest.mark.parametrize("kind", STORED)
-def test_each_sample_has_its_own_caption(kind, make_config):
-    batch = next(iter(data.build(make_config(kind))))
+def check_captions(batch: dict[str, torch.Tensor]) -> None:
+    """Each sample has its own caption, and its own latents."""
     numbers = indices([batch])
     if "image" in batch:
         captions = [datasets.make_caption(number) for number in numbers]
@@ -111,6 +114,33 @@ def test_seed_decides_samples_and_order_whatever_the_workers(kind, make_config):
 def test_without_shuffling_the_order_is_the_stored_one(kind, make_config):
     loader = data.build(make_config(kind, shuffle=False))
     assert indices(loader) == indices(loader) == list(range(48))
+
+
+SEED, WIDTH, HEIGHT = 3, 60, 40
+
+
+def expected_square(index: int, *, epoch: int) -> np.ndarray:
+    """The square of a sample as PIL cuts and mirrors it, (3, HEIGHT, HEIGHT)."""
+    x, _, flip, _ = np.random.default_rng([SEED, epoch, index]).random(4)
+    left = round(x * (WIDTH - HEIGHT))
+    picture = Image.fromarray(datasets.make_ramp(index)).crop((left, 0, left + HEIGHT, HEIGHT))
+    square = ImageOps.mirror(picture) if flip < 0.5 else picture
+    return np.asarray(square).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "mds"])
+def test_crops_and_flips_follow_from_seed_epoch_and_sample(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
+    datasets.WRITERS[kind](tmp_path / "data")
+    options = {"num_workers": 2, "crop": "random", "horizontal_flip_probability": 0.5}
+    config = datasets.make_source(kind, tmp_path / "data", image_size=HEIGHT, seed=SEED, **options)
+    loader = data.build(config)
+    for epoch, batches in enumerate([list(loader), list(loader)]):
+        # The colours of a pixel lie side by side.
+        channels_last = torch.channels_last
+        assert all(one["image"].is_contiguous(memory_format=channels_last) for one in batches)
+        for square in torch.cat([batch["image"] for batch in batches]).numpy():
+            assert np.array_equal(square, expected_square(int(square[0, 0, 0]), epoch=epoch))
 
 
 # Inside an epoch, at its last batch, and when the loader has found it to be over.

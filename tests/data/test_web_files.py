@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.server
 import os
 import re
 import subprocess
@@ -12,6 +11,8 @@ import threading
 import time
 
 import pytest
+import werkzeug
+import werkzeug.serving
 from PIL import Image
 
 import data as data_script
@@ -20,6 +21,7 @@ from sdbench.data.remote import find_object, read_part
 from sdbench.data.remote_files import RemoteFile, fetch
 from sdbench.record.store import load_record
 from tests.data import datasets
+from tests.data.datasets import copies
 from tests.schemas import validate
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder", "impatient")]
@@ -39,59 +41,41 @@ class Server:
         self.cut_after, self.num_busy, self.gives_parts = None, 0, True
         self.change_range = lambda text: text
         self.asked = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                asked = self.headers.get("Range") if outer.gives_parts else None
-                outer.asked.append(asked)
-                if status := self.refusal():
-                    self.send_error(status)
-                    return
-                num_bytes = len(outer.content)
-                first, last = 0, num_bytes - 1
-                headers = {"ETag": outer.etag}
-                if asked:
-                    first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
-                    text = f"bytes {first}-{last}/{num_bytes}"
-                    headers["Content-Range"] = outer.change_range(text)
-                part = outer.content[first : last + 1]
-                self.send_response(206 if asked else 200)
-                self.send_header("Content-Length", str(len(part)))
-                for name, value in headers.items():
-                    if value is not None:
-                        self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(part[: outer.cut_after])
-
-            def refusal(self):
-                outer.num_busy -= 1
-                if outer.num_busy >= 0:
-                    return 503
-                user = "Basic " + base64.b64encode(outer.user.encode()).decode()
-                if outer.user and self.headers["Authorization"] != user:
-                    return 401
-                return None if self.path.startswith("/file.tar") else 404
-
-            def log_message(self, *args):
-                pass
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        answer = werkzeug.Request.application(self.answer)
+        self.http = werkzeug.serving.make_server("127.0.0.1", 0, answer, threaded=True)
         self.host = f"127.0.0.1:{self.http.server_port}"
         self.url = f"http://{self.host}/file.tar"
+
+    def answer(self, request):
+        asked = request.headers.get("Range") if self.gives_parts else None
+        self.asked.append(asked)
+        self.num_busy -= 1
+        user = "Basic " + base64.b64encode(self.user.encode()).decode()
+        if self.num_busy >= 0:
+            return werkzeug.Response(status=503)
+        if self.user and request.headers.get("Authorization") != user:
+            return werkzeug.Response(status=401)
+        if request.path != "/file.tar":
+            return werkzeug.Response(status=404)
+        num_bytes = len(self.content)
+        first, last = 0, num_bytes - 1
+        headers = {"ETag": self.etag}
+        if asked:
+            first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
+            headers["Content-Range"] = self.change_range(f"bytes {first}-{last}/{num_bytes}")
+        part = self.content[first : last + 1]
+        headers["Content-Length"] = len(part)
+        headers = {name: value for name, value in headers.items() if value is not None}
+        return werkzeug.Response([part[: self.cut_after]], 206 if asked else 200, headers)
 
 
 @pytest.fixture
 def server():
     one = Server()
-    threading.Thread(target=one.http.serve_forever, args=(0.01,), daemon=True).start()
+    threading.Thread(target=one.http.serve_forever, daemon=True).start()
     yield one
     one.http.shutdown()
     one.http.server_close()
-
-
-def copies(cache):
-    return [path for path in cache.iterdir() if path.suffix != ".lock"]
 
 
 def test_a_copy_is_made_once_of_a_signed_file_of_a_busy_server(server, tmp_path):

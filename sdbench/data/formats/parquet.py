@@ -65,8 +65,8 @@ class ParquetSamples(Samples):
         super().__init__(sizes)
         # Each row group is a separate request, so the order treats it as a file.
         self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
-        # Cached row groups by block, least recently used first: columns, and number of unread rows.
-        self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
+        # Columns of cached row groups by block, least recently used first.
+        self._read_groups: dict[int, dict[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_groups": {}}
@@ -80,15 +80,13 @@ class ParquetSamples(Samples):
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one row; arrays are views of its row group."""
         block, row = self._find(index)
-        columns, num_left = self._read_groups.pop(block, (None, self.blocks[block]))
-        while len(self._read_groups) >= max_kept(self.num_lanes):
-            del self._read_groups[next(iter(self._read_groups))]
+        columns = self._read_groups.pop(block, None)
         if columns is None:
+            while len(self._read_groups) >= max_kept(self.num_lanes):
+                del self._read_groups[next(iter(self._read_groups))]
             file = self._files[self._groups[block][0]]
             columns = _read(file, lambda file: self._read_group(block))
-        # Dropped when all its rows are read, except with one lane: it may be the only row group.
-        if num_left > 1 or self.num_lanes == 1:
-            self._read_groups[block] = columns, num_left - 1
+        self._read_groups[block] = columns
         name = self.name(index)
         values = {part: column[row] for part, column in columns.items()}
         if self.sample_type is SampleType.IMAGES:

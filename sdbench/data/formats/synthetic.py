@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.shared_batches import SharedBatches
 from sdbench.data.pipeline.transforms import to_float
 from sdbench.data.samples import Samples, SampleType
 from sdbench.data.source import (
@@ -97,7 +97,6 @@ class SyntheticBatchReader(BatchReader):
     """Gathers batches of a synthetic data set in one copy."""
 
     def __init__(self, *, config: SourceConfig) -> None:
-        """Draw this rank's samples."""
         dataset = SyntheticImageCaptionDataset(
             image_size=config.image_size,
             seed=config.seed,
@@ -109,6 +108,10 @@ class SyntheticBatchReader(BatchReader):
         super().__init__(Samples([config.num_images or NUM_SYNTHETIC_IMAGES]), config=config)
         self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
         self._samples = dataset.samples
+        layout = {
+            name: (values.shape[1:], values.dtype) for name, values in dataset.samples.items()
+        }
+        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
 
     def name(self, index: int) -> str:
         """Return its number among the samples that this rank draws."""
@@ -118,18 +121,8 @@ class SyntheticBatchReader(BatchReader):
         """Gather the samples, which are never bad."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
-            tensors, report.slot = self._slots.take(
-                {
-                    name: ((len(keys), *values.shape[1:]), values.dtype)
-                    for name, values in self._samples.items()
-                }
-            )
+            tensors, report.slot = self._slots.take(len(keys))
             drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
             for name, values in self._samples.items():
                 torch.index_select(values, 0, drawn, out=tensors[name])
         return Batch(tensors, list(keys), report, [""] * len(keys))
-
-
-def build(config: SourceConfig) -> CheckedLoader:
-    """Build the loader of `data.build` for synthetic data."""
-    return CheckedLoader(SyntheticBatchReader(config=config), config=config)

@@ -18,7 +18,7 @@ import torch
 from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import check_array, check_finite
 from sdbench.data.pipeline.order import Key
-from sdbench.data.pipeline.shared_batches import Layout, SharedBatches
+from sdbench.data.pipeline.shared_batches import SharedBatches
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, to_float
 from sdbench.data.samples import (
@@ -109,7 +109,6 @@ class BatchReader:
         self.num_samples = len(samples)
         self.config = config
         self.num_lanes: Mapping[int, int] = {}
-        self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
 
     def name(self, index: int) -> str:
         """Return where a sample is stored, for messages."""
@@ -137,7 +136,7 @@ class SampleBatchReader(BatchReader):
     def read_good(self, keys: Sequence[Key]) -> Batch:
         """Read as `BatchReader.read_good` says."""
         report = BatchReport(num_images=len(keys))
-        target, report.slot = self._slots.take(self._layout(len(keys)))
+        target, report.slot = self._slots.take(len(keys))
         # Indexing arrays takes a fraction of the time that indexing tensors takes.
         self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
         self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
@@ -154,10 +153,6 @@ class SampleBatchReader(BatchReader):
                 good.append(key)
         tensors = {name: tensor[: len(good)] for name, tensor in target.items()}
         return Batch(self._finish(tensors, captions, report), good, report, captions)
-
-    def _layout(self, num_samples: int) -> Layout:
-        """Return name, shape and type of the tensors that samples are read into."""
-        raise NotImplementedError
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str | None:
         """Read a sample into a position of `_arrays`; return its caption, if it has one as text."""
@@ -178,15 +173,14 @@ class ImageBatchReader(SampleBatchReader):
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
+        size = config.image_size
+        layout = {"image": ((size, size, 3), torch.uint8)}
+        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
         self._tokenizer = CaptionTokenizer(
             folder=config.tokenizer_folder,
             pad_token_id=config.pad_token_id,
             new_token=config.new_token,
         )
-
-    def _layout(self, num_samples: int) -> Layout:
-        size = self.config.image_size
-        return {"image": ((num_samples, size, size, 3), torch.uint8)}
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str:
         with report.phase("read"):
@@ -235,12 +229,11 @@ class LatentBatchReader(SampleBatchReader):
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
         self._shapes = self.sample_type.array_shapes(config)
-
-    def _layout(self, num_samples: int) -> Layout:
-        return {
-            name: ((num_samples, *shape), getattr(torch, dtype))
-            for name, (shape, dtype) in self.sample_type.batch_tensors(self.config).items()
+        layout = {
+            name: (shape, getattr(torch, dtype))
+            for name, (shape, dtype) in self.sample_type.batch_tensors(config).items()
         }
+        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):

@@ -187,18 +187,25 @@ class CheckedLoader(DataLoader):
         """
         if order is None:
             order = EpochOrder(batches.samples, config=config)
-        if config.num_workers:
+        has_workers = config.num_workers > 0
+        if has_workers:
             _check_folder_of_sockets()
         is_stream = isinstance(order, IterableDataset)
         super().__init__(
             order if is_stream else Keys(batches.num_samples),
             sampler=None if is_stream else order,
             collate_fn=batches,
-            timeout=config.data_timeout_s if config.num_workers else 0,
             worker_init_fn=_start_worker,
             # Its own generator: the start of an epoch would advance the one that draws the noise.
             generator=torch.Generator().manual_seed(config.seed),
-            **config.loader_options(),
+            batch_size=config.device_batch_size,
+            drop_last=True,
+            num_workers=config.num_workers,
+            pin_memory=config.pin_memory,
+            # torch refuses these three without workers.
+            prefetch_factor=config.prefetch_factor if has_workers else None,
+            persistent_workers=has_workers,
+            timeout=config.data_timeout_s if has_workers else 0,
         )
         self.sample_type = batches.sample_type
         self.stats = LoaderStats(num_dropped_samples=batches.samples.num_dropped)

@@ -8,11 +8,12 @@ New shared memory for each batch, as torch's default_collate takes it, costs a p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.utils.data import get_worker_info
 
+# Name of a tensor to its shape for one sample and its type.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -24,31 +25,34 @@ class SharedBatches:
     process each batch has new memory.
     """
 
-    def __init__(self, *, prefetch_factor: int) -> None:
+    def __init__(self, layout: Layout, *, prefetch_factor: int) -> None:
+        self._layout = layout
         self._num_slots = prefetch_factor + 1
-        self._layout: Layout = {}
+        self._num_samples = 0
         self._slots: list[dict[str, torch.Tensor]] = []
         self._turn = 0
 
-    def take(self, layout: Layout) -> tuple[dict[str, torch.Tensor], int | None]:
+    def take(self, num_samples: int) -> tuple[dict[str, torch.Tensor], int | None]:
         """Return uninitialised tensors to make a batch in, and the number of their slot.
 
         The number differs in each worker; it is None in the training process.
         """
         worker = get_worker_info()
         if worker is None:
-            tensors = {
-                name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()
-            }
-            return tensors, None
-        if layout != self._layout:
-            self._layout, self._turn = layout, 0
-            self._slots = [
-                {name: _share(*kind) for name, kind in layout.items()}
-                for _ in range(self._num_slots)
-            ]
+            return self._make(num_samples, torch.empty), None
+        if num_samples != self._num_samples:
+            self._num_samples, self._turn = num_samples, 0
+            self._slots = [self._make(num_samples, _share) for _ in range(self._num_slots)]
         turn, self._turn = self._turn, (self._turn + 1) % self._num_slots
         return dict(self._slots[turn]), worker.id * self._num_slots + turn
+
+    def _make(
+        self, num_samples: int, allocate: Callable[..., torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return {
+            name: allocate((num_samples, *shape), dtype=dtype)
+            for name, (shape, dtype) in self._layout.items()
+        }
 
 
 def _share(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
