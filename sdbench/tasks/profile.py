@@ -146,7 +146,7 @@ class ProfileStep(TrainingTask):
         if self.request.config.folder is None:
             return self._new_folder(f"profile-{self.plan.name}")
         folder = Path(self.request.config.folder)
-        with refused_unless_written(folder, kind="output", flag="--folder"):
+        with refused_unless_written(folder, what="the output folder", flag="--folder"):
             check_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
         return folder
