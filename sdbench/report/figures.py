@@ -116,9 +116,9 @@ def describe_source(row: Mapping[str, Any]) -> str | None:
 
 
 def describe_origin(row: Mapping[str, Any]) -> str:
-    """The source of a figure; of measured ones, the folder of the published runs."""
+    """The source of a figure; of measured ones, the ``folder`` with their runs."""
     if row["kind"] == MEASURED:
-        return "results/runs"
+        return row["folder"]
     return describe_source(row) or "source not told"
 
 
@@ -214,4 +214,4 @@ def write_out(path: Path, text: str) -> None:
             allowed="a file in a folder that exists and that this user may write",
             flag="--out",
         ) from None
-    print(f"wrote {for_terminal(path)}")
+    print(f"wrote {for_terminal(path.absolute())}")
