@@ -275,4 +275,4 @@ def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
 
     record, code = run(tmp_path, *argv, "--max_bad_fraction", "0.05")
     assert code == 1
-    assert "1 samples of this epoch are bad, more than 5.00% of 10" in record["reason"]
+    assert "1 sample of this epoch is bad, more than 5.00% of 10" in record["reason"]

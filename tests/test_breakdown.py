@@ -186,18 +186,30 @@ def test_a_trace_is_written_on_request(tmp_path):
         ("data_wait", {}, "62 % of the step is waiting for data: more --num_workers"),
         ("rank_wait", {}, "62 % of the step is waiting for other ranks: no flag of the suite"),
         ("other", {"profile_trace": True}, "62 % of the step is in none of the phases: no flag"),
+        (
+            "backward",
+            {"preset": "fast", "device_train_microbatch_size": 4},
+            "62 % of the step is the backward pass: a larger --device_train_microbatch_size",
+        ),
+        (
+            "backward",
+            {"preset": "fast", "device_train_microbatch_size": 8},
+            "62 % of the step is the backward pass: a larger --batch_size",
+        ),
     ],
 )
 def test_the_largest_part_is_named_with_the_flag_that_addresses_it(phase, config, sentence):
     rest = {name: 0.38 / (len(PHASES) - 1) for name in PHASES}
     breakdown = {"num_steps": 1, "step_time_s": 1.0, "seconds": {**rest, phase: 0.62}}
-    assert name_bottleneck(breakdown, config, stragglers=[]).startswith(sentence)
+    told = name_bottleneck(breakdown, config, device_batch_size=8, stragglers=[])
+    assert told.startswith(sentence)
 
 
 def test_a_slow_rank_goes_before_the_largest_part():
     breakdown = {"num_steps": 1, "step_time_s": 4.0, "seconds": {"backward": 3.0, "rank_wait": 1.0}}
     rank = {"rank": 3, "node": 1, "own_step_time_s": 3.0, "times_median": 1.5}
-    sentence = name_bottleneck(breakdown, {}, stragglers=[{**rank, "slow_phase": "data_wait"}])
+    slow = [{**rank, "slow_phase": "data_wait"}]
+    sentence = name_bottleneck(breakdown, {}, device_batch_size=8, stragglers=slow)
     assert sentence == (
         "25 % of the step is lost to rank 3 on node 1, which is slower than the others, most in "
         "data wait: `python -m sdbench doctor` looks at its machine"

@@ -70,7 +70,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     with Image.open("out/grid.png") as grid:
         assert grid.size == (4 + 2 * 116, 4 + 2 * 84)
     output = capsys.readouterr().out
-    assert "random weights" in output
+    assert "random weights" in output and "Drawing 3 pictures" in output
     assert "python -m sdbench score out --clip_network FOLDER\n" in output
 
 

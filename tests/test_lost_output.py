@@ -176,11 +176,25 @@ def test_a_disk_that_fills_costs_no_figures(small_disk, tmp_path, main, flags, s
     assert "Traceback" not in printed
 
 
-def test_a_disk_that_is_full_at_the_start_is_bad_input(small_disk, capsys):
+DRAWING = ("generate", "--model_name", "tiny", "--prompts", "a cat")
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "folder_flag", "num_free_bytes"),
+    [
+        (data.main, DATA, "--results_dir", 0),
+        (cli.main, DRAWING, "--folder", 2**17),  # enough for all but the record
+    ],
+)
+def test_a_disk_that_is_full_at_the_start_is_bad_input(
+    small_disk, capsys, main, flags, folder_flag, num_free_bytes
+):
     fill(small_disk)
-    assert data.main([*DATA, "--results_dir", str(small_disk)]) == 2
-    assert "--results_dir" in capsys.readouterr().err
-    assert not list(small_disk.glob("*/record.json"))
+    filler = small_disk / "filler"
+    os.truncate(filler, filler.stat().st_size - num_free_bytes)
+    assert main([*flags, folder_flag, str(small_disk / "new")]) == 2
+    assert f"change it with {folder_flag}." in capsys.readouterr().err
+    assert not list(small_disk.glob("**/*.json"))
 
 
 def test_a_table_that_cannot_be_written_is_told_and_costs_no_run(tmp_path, capsys):

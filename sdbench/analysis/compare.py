@@ -41,7 +41,7 @@ from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_termina
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.statistics.intervals import MIN_RUNS
+from sdbench.statistics.intervals import MIN_RUNS, NO_DIFFERENCE
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
@@ -267,13 +267,23 @@ def _interval(row: Row) -> str | None:
     return None if low is None else f"{low:.3f} to {high:.3f}"
 
 
+def _has_too_few(row: Row) -> bool:
+    """Whether two runs on a side make an interval so wide that it says nothing."""
+    has_interval = row.get("ratio_low") is not None
+    return has_interval and row["detectable_percent"] is None and row["verdict"] == NO_DIFFERENCE
+
+
 FIELDS = (
     Field("n", lambda row: _both(row, "runs")),
     Field("occasions", _occasions),
     Field("baseline", "baseline_images_per_second", digits=5),
     Field("candidate", "candidate_images_per_second", digits=5),
     Field("ratio", lambda row: _times(row.get("ratio"))),
-    Field("95 % interval", _interval, unknown=""),
+    Field(
+        "95 % interval",
+        lambda row: "too few runs" if _has_too_few(row) else _interval(row),
+        unknown="",
+    ),
     Field("verdict", "verdict"),
     Field("matrix product", lambda row: _times(row.get("matrix_product_ratio"))),
     Field("flags", "flags", unknown=""),
@@ -337,6 +347,12 @@ def _remarks(match: Match) -> list[str]:
             "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs.",
             _describe_detectable([row["detectable_percent"] for row in matched]),
         ]
+    if any(map(_has_too_few, matched)):
+        lines.append(
+            "Too few runs: two on a side hardly tell how much runs vary, so their interval is too "
+            f"wide to use. {MIN_RUNS - 2} more on each side makes it useful; --format json has "
+            "it as it is."
+        )
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
     if APART in verdicts:

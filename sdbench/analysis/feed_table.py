@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sdbench.base.units import counted
 from sdbench.record.configuration import group, hash_of_data
 from sdbench.record.store import FEED, OK, kind_of
 from sdbench.report.runs import rates_cell, summary_cell
@@ -63,9 +64,9 @@ def format_feed(record: dict[str, Any]) -> str:
 def _describe_processes(record: dict[str, Any]) -> str:
     """Images/s of a loading process, with the numbers of processes and CPU cores."""
     num_workers, num_cores = record["config"]["num_workers"], record["machine"]["num_cpu_cores"]
-    who = _count(num_workers, "worker") if num_workers else "the trainer's own, without workers"
+    who = counted(num_workers, "worker") if num_workers else "the trainer's own, without workers"
     rate = format_number(record["summary"]["images_per_second_per_process"])
-    return f"{rate} ({who}; {_count(num_cores, 'CPU core')})"
+    return f"{rate} ({who}; {counted(num_cores, 'CPU core')})"
 
 
 def _describe_wait(record: dict[str, Any]) -> str:
@@ -89,7 +90,7 @@ def _answer(record: dict[str, Any]) -> str:
     num_needed, num_cores = summary["num_workers_for_target"], record["machine"]["num_cpu_cores"]
     rate_of_each = format_number(summary["images_per_second_per_core"])
     return (
-        f"{verdict}. It takes {_count(num_needed, 'worker')} of {rate_of_each} images/s, if each "
+        f"{verdict}. It takes {counted(num_needed, 'worker')} of {rate_of_each} images/s, if each "
         f"has a CPU core of its own; this machine has "
         f"{num_cores if num_needed <= num_cores else f'only {num_cores}'}"
     )
@@ -101,7 +102,7 @@ def _describe_stage(stages: dict[str, Any], worker: str) -> str:
     figures = {"images_per_second": stages[name]}
     figures["images_per_second_interval"] = stages[f"{name}_interval"]
     rate = NOT_KNOWN if stages[name] is None else f"{format_rate(figures)} while it is busy"
-    return f"{rate}, {_count(stages[f'num_{worker}s'], worker)}"
+    return f"{rate}, {counted(stages[f'num_{worker}s'], worker)}"
 
 
 def _needed(stages: dict[str, Any]) -> str:
@@ -109,12 +110,8 @@ def _needed(stages: dict[str, Any]) -> str:
     numbers = {one: stages[f"num_{one}s_for_target"] for one in STAGES}
     if None in numbers.values():
         return "not known: too little was prepared in the window"
-    needed = " and ".join(_count(number, one) for one, number in numbers.items())
+    needed = " and ".join(counted(number, one) for one, number in numbers.items())
     return f"it takes {needed}, if each has a core or a GPU of its own"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def _name_job(record: dict[str, Any]) -> str:
     stages = (record["summary"] or {}).get("ray")
     if not stages:
         return kind_of(record)
-    actors = ", ".join(_count(stages[f"num_{one}s"], one) for one in ("trainer", *STAGES))
+    actors = ", ".join(counted(stages[f"num_{one}s"], one) for one in ("trainer", *STAGES))
     return f"{kind_of(record)}, {actors}"
 
 

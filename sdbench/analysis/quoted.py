@@ -12,6 +12,7 @@ from typing import Any
 
 from sdbench.analysis.throughput_table import make_figure_tables
 from sdbench.base.errors import ConfigError
+from sdbench.base.units import counted
 from sdbench.record.configuration import group
 from sdbench.report.figures import TIME, device_of, read_figures
 from sdbench.report.runs import use_each
@@ -120,7 +121,7 @@ def _make_fold(source: str, named: Sequence[tuple[str, dict[str, Any]]], *, name
     """The figures of a source, given as rows with the names of their files."""
     rows = [row for _, row in named]
     devices = dict.fromkeys(device_of(row) or row.get("hardware") for row in rows)
-    count = "1 figure" if len(rows) == 1 else f"{len(rows)} figures"
+    count = counted(len(rows), "figure")
     rates = [row for row in rows if row.get("images_per_second") is not None]
     tables = make_figure_tables(rates, name=name)
     others = [item for item in named if item[1].get("images_per_second") is None]

@@ -23,6 +23,8 @@ from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.outside import read_text
+from sdbench.base.units import counted
+from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
 from sdbench.report import run_plots
@@ -30,7 +32,7 @@ from sdbench.report.figures import write_out
 from sdbench.report.markers import BEGIN, END, fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import plain_style, save
-from sdbench.report.runs import read_record, use_each
+from sdbench.report.runs import name_runs, read_record, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
@@ -75,7 +77,8 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     ),
     TIMES: (
         "Training times",
-        "A whole run of train.py against the number of workers, from its start to its end.",
+        "A whole run of train.py against the number of workers, from its start to its end. A run "
+        "that was resumed has no row, as its record has the time of its last process only.",
         training_times.NAMES,
     ),
     DATA: (
@@ -185,21 +188,41 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
     ended_well = [record for record in records if record["status"] == OK]
     if not ended_well:
         raise ConfigError(
-            f"none of {len(records)} runs ended well" if records else "these folders hold no run",
+            f"none of {counted(len(records), 'run')} ended well"
+            if records
+            else "these folders hold no run",
             value=" ".join(map(str, places)),
             allowed=f"folders with the {RECORD_NAME} of a run that ended well, in or below them",
             flag="RUNS",
         )
     folders = {run_id: folder for run_id, (_, folder) in runs.items()}
-    sections, bad_steps = _make_sections(ended_well, folders, _make_ladder(_ended_well(records)))
+    where = name_runs([str(place) for place in places])
+    ladder = _make_ladder(_ended_well(records))
+    sections, bad_steps = _make_sections(ended_well, folders, ladder, where=where)
     shown = [section for section in sections.values() if section.has_content]
-    page = format_page(shown, made_from="Made by python -m sdbench report, from records of runs.")
-    write_out(out, page)
-    count = len(ended_well)
-    summary = f"a page of {count} run{'s' if count > 1 else ''}"
-    if len(ended_well) < len(records):
-        summary += f", without {len(records) - len(ended_well)} that did not end well"
-    return summary, [*left_out, *bad_steps]
+    reasons = group(records, key_of=_why_no_row)
+    texts = [
+        f"{name_runs([record['run_id'] for record in alike])} ({reason})"
+        for reason, alike in reasons.items()
+        if reason is not None
+    ]
+    missing = [f"Runs without a row: {'; '.join(texts)}."] if texts else []
+    made_from = f"Made by python -m sdbench report, from records of runs in {where}."
+    write_out(out, format_page(shown, made_from=" ".join([made_from, *missing])))
+    summary = f"a page of {counted(len(reasons.get(None, ())), 'run')}"
+    return "\n".join([summary, *missing]), [*left_out, *bad_steps]
+
+
+def _why_no_row(record: dict[str, Any]) -> str | None:
+    """Why no table of a page has a row for a run; None if one has."""
+    if record["status"] != OK:
+        return record["status"]
+    if kind_of(record) == TRAIN and training_times.is_resumed(record):
+        return (
+            "resumed: the record has the time of the last process only; python -m sdbench watch "
+            "makes a page of such a run"
+        )
+    return None
 
 
 def rebuild(results: Path) -> tuple[str, list[Path]]:
@@ -218,7 +241,13 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     ended_well = _ended_well(records)
     ladder = _make_ladder(ended_well, losses)
     sections, bad_steps = _make_sections(
-        records, folders, ladder, quoted=quoted, modelled=modelled, profiles=profiles
+        records,
+        folders,
+        ladder,
+        where=f"{results.absolute().name}/{RUNS}",
+        quoted=quoted,
+        modelled=modelled,
+        profiles=profiles,
     )
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     figures = _figures_of(quoted, modelled)
@@ -261,14 +290,15 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
             replace_file(path, text)
         save(plots, results / "plots", charts=CHARTS)
     summary = (
-        f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
-        f"from {len(records)} runs and {len(figures)} figures of others"
+        "made README.md, throughput.csv, data.csv, index.html and "
+        f"{counted(len(plots), 'plot')} in {results} from {counted(len(records), 'run')} and "
+        f"{counted(len(figures), 'figure')} of others"
     )
     missing = sorted(set(CHARTS) - {plot.chart for plot in plots})
     if missing:
         summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
     if left_out:
-        summary += f"\nleft out, as they cannot be read: {len(left_out)} files"
+        summary += f"\nleft out, as they cannot be read: {counted(len(left_out), 'file')}"
     return summary, left_out
 
 
@@ -277,20 +307,23 @@ def _make_sections(
     folders: Mapping[str, Path],
     ladder: Mapping[str, Sequence[Table]],
     *,
+    where: str,
     quoted: Figures = MappingProxyType({}),
     modelled: Figures = MappingProxyType({}),
     profiles: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
-    `folders` are those of the runs, by run id, and `ladder` is what `_make_ladder` returns.
+    `folders` are those of the runs, by run id, `ladder` is what `_make_ladder` returns, and `where`
+    is what the folder with all runs is called.
     """
     ended_well = _ended_well(records)
     times = training_times.collect(
-        _of_kind(records, TRAIN), [row for rows in quoted.values() for row in rows]
+        _of_kind(records, TRAIN), [row for rows in quoted.values() for row in rows], folder=where
     )
     measured = [
-        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
+        {**make_row(record), "command": shlex.join(record["command"]), "folder": where}
+        for record in ended_well
     ]
     rows = [*measured, *_figures_of(quoted, modelled)]
     with plain_style():

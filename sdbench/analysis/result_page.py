@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
+from sdbench.base.units import counted
 from sdbench.record.configuration import count_devices, place_of_encoders
 from sdbench.report.markers import BEGIN, fill_blocks
 from sdbench.report.runs import group_runs, notes_cell, rates_cell, summary_cell
@@ -68,7 +69,7 @@ def _select(
             raise ConfigError(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
-                allowed="names of folders in results/runs, with * for any text",
+                allowed=f"names of folders in {path.parent.parent / 'runs'}, with * for any text",
                 flag="--folder",
             )
         chosen.update(fitting)
@@ -79,7 +80,7 @@ def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
     """The number of runs, and when the first and the last began, as the end of a sentence."""
     starts = sorted(run["started_utc"] for run in runs)
     first, last = (f"{moment[:10]} {moment[11:16]}" for moment in (starts[0], starts[-1]))
-    return f"in {len(runs)} runs that began between {first} and {last} UTC."
+    return f"in {counted(len(runs), 'run')} that began between {first} and {last} UTC."
 
 
 def _format_runs(runs: Sequence[dict[str, Any]]) -> str:

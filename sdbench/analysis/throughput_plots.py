@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.escape import for_plot
+from sdbench.base.units import counted
 from sdbench.record.configuration import group
 from sdbench.report.figures import MEASURED, describe_origin, device_of
 from sdbench.report.plots import (
@@ -343,7 +344,7 @@ def _device(row: dict[str, Any]) -> str:
 def _count_devices(number: int | None) -> str:
     if number is None:
         return "number of devices not told"
-    return "1 device" if number == 1 else f"{number} devices"
+    return counted(number, "device")
 
 
 def _num_devices(row: dict[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sdbench.base.units import counted
 from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
 from sdbench.record.store import OK
 from sdbench.report.figures import MEASURED, TIME, describe_origin
@@ -32,15 +33,16 @@ KEPT = declarations(LengthSettings).keys() - {"init_from"}
 
 
 def collect(
-    records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]]
+    records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]], *, folder: str
 ) -> list[list[dict[str, Any]]]:
     """Sort runs and quoted figures into series that differ only in the number of workers.
 
     Each has a row for each number of workers, in ascending order. Resumed runs are left out: their
-    records have the time of the last process only.
+    records have the time of the last process only. `folder` names the folder with the runs.
     """
     quoted = [row for row in figures if row.get(TIME) and row.get("num_gpus")]
-    measured = [_make_row(record) for record in records if _is_whole(record)]
+    whole = [record for record in records if record["status"] == OK and not is_resumed(record)]
+    measured = [_make_row(record) | {"folder": folder} for record in whole]
     series = []
     for rows in group([*quoted, *measured], key_of=_key_of).values():
         points: list[dict[str, Any]] = []
@@ -90,7 +92,8 @@ def draw(series: Sequence[Sequence[dict[str, Any]]]) -> list[Plot]:
         gid = f"{NAME}-{index + 1}-line"
         work = _draw_panel(ax, points, gid=gid)
         notes = [
-            f"{point['workers']} workers: {_time_cell(point).text} s\n{describe_origin(point)}"
+            f"{counted(point['workers'], 'worker')}: {_time_cell(point).text} s\n"
+            f"{describe_origin(point)}"
             for point in points
         ]
         title = f"{TITLE}: {work}"
@@ -124,9 +127,9 @@ def _draw_panel(ax: Axes, points: Sequence[dict[str, Any]], *, gid: str) -> str:
     return title
 
 
-def _is_whole(record: dict[str, Any]) -> bool:
-    summary = record["summary"]
-    return record["status"] == OK and not (summary["num_restarts"] or summary["first_step"])
+def is_resumed(record: dict[str, Any]) -> bool:
+    """Whether a run of train.py that ended well had been stopped before, and went on."""
+    return bool(record["summary"]["num_restarts"] or record["summary"]["first_step"])
 
 
 def _make_row(record: dict[str, Any]) -> dict[str, Any]:

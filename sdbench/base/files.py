@@ -54,7 +54,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(
             "the folder exists and is not empty",
             value=str(folder),
-            allowed="a new or an empty folder",
+            allowed="a new or an empty folder: name another one, or remove this one",
             flag="--folder",
         )
 

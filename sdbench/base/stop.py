@@ -42,6 +42,11 @@ class Terminated(BaseException):
 STOPS = (KeyboardInterrupt, Terminated)
 
 
+def signal_of(stop: BaseException | None) -> signal.Signals:
+    """The signal whose exception this is."""
+    return stop.number if isinstance(stop, Terminated) else signal.SIGINT
+
+
 class StopRequest:
     """The request to end a loop; its `number` is None until a signal arrives."""
 
@@ -181,7 +186,7 @@ def _dropped_stops_come_again() -> Iterator[None]:
             known(dropped)
             return
         _stopped_s = None
-        number = getattr(dropped.exc_value, "number", signal.SIGINT)
+        number = signal_of(dropped.exc_value)
         reminders.append(threading.Timer(SEND_AGAIN_S, os.kill, (os.getpid(), number)))
         reminders[-1].start()
 

@@ -17,6 +17,7 @@ from sdbench.base.escape import as_utf8
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
+from sdbench.base.units import counted
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.folder import list_files_and_captions
@@ -114,7 +115,9 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
         return change
     if before["names_and_sizes"] == now["names_and_sizes"]:
         return "files of the data set have been written again, under the same names and sizes"
-    then, here = (f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now))
+    then, here = (
+        f"{counted(one['num_files'], 'file')}, {one['num_bytes']} bytes" for one in (before, now)
+    )
     if then == here:
         return f"names or sizes of files of the data set are others ({here})"
     return f"the data set has {here}, and had {then}"
@@ -130,8 +133,7 @@ def _name_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         "written again": {name for name in before.keys() & now.keys() if before[name] != now[name]},
     }
     return ", ".join(
-        f"{len(names)} file{' was' if len(names) == 1 else 's were'} {kind}: "
-        f"{name_some(sorted(names))}"
+        f"{counted(len(names), 'file was', 'files were')} {kind}: {name_some(sorted(names))}"
         for kind, names in kinds.items()
         if names
     )

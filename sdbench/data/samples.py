@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 # The VAE's moments are stored as one array and delivered as two.
 DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
+# How a run goes on, for messages about a bad sample that has ended one.
+SKIP_ADVICE = (
+    "--on_bad_sample skip goes on without such samples, as many as --max_bad_fraction allows"
+)
 
 
 class SampleType(Enum):
@@ -90,6 +94,8 @@ class Samples:
     # How many sequences of samples (see `EpochOrder`) are read in turn; set by the batch reader. It
     # decides how many files or row groups are kept open (`max_kept`).
     num_lanes = 1
+    # Whether the reader needs more than captions; if not, `read` may leave out the image.
+    needs_images = True
     num_dropped = 0  # stored samples that a flag leaves out
     sample_type = SampleType.IMAGES  # of what `read` returns
     # Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to the name of
@@ -151,6 +157,11 @@ def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")
+    check_caption(sample, empty_captions=empty_captions)
+
+
+def check_caption(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
+    """Raise a `BadSampleError` unless a sample has an allowed caption."""
     if sample.caption is None:
         raise BadSampleError(f"{sample.name}: no caption.")
     if as_utf8(sample.caption) != sample.caption:

@@ -12,6 +12,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import write_json
+from sdbench.base.units import counted
 from sdbench.data.pictures import (
     AFTER,
     BEFORE,
@@ -95,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = score(flags, before, after)
         write_json(folder / RESULT_NAME, facts)
         print(f"\n{_describe_scores(facts['scores'])}")
-        print(f"\n{facts['num_subject_pictures']} pictures of the subject: {folder / RESULT_NAME}")
+        pictures = counted(facts["num_subject_pictures"], "picture")
+        print(f"\n{pictures} of the subject: {folder / RESULT_NAME}")
     return 0
 
 

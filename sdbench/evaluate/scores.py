@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdbench import data
 from sdbench.base.errors import RunError, blamed_on
+from sdbench.base.units import counted
 from sdbench.data.pipeline.batches import BatchReader, make_batches
 from sdbench.data.pipeline.order import keys_of_first_epoch
 from sdbench.data.samples import ImageSample, Samples
@@ -213,7 +214,7 @@ def _frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
 
 def describe(facts: dict[str, Any]) -> str:
     """Scores in words."""
-    text = f"{facts['num_pictures']} pictures"
+    text = counted(facts["num_pictures"], "picture")
     if "fid" in facts:
         text += f", FID {facts['fid']:.4g} against {facts['num_reference']} of the reference"
     if "clip_score" in facts:

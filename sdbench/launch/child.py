@@ -23,6 +23,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
+from sdbench.base.stop import STOPS, signal_of
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.terminal import format_number, format_rate
 from sdbench.settings.config import BenchmarkConfig
@@ -200,6 +201,10 @@ def run_guarded(
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         has_timed_out = True
+    except STOPS as stop:
+        with contextlib.suppress(BrokenPipeError):  # the guard may have ended just now
+            os.write(process.stdin.fileno(), bytes([signal_of(stop)]))
+        raise
     finally:  # at Ctrl-C or SIGTERM, too: no rank may outlive the program
         process.stdin.close()
         exit_code = process.wait()

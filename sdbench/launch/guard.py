@@ -1,8 +1,9 @@
 """Ends a command together with the program that started it, whatever kills either of them.
 
 Run as a script between the two: `python guard.py GRACE_S COMMAND...`. Its standard input is a pipe
-from the program. When the pipe closes (the program asks for an end, or has died) or a signal to
-stop arrives, the command and all its descendants are asked to end, and are killed after the grace.
+from the program, which writes the number of the signal that has stopped it. Then, or when the pipe
+closes (the program asks for an end, or has died), or when this process gets a signal to stop, the
+command and all its descendants are sent that signal, or SIGTERM, and are killed after the grace.
 The program hands it a locked file, which stays locked until all of them are gone: the next
 measurement waits for that lock.
 """
@@ -34,30 +35,31 @@ def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int
     With a starter, standard input is that program's pipe; without, only a signal stops it.
     """
     # A list, and no event: a signal may arrive while this thread holds an event's lock.
-    reasons_to_stop: list[object] = []
+    signals: list[int] = []
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: reasons_to_stop.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     if has_starter:
-        threading.Thread(target=_wait_for_starter, args=(reasons_to_stop,), daemon=True).start()
+        threading.Thread(target=_wait_for_starter, args=(signals,), daemon=True).start()
     if sys.platform == "linux":
         # Ranks whose launcher has died become children of this process and are still found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
-    while process.poll() is None and not reasons_to_stop:
+    while process.poll() is None and not signals:
         time.sleep(POLL_S)
-    _end(process, grace_s=grace_s)
+    # The same signal, so that a run says and records that it was Ctrl-C.
+    _end(process, signals[0] if signals else signal.SIGTERM, grace_s=grace_s)
     assert process.returncode is not None
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _end(process: subprocess.Popen, *, grace_s: float) -> None:
-    """End a command and all its descendants, and come back when they are gone."""
-    stages = ((psutil.Process.terminate, grace_s), (psutil.Process.kill, KILLED_WITHIN_S))
-    for tell, patience_s in stages:
+def _end(process: subprocess.Popen, number: int, *, grace_s: float) -> None:
+    """End a command and all its descendants by a signal, and come back when they are gone."""
+    stages = ((number, grace_s), (signal.SIGKILL, KILLED_WITHIN_S))
+    for sent, patience_s in stages:
         left = [one for one in psutil.Process().children(recursive=True) if _is_alive(one)]
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                tell(one)
+                one.send_signal(sent)
         end_s = time.monotonic() + patience_s
         while process.poll() is None or any(_is_alive(one) for one in left):
             if time.monotonic() > end_s:
@@ -72,10 +74,10 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _wait_for_starter(reasons_to_stop: list[object]) -> None:
+def _wait_for_starter(signals: list[int]) -> None:
     # Not sys.stdin, whose lock the thread would hold when the interpreter ends.
-    os.read(0, 1)  # returns when the other end of the pipe is closed
-    reasons_to_stop.append("the starter has closed its pipe")
+    told = os.read(0, 1)  # a signal, or nothing when the other end of the pipe is closed
+    signals.append(told[0] if told else signal.SIGTERM)
 
 
 def _end_with_guard() -> None:

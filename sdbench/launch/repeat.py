@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sdbench.analysis import compare
 from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError
+from sdbench.base.units import counted
 from sdbench.launch.child import Outcome, measuring_command, split_words
 from sdbench.launch.runs import Run, in_rounds, measure, new_folder
 from sdbench.record.store import OK
@@ -115,7 +116,7 @@ def describe(outcomes: Sequence[Outcome]) -> str:
         return "no run ended well"
     rates = [summary["images_per_second"] for summary in summaries]
     median, low, high = map(format_number, (statistics.median(rates), min(rates), max(rates)))
-    lines = [f"images/s of {len(rates)} runs: median {median}, from {low} to {high}"]
+    lines = [f"images/s of {counted(len(rates), 'run')}: median {median}, from {low} to {high}"]
     interval = between_runs_interval(rates)
     if interval is None:
         lines.append(f"no interval between runs: it takes {MIN_RUNS} that ended well")

@@ -21,6 +21,7 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read, replace_file, write_json
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact_values
+from sdbench.base.units import counted
 from sdbench.launch.child import Outcome, only_one_in
 from sdbench.launch.runs import Run, in_rounds, measure
 from sdbench.launch.sweep_file import Cell, SweepFile, read_sweep_file
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{to_terminal(_make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
     missing = [run for run in runs if run.outcome is None]
     if missing:
-        print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
+        num_missing = counted(len(missing), "missing run")
+        print(f"time is up; the same command makes the {num_missing}:")
         print("\n".join(f"  {for_terminal(run.name)}" for run in missing))
     machines = {run.record["machine"]["slug"] for run in runs if run.record is not None}
     if len(machines) > 1:  # e.g. another GPU, which environment.json does not have
@@ -214,8 +216,8 @@ def _describe(sweep: SweepFile, runs: Sequence[SweepRun], *, folder: Path) -> st
     for run in ended:
         statuses[run.cell.key].append(run.outcome["status"])
     lines = [
-        f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(ended)} of {len(runs)} runs "
-        "are done"
+        f"{counted(len(sweep.cells), 'cell')} x {sweep.repeats} in {folder}: {len(ended)} of "
+        f"{counted(len(runs), 'run')} done"
     ]
     for cell in sweep.cells:
         state = ", ".join(statuses[cell.key]) or "to run"

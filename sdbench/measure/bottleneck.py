@@ -26,6 +26,7 @@ LARGER_BATCH = "a larger --batch_size has fewer of them per image"
 COMPUTE = [
     ("preset", "fast", "--preset fast"),
     ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
+    ("batch_size", None, "a larger --batch_size; one micro-batch is the whole batch already"),
 ]
 # What may shorten each phase: setting, value (None: any other) and advice. The first setting that
 # the run does not use yet is named.
@@ -56,19 +57,21 @@ def name_bottleneck(
     breakdown: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
+    device_batch_size: int,
     stragglers: Sequence[Mapping[str, Any]],
 ) -> str:
     """Say in a sentence what makes a step long, and what may shorten it.
 
     A rank that is slower than the others comes before the largest phase, since all wait for it.
-    The arguments are the record's fields of these names.
+    The other arguments are the record's fields of these names, and the images of a rank in a step.
     """
     if stragglers:
         return _name_slowest(stragglers[0], step_time_s=breakdown["step_time_s"])
     seconds = breakdown["seconds"]
     phase = max(seconds, key=seconds.__getitem__)
     share_percent = 100 * seconds[phase] / breakdown["step_time_s"]
-    return f"{share_percent:.0f} % of the step is {NAMES[phase]}: {_advise(phase, config)}"
+    advice = _advise(phase, config, device_batch_size=device_batch_size)
+    return f"{share_percent:.0f} % of the step is {NAMES[phase]}: {advice}"
 
 
 def _name_slowest(rank: Mapping[str, Any], *, step_time_s: float) -> str:
@@ -81,13 +84,15 @@ def _name_slowest(rank: Mapping[str, Any], *, step_time_s: float) -> str:
     )
 
 
-def _advise(phase: str, config: Mapping[str, Any]) -> str:
+def _advise(phase: str, config: Mapping[str, Any], *, device_batch_size: int) -> str:
     for field, value, advice in ADVICE[phase]:
         # A trained text encoder's captions, and a subject's pictures, cannot be precomputed.
         is_subjects = config.get("task", PRETRAIN) != PRETRAIN
         if field == "latents" and (config.get("train_text_encoder") or is_subjects):
             continue
         if field == "optimizer" and config[field] != "adamw":  # the one pass is no slower
+            continue
+        if field == "device_train_microbatch_size" and config[field] >= device_batch_size:
             continue
         if value is None or config[field] != value:
             return advice

@@ -116,7 +116,12 @@ def summarize(
     stragglers = bottleneck = None
     if breakdown is not None:
         stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
-        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers)
+        bottleneck = name_bottleneck(
+            breakdown,
+            config,
+            device_batch_size=config["batch_size"] // num_devices,
+            stragglers=stragglers,
+        )
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,12 @@ def resolve_architecture(
         return _load_built_in(model_name)
     if is_folder:
         folder = Path(model_name).resolve()
+        if (folder / "checkpoints").is_dir() and not (folder / "unet").exists():
+            raise _refusal(
+                "this is the folder of a run of train.py, and not a model",
+                model_name,
+                f"its model; export it first: `python -m sdbench export {shlex.quote(model_name)}`",
+            )
         return _load_folder(folder, name=folder.name, random_weights=random_weights)
     if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
         meant = nearest(model_name, names)

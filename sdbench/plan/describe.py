@@ -8,6 +8,7 @@ from typing import Any
 
 from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
+from sdbench.base.units import counted
 from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
 from sdbench.plan.resolve import Plan
@@ -30,7 +31,7 @@ def for_person(plan: Plan) -> str:
     lines.append(
         f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
         f"{devices}, global batch {config.batch_size}, "
-        f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
+        f"{_share_of_a_rank(plan)}, {counted(plan.num_steps, 'step')}; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
     return "\n".join(map(fit, lines))
@@ -48,8 +49,8 @@ def _share_of_a_rank(plan: Plan) -> str:
     microbatch = plan.config.device_train_microbatch_size
     num_images = plan.config.batch_size // plan.ranks.world_size
     num_microbatches = -(-num_images // microbatch)
-    plural = "" if num_microbatches == 1 else "es"
-    return f"{num_images} images per rank in {num_microbatches} micro-batch{plural} of {microbatch}"
+    parts = counted(num_microbatches, "micro-batch", "micro-batches")
+    return f"{counted(num_images, 'image')} per rank in {parts} of {microbatch}"
 
 
 def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
+from sdbench.base.units import counted
 from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
@@ -120,8 +121,8 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
     if rest and plan.max_num_steps >= num_steps:
         others = ", other ones in each" if plan.config.shuffle else ""
         plan.notes.append(
-            f"An epoch is {num_steps} steps of {plan.config.batch_size}: {rest} of {num_samples} "
-            f"samples do not fill a batch and are left out of it{others}."
+            f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
+            f"{num_samples} samples do not fill a batch and are left out of it{others}."
         )
 
 

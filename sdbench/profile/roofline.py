@@ -98,7 +98,7 @@ def join(
     times = pd.DataFrame(
         [(*operator.in_words(), *timing) for operator, timing in timed.items()],
         columns=[*KEYS, "calls", "time_s"],
-    )
+    ).astype({"calls": float, "time_s": float})  # also if nothing was timed
     rows = work.merge(times, on=[*KEYS], how="outer", sort=False)
     is_timed = rows.calls.notna()
     rows["calls_differ"] = is_timed & (rows.floor_s > 0) & (rows.calls != rows.num_counted)

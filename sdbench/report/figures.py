@@ -108,9 +108,9 @@ def describe_source(row: Mapping[str, Any]) -> str | None:
 
 
 def describe_origin(row: Mapping[str, Any]) -> str:
-    """The source of a figure; of measured ones, the folder of the published runs."""
+    """The source of a figure; of measured ones, the ``folder`` with their runs."""
     if row["kind"] == MEASURED:
-        return "results/runs"
+        return row["folder"]
     return describe_source(row) or "source not told"
 
 
@@ -199,4 +199,4 @@ def write_out(path: Path, text: str) -> None:
     """Write the output of a command to the file given with --out."""
     with refused_unless_written(path, what="the file", flag="--out"):
         replace_file(path, text)
-    print(f"wrote {for_terminal(path)}")
+    print(f"wrote {for_terminal(path.absolute())}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sdbench
+from sdbench.base.units import counted
 from sdbench.record.row import COLUMNS, make_row
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 from sdbench.report.runs import describe_device, use_each
@@ -107,8 +108,9 @@ def _beside_best(row: Row, known: Sequence[Row]) -> str:
     rate = _rate_per_device(best)
     source = best["source"] if best["kind"] == MEASURED else describe_source(best)
     return (
-        f"{100 * _rate_per_device(row) / rate:.0f} % of the best of {len(known)} figures of this "
-        f"device and work: {format_number(rate)} images/s per device, {source}"
+        f"{100 * _rate_per_device(row) / rate:.0f} % of the best of "
+        f"{counted(len(known), 'figure')} of this device and work: "
+        f"{format_number(rate)} images/s per device, {source}"
     )
 
 

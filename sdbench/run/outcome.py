@@ -63,6 +63,7 @@ class RunRecord:
     ) -> None:
         """Begin a record, which is not written yet; `command` are the program's arguments."""
         self._folder = RunFolder(folder, record_name=task.record_name)
+        self._folder_flag = task.folder_flag
         self._started_s = time.perf_counter()
         self._content = {
             "schema_version": store.SCHEMA_VERSION,
@@ -82,7 +83,7 @@ class RunRecord:
 
     def write_unfinished(self) -> None:
         """Reserve space for the last version, and write the record that a killed run leaves."""
-        with refused_unless_written(self._folder.path.parent):
+        with refused_unless_written(self._folder.path, flag=self._folder_flag):
             self._folder.reserve_space()
             self._folder.write_record(self._content)
         if self._content["git"]["commit"] is None:
@@ -119,7 +120,7 @@ class RunRecord:
         except OSError as error:
             raise RunError(
                 f"the record cannot be written to {self._folder.path} ({error.strerror}): free "
-                "space there, or choose another folder with --results_dir"
+                f"space there, or choose another folder with {self._folder_flag}"
             ) from None
 
 

@@ -35,6 +35,7 @@ class Task(abc.ABC):
         kind: Key of the task in `TASKS` and, where its records have a schema, in
             `store.SCHEMA_FILES`.
         program: The command that starts the task, e.g. ``benchmark.py``.
+        folder_flag: The flag that says where the folder of the run is.
         is_distributed: Whether several ranks can share the work.
         timeout_s: How long ranks wait for each other.
         resources: Closed when the run is over.
@@ -43,6 +44,7 @@ class Task(abc.ABC):
     kind: ClassVar[str]
     program: ClassVar[str]
     record_name: ClassVar[str] = RECORD_NAME
+    folder_flag: ClassVar[str] = "--results_dir"
     is_distributed: ClassVar[bool] = True
     timeout_s: float = 24 * 3600.0  # a rank that has done its share waits for the others
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.units import counted
 from sdbench.report.tables import Field, tabulate
 from sdbench.report.terminal import format_number
 from sdbench.scaling import cost, points
@@ -180,7 +181,7 @@ def _advise(candidates: Sequence[Row], best: Row | None, *, limits: str) -> str:
 
 def _describe(row: Row) -> str:
     sizes = " and ".join(dict.fromkeys(row["micro_batches"]))
-    text = "1 GPU" if row["num_gpus"] == 1 else f"{row['num_gpus']} GPUs"
+    text = counted(row["num_gpus"], "GPU")
     text += f" with micro-batch {sizes}: {format_number(row['days_to_train'][0])} days"
     if interval := points.in_words(row["days_to_train"], unknown=""):
         text += f" ({interval})"

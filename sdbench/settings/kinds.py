@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from sdbench.base.names import nearest
@@ -193,10 +193,10 @@ def _parse_word(value: Any) -> str:
 
 
 def _parse_name(value: Any) -> str:
-    path = PurePath(_parse_text(value))
-    if path.is_absolute() or not path.parts or ".." in path.parts:
+    name = _parse_text(value)
+    if "/" in name or name in ("", ".", ".."):
         raise ValueError
-    return value
+    return name
 
 
 def _parse_switch(value: Any) -> bool:
@@ -229,7 +229,7 @@ POSITIVE = whole_number(1)
 NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
 WORD = Kind("a word", _parse_word, "WORD")
-NAME = Kind("a name, without / at its beginning and without ..", _parse_name, "NAME")
+NAME = Kind("the name of a folder, without /, not . or ..", _parse_name, "NAME")
 PATH = Kind("a path", lambda value: Path(_parse_text(value)), "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)

@@ -12,6 +12,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
+from sdbench.base.units import counted
 from sdbench.data.pictures import list_pictures, open_picture
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.request import parse
@@ -79,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "both_share": float(np.all(rights, axis=1).mean()),
     }
     write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
+    pictures = counted(len(verdicts), "picture")
     print(
-        f"{len(verdicts)} pictures: the colour is right in {colour_share:.1%}, the shape in "
+        f"{pictures}: the colour is right in {colour_share:.1%}, the shape in "
         f"{shape_share:.1%}, both in {summary['both_share']:.1%}"
     )
     return 0

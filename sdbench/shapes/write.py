@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sdbench.base.files import check_folder
+from sdbench.base.units import counted
 from sdbench.data.identity import write_provenance
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, TEXT
 from sdbench.settings.request import parse
@@ -124,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = "".join(f"{scene.caption}\n" for scene in held_out)
     (folder / PROMPTS_NAME).write_text(prompts, encoding="utf-8")
     print(
-        f"{flags.num_train_images} pictures of {len(known)} scenes in {folder / TRAIN_NAME}, "
+        f"{counted(flags.num_train_images, 'picture')} of {len(known)} scenes in "
+        f"{folder / TRAIN_NAME}, "
         f"{flags.num_validation_images} of {len(held_out)} others in {folder / VALIDATION_NAME}; "
         f"captions of the held-out scenes: {folder / PROMPTS_NAME}"
     )

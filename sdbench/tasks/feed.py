@@ -12,6 +12,7 @@ from typing import Any
 from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import Progress
+from sdbench.base.units import counted
 from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
@@ -124,11 +125,11 @@ class Feed(Task):
                 f"Ray Data reads {settings.data_format} images{where} and encodes them by "
                 f"{settings.model_name} at {settings.image_size} px: num_decoders "
                 f"{settings.num_decoders}, num_encoders {settings.num_encoders}; "
-                f"{self._source.world_size} emulated trainers of "
-                f"{self._source.device_batch_size} images a step; {window} steps"
+                f"{counted(self._source.world_size, 'emulated trainer')} of "
+                f"{counted(self._source.device_batch_size, 'image')} a step; {window} steps"
             )
         kind = "latents" if self._source.wants_latents else "images"
-        size = "" if self._num_samples is None else f" ({self._num_samples} samples)"
+        size = "" if self._num_samples is None else f" ({counted(self._num_samples, 'sample')})"
         return (
             f"Reading {settings.data_format} {kind}{where}{size} at {settings.image_size} px: "
             f"batch_size {settings.batch_size}, num_workers {settings.num_workers}, "

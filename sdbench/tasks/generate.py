@@ -17,6 +17,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import new_file, refused_unless_written, replace_file
 from sdbench.base.progress import Progress
+from sdbench.base.units import counted
 from sdbench.data import prompts
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
@@ -136,6 +137,7 @@ class Generate(Task):
     kind = "generate"
     program = "generate.py"
     record_name = "generate.json"
+    folder_flag = "--folder"
     request: Request[GenerateFlags]
     _flags: GenerateFlags
     _machine: Machine
@@ -220,10 +222,10 @@ class Generate(Task):
         """What is about to be drawn."""
         flags = self._flags
         lines = [
-            f"Drawing {len(self._pictures)} pictures of {flags.image_size} px by "
-            f"{self._architecture.name} into {flags.folder}: {flags.scheduler}, {flags.num_steps} "
-            f"steps, guidance {flags.guidance_scale:g}, {flags.dtype}, ranks "
-            f"{self._ranks.world_size}"
+            f"Drawing {counted(len(self._pictures), 'picture')} of {flags.image_size} px by "
+            f"{self._architecture.name} into {flags.folder}: {flags.scheduler}, "
+            f"{counted(flags.num_steps, 'step')}, guidance {flags.guidance_scale:g}, "
+            f"{flags.dtype}, ranks {self._ranks.world_size}"
         ]
         if flags.negative_prompt:
             lines.append(f"Negative prompt: {for_terminal(flags.negative_prompt)}")
@@ -311,8 +313,8 @@ class Generate(Task):
         missing = [path for path in paths if not path.is_file()]
         if missing:
             raise RunError(
-                f"{len(missing)} pictures are missing, the first of them {missing[0]}: do all "
-                "nodes share the folder?"
+                f"{counted(len(missing), 'picture is', 'pictures are')} missing, the first of them "
+                f"{missing[0]}: do all nodes share the folder?"
             )
         shown = slice(MAX_PICTURES_OF_GRID)
         num_each = self._flags.num_images_per_prompt
@@ -327,7 +329,7 @@ class Generate(Task):
         """Where the pictures are."""
         summary = content["summary"]
         return (
-            f"{summary['num_pictures']} pictures in {folder / PICTURES_NAME}, "
+            f"{counted(summary['num_pictures'], 'picture')} in {folder / PICTURES_NAME}, "
             f"{summary['num_drawn']} of them drawn now, in {content['duration_s']:.1f} s; all at a "
             f"glance: {folder / GRID_NAME}\n"
             "How well they suit their prompts, by a network of yours: python -m sdbench score "

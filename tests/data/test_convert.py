@@ -59,7 +59,7 @@ def test_tars_in_braces_with_a_filter_and_a_limit(tmp_path, capsys):
     assert main(source, tmp_path / "out", *flags) == 0
     captions = [row["caption"] for row in read_mds(tmp_path / "out")]
     assert captions == ["picture 10", "picture 11", "picture 12"]
-    assert "10 samples are left out by --filters" in capsys.readouterr().out
+    assert "Left out by --filters: 10 samples." in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_one_bad_sample_stops_or_is_replaced(damage, message, folder, capsys):
     assert indices(list(loader)) == [0, 0, 2, 3]
     assert loader.stats.num_bad_samples == 1
     assert re.search(f"Skipped a bad sample: {folder}/{message}", capsys.readouterr().err)
-    with pytest.raises(RunError, match=r"1 samples .* more than 24.00% of 4 \(--max_bad_fraction"):
+    with pytest.raises(RunError, match=r"1 sample .* more than 24.00% of 4 \(--max_bad_fraction"):
         list(data.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.24)))
 
 

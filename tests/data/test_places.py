@@ -109,6 +109,16 @@ def test_a_place_without_samples_is_named_and_what_is_there_instead(
     assert caught.value.what == told
 
 
+@pytest.mark.parametrize("data_format", ["mds", "folder"])
+def test_folders_of_data_beside_a_place_that_is_not_there_are_named(data_format, tmp_path):
+    write_folder(tmp_path / "pictures")
+    (tmp_path / "notes").mkdir()
+    place = tmp_path / "picturs" / "train"
+    with refused(value=str(place)) as caught:
+        data.check(make_source(data_format, place))
+    assert caught.value.allowed.endswith(f"{tmp_path}, with data in {tmp_path}/pictures")
+
+
 @pytest.mark.parametrize("place", ["./.hidden/data", ".hidden//data/"])
 def test_a_place_loses_no_files_by_how_it_is_written(tmp_path, monkeypatch, place, capsys):
     monkeypatch.chdir(tmp_path)

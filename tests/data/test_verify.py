@@ -19,10 +19,12 @@ def main(*arguments: object) -> int:
 def test_sound_data(tmp_path, capsys, kind):
     datasets.WRITERS[kind](tmp_path / "data")
     assert main(tmp_path / "data", "--text_embedding_dim", 8) == 0
-    checked = "49 samples are listed (--deep opens them)"
+    checked = "49 samples are listed, and no caption is missing (--deep opens the pictures)"
+    if kind.endswith("latents"):
+        checked = "49 samples are listed (--deep opens them)"
     if kind.startswith("mds"):
         num_shards = len(list((tmp_path / "data").glob("*.mds")))
-        checked = f"{num_shards} shards are what index.json says"
+        checked = f"{num_shards} shards are what index.json says (only --deep looks at samples)"
     assert capsys.readouterr().out == f"All is well: {checked}.\n"
     assert main(tmp_path / "data", "--deep", "--text_embedding_dim", 8) == 0
     assert capsys.readouterr().out == "All is well: each of the 49 samples can be used.\n"
@@ -134,3 +136,39 @@ def test_broken_data_of_other_formats(tmp_path, capsys):
     tar.write_bytes(tar.read_bytes()[:20_000])
     assert main(tmp_path / "tars") == 1
     assert f"broken: {tar} is damaged" in capsys.readouterr().out
+
+
+def write_folder_of_bad_captions(place):
+    datasets.write_folder(place)
+    (place / "011.txt").unlink()
+    (place / "012.txt").write_text(" \n")
+    return place / "011.png", place / "012.png"
+
+
+def write_tar_of_bad_captions(place):
+    members = [("a.png", datasets.make_png(1)), ("b.png", b"no picture"), ("b.txt", b"")]
+    tar = datasets.write_tar(place / "0.tar", members)
+    return f"{tar}: a", f"{tar}: b"
+
+
+def write_parquet_of_bad_captions(place):
+    columns = {"jpg": [b"no picture"] * 3, "caption": ["one", None, ""]}
+    file = datasets.write_table(place / "0.parquet", columns, row_group_size=2)
+    return f"{file}, row 1 of row group 0", f"{file}, row 0 of row group 1"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_folder_of_bad_captions,
+        write_tar_of_bad_captions,
+        write_parquet_of_bad_captions,
+    ],
+)
+def test_captions_are_looked_for_without_opening_a_picture(tmp_path, capsys, write):
+    missing, empty = write(tmp_path / "data")
+    named = [f"broken: {missing}: no caption.", f"broken: {empty}: the caption is empty."]
+    assert main(tmp_path / "data") == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == named[:1]
+    assert main(tmp_path / "data", "--empty_captions", "bad") == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == named

@@ -213,7 +213,8 @@ def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
         process.kill()
     with (FOLDER / LOCK_NAME).open("a") as lock:  # all that was started has ended
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert load_record(FOLDER / "train")["status"] == "interrupted"
+    record = load_record(FOLDER / "train")
+    assert (record["status"], "Ctrl-C" in record["reason"]) == ("interrupted", True)
     last = max(int(path.name[5:]) for path in FOLDER.glob("train/checkpoints/step_*"))
     drawn = times("before/pictures/*.png")
     assert sdbench(["dreambooth", *command, "--", "--max_duration", f"{last + 1}ba"]) == 0

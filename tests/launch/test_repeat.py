@@ -106,9 +106,11 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
-    assert re.search(r"images/s of \d+ runs: median ", output)
+    assert re.search(r"images/s of (1 run|\d+ runs): median ", output)
     log = (folder / "2" / "output.log").read_text()
     assert "https://host/a.tar" in log and "mine" not in log
+    logs = [path.read_text() for path in folder.glob("*/output.log")]
+    assert any("KeyboardInterrupt" in text for text in logs)  # the run was told of Ctrl-C, too
     num_started = len(starts.read_text().splitlines())
     time.sleep(1.5)
     assert len(starts.read_text().splitlines()) == num_started

@@ -80,7 +80,7 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
         for ema in ("--use_ema", "--no_use_ema")
     ]
     output = capsys.readouterr().out
-    assert "4 cells x 1" in output and "0 of 4 runs are done" in output
+    assert "4 cells x 1" in output and "0 of 4 runs done" in output
     assert "run 4/4: " in output and "s left" in output
 
 
@@ -139,7 +139,7 @@ def test_when_the_budget_is_spent_the_rest_is_named_and_made_the_next_time(
     assert [row["status"] for row in rows] == ["ok"]
     output = capsys.readouterr().out
     assert "at most 13 min\n" in output
-    assert "time is up, and 2 runs are missing; the same command makes them:\n  seed=2\n" in output
+    assert "time is up; the same command makes the 2 missing runs:\n  seed=2\n" in output
     assert num_starts(starts) == 2
     # Its own time-out is a finding, and what is behind it is measured.
     code, rows = sweep(tmp_path, list=cells, budget_s=800, timeout_s=200)
@@ -313,7 +313,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository)
     assert len(before) in (2, 3)  # the third may have ended just before the signal
     completed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
-    assert f"{len(before)} of 4 runs are done" in completed.stdout
+    assert f"{len(before)} of 4 runs done" in completed.stdout
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
     rows = rows_of(folder)
     assert [(row["global_batch"], row["status"]) for row in rows] == [

@@ -79,6 +79,7 @@ def test_a_record_of_another_kind_says_so_from_start_to_end(tmp_path):
         kind=FEED,
         program="data.py",
         record_name="record.json",
+        folder_flag="--results_dir",
         for_record=lambda num_restarts: described,
     )
     record = RunRecord(task, path, command=["--seed", "1"], num_restarts=0)

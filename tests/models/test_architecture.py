@@ -190,6 +190,14 @@ def test_folder_with_a_piece_missing_is_refused(folder, random_weights, content)
         resolve_architecture(str(folder), random_weights=random_weights)
 
 
+def test_the_folder_of_a_run_is_refused_with_the_command_that_makes_a_model_of_it(tmp_path) -> None:
+    run = tmp_path / "first"
+    (run / "checkpoints").mkdir(parents=True)
+    with refused("--model_name", value=str(run)) as caught:
+        resolve_architecture(str(run))
+    assert f"`python -m sdbench export {run}`" in caught.value.allowed
+
+
 def test_folder_with_pickled_weights_is_refused(folder) -> None:
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))

@@ -253,6 +253,7 @@ def test_floors_and_shares_of_planted_work_are_exact():
     assert math.isclose(sum(shares), 100)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
     counted = {
         (Operator("backward", "aten::mm", ((2, 3),)), "float32"): Work(1, 10**12, 1),

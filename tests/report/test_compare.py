@@ -621,6 +621,12 @@ def test_the_change_that_would_have_been_found_is_told(compare, compare_as_json,
     a, b = write_runs("c", 100.0, 101.0), write_runs("d", 90.0, 91.0)
     assert compare_as_json(a, b)["rows"][0]["detectable_percent"] is None
     assert "3 runs or more on each side can tell" in compare(a, b)
+    # Nor is an interval shown that is too wide to use.
+    a, b = write_runs("e", 100.0, 110.0), write_runs("f", 100.0, 104.0)
+    low = compare_as_json(a, b)["rows"][0]["ratio_low"]
+    assert low < 0.75
+    text = compare(a, b)
+    assert "too few runs" in text and f"{low:.3f}" not in text
 
 
 def test_rows_that_share_occasions_have_no_interval_of_their_mean(compare_as_json, write_runs):

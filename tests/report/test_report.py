@@ -88,13 +88,13 @@ def test_measured_figures_are_drawn_beside_the_seeds_and_other_work_on_axes_of_i
     runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0)]
     runs += [micro_batch_run(4, 600.0, ranks__world_size=16)]
     runs += [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
-    results = make_results(tmp_path, *runs)
+    results = make_results(tmp_path / "mine", *runs)
     rebuild(results)
     texts = texts_of(results, MICRO_BATCH)
     assert "512 px, the encoders run in the step (online), 8 devices" in texts
     assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
     assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
-    assert any(text.startswith("[1] results/runs; [2] AWS (2024) MosaicML") for text in texts)
+    assert any(text.startswith("[1] mine/runs; [2] AWS (2024) MosaicML") for text in texts)
     for name in (SPEED_UP, SCALING):
         texts = texts_of(results, name)
         (label,) = [text for text in texts if text.startswith("NVIDIA H200")]

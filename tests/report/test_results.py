@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from sdbench.analysis.report import rebuild
 from sdbench.cli import main
+from sdbench.record.store import load_record
 from tests.refusals import refusal_of
 from tests.report.results_folder import (
     RESULTS,
@@ -88,16 +90,25 @@ def test_a_copy_of_a_record_is_named_and_left_out(tmp_path, capsys):
     assert "from 0 runs and 0 figures" in printed.out and "left out" in printed.out
 
 
-def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys):
-    records = [make_record(), make_record(status="failed", reason="no disk", summary=None)]
-    runs = make_results(tmp_path / "results", *records, quoted=False) / "runs"
-    shutil.copytree(runs, tmp_path / "again")  # copies of the same runs count once
+def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    batch = {"config__batch_size": 8}
+    records = [make_record(config__device_train_microbatch_size=size, **batch) for size in (2, 4)]
+    records.append(make_record(status="failed", reason="no disk", summary=None))
+    runs = make_results(Path("results"), *records, quoted=False) / "runs"
+    resumed = load_record(min(RESULTS.glob("runs/*_small-128px-fast-dreambooth")))
+    resumed["summary"]["num_restarts"] = 1
+    (runs / resumed["run_id"]).mkdir()
+    (runs / resumed["run_id"] / "record.json").write_text(json.dumps(resumed))
+    shutil.copytree(runs, "again")  # copies of the same runs count once
     page = tmp_path / "my.html"
-    assert main(["report", str(runs), str(tmp_path / "again"), "--out", str(page)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "a page of 1 run, without 1 that did not end well"
-    )
+    assert main(["report", str(runs), "again", "--out", "my.html"]) == 0
+    written, counts, without_row = capsys.readouterr().out.splitlines()[-3:]
+    assert (written, counts) == (f"wrote {page}", "a page of 2 runs")
+    assert "(failed)" in without_row and f"{resumed['run_id']} (resumed: " in without_row
     text = page.read_text(encoding="utf-8")
+    assert f"{resumed['run_id']} (resumed: " in text
+    assert "[1] results/runs, again" in text  # the source of a chart
     assert text.count("<h2>Best of each machine</h2>") == 1 and "Figures of others" not in text
     assert ">step_times" not in text and "<figcaption>Step times" in text
     assert refusal_of("report", tmp_path / "none").flag == "RUNS"

@@ -27,7 +27,7 @@ def test_the_seeds_table_and_ours_beside_it() -> None:
     resumed["summary"]["num_restarts"] = 1
     failed = {**run_of(4, 1.0), "status": "failed"}
     runs = [run_of(2, 60.0), run_of(1, 90.0, rate=0.5), run_of(1, 100.0), run_of(1, 110.0)]
-    series = collect([*runs, run_of(1, 70.0, lr=0.5), resumed, failed], quoted)
+    series = collect([*runs, run_of(1, 70.0, lr=0.5), resumed, failed], quoted, folder="mine")
     rows = rows_of(make_time_table(series))
     columns = ("workers", "runs", "time of the run, s", "speed-up", "efficiency, %")
     # Logs of 90, 100, 110 have mean 4.60182 and sd 0.10038: exp(4.60182 +- 4.302653 x 0.05795).
@@ -47,12 +47,12 @@ def test_the_seeds_table_and_ours_beside_it() -> None:
         assert text in quoted_plot.svg
     assert own_plot.notes == {
         "training_times-2-line": [
-            "1 workers: median 100 (77.67 to 127.9, between-runs) s\nresults/runs",
-            "2 workers: 60 s\nresults/runs",
+            "1 worker: median 100 (77.67 to 127.9, between-runs) s\nmine",
+            "2 workers: 60 s\nmine",
         ]
     }
 
 
 def test_without_runs_and_figures_there_is_nothing_to_show() -> None:
-    series = collect([], [])
+    series = collect([], [], folder="mine")
     assert make_time_table(series) is None and draw(series) == []

@@ -386,14 +386,14 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
 
 
 def test_what_is_printed_refers_to_nothing(tmp_path, capsys):
-    place = "tars/${NAME}"
+    place = "tars-${NAME}"
     argv = ("--model_name=tiny", "--max_duration=1ba", "--use_synth_data", "--run_name", place)
     assert train.main([*argv, "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert parse("--config", "printed.yaml").config.run_name == place
 
 
-@pytest.mark.parametrize("name", ["../../elsewhere", "/elsewhere", "a/../../b", "."])
+@pytest.mark.parametrize("name", ["../../elsewhere", "/elsewhere", "my run/1", "."])
 def test_a_run_name_that_leads_out_of_the_results_is_refused(name):
     with refused("--run_name", value=name):
         parse("--run_name", name, "--max_duration", "1ba")

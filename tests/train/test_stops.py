@@ -133,3 +133,19 @@ def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, mon
     assert kept()[1] == list(range(1, 10))
     assert [event["num_lost_steps"] for event in read_events(RUN, "begin")] == [0, 3]
     assert load_record(RUN)["summary"]["num_lost_steps"] == 3
+
+
+def test_a_run_that_failed_before_its_first_step_may_begin_anew_under_its_name(capsys):
+    write_folder(Path("data"))
+    picture = Path("data/000.png")
+    content = picture.read_bytes()
+    picture.write_bytes(b"no picture")
+    line = ("--model_name", "tiny", "--engine", "torch", "--remote", "data", "--no_shuffle")
+    line += ("--batch_size", "2", "--run_name", "run", "--max_duration", "1ba")
+    assert train.main([*line]) == 1
+    picture.write_bytes(content)
+    capsys.readouterr()
+    assert train.main([*line]) == 0
+    assert f"{RUN} has a run that took no step: it begins anew." in capsys.readouterr().out
+    assert load_record(RUN)["summary"]["num_restarts"] == 0
+    assert train.main([*line]) == 2  # now it has a step

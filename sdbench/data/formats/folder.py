@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sdbench.base.outside import refuse_repeated_keys
+from sdbench.base.units import counted
 from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.listing import (
     TRAINING_SPLITS,
     describe_files,
+    describe_neighbours,
     keep_training_split,
     list_below,
     tell_left_out,
@@ -52,7 +54,11 @@ class FolderSamples(Samples):
         """List the folder, or read its table; a `ConfigError` if it lacks images or captions."""
         folder = Path(config.remote or config.local)
         if not folder.is_dir():
-            _raise_missing("No such data folder", folder)
+            raise bad_place(
+                "No such data folder",
+                value=str(folder),
+                allowed=f"a folder of {LAYOUT}; {describe_neighbours(str(folder))}",
+            )
         self._folder = folder
         tables = [folder / place / name for place in TABLE_FOLDERS for name in TABLE_NAMES]
         tables = [table for table in tables if table.is_file()]
@@ -89,7 +95,8 @@ class FolderSamples(Samples):
             tell_once(f"{path} is a folder that is read already, under another name.")
         read = keep_training_split(_folders_of(listing.files, self._folder), is_told=True)
         left = {*read} - {*map(str, self.images)} - {*map(str, self.caption_files)}
-        tell_left_out(str(self._folder), sorted(left), taken=f"{len(self.images)} images")
+        taken = counted(len(self.images), "image is", "images are")
+        tell_left_out(str(self._folder), sorted(left), taken=taken)
 
     def name(self, index: int) -> str:
         """Path of an image."""
@@ -106,8 +113,8 @@ class FolderSamples(Samples):
                 raise BadSampleError(f"{path}: its caption is not UTF-8 ({error}).") from error
         else:
             text = self._captions[index]
-        image = _read_if_there(path)
-        if image is None and os.path.islink(path):
+        image = _read_if_there(path) if self.needs_images else None
+        if image is None and self.needs_images and os.path.islink(path):
             raise BadSampleError(
                 f"{path}: the link leads to {os.readlink(path)}, which is not there."
             )

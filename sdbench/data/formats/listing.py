@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sdbench.base.names import by_similarity
+from sdbench.base.units import counted
 from sdbench.data.formats.checks import ENDINGS, bad_place, ends_as, tell_once
-from sdbench.data.image_files import heic_to_jpeg
+from sdbench.data.image_files import has_image_name, heic_to_jpeg
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
 # src/datasets/data_files.py, SPLIT_KEYWORDS).
@@ -23,6 +26,8 @@ MAC_FOLDER = "__MACOSX"
 SIZES_NAME = "sizes.json"
 NUM_KINDS_TOLD = 5
 NUM_NAMES_TOLD = 3
+# Of a folder beside one that is missing.
+MAX_LOOKED_AT = 1000
 
 
 class Listing(NamedTuple):
@@ -93,7 +98,8 @@ def choose_files(
         left = [file for file in visible if not ends_as(file, data_format)]
         left = [file for file in left if Path(file).name != SIZES_NAME]
         kind = ENDINGS[data_format][0].removeprefix(".")
-        tell_left_out(folder, left, taken=f"{len(chosen)} {kind} files")
+        taken = counted(len(chosen), f"{kind} file is", f"{kind} files are")
+        tell_left_out(folder, left, taken=taken)
     return chosen
 
 
@@ -118,7 +124,7 @@ def keep_training_split(names: Mapping[str, Sequence[str]], *, is_told: bool) ->
 def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
     """Print the number and kinds of the files that are not read."""
     if left:
-        tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
+        tell_once(f"Of {place} {taken} read, and no other files: {describe_files(left)}.")
     if how := heic_to_jpeg(left):
         tell_once(f"HEIC pictures are not read; {how}.")
 
@@ -135,3 +141,38 @@ def describe_files(names: Iterable[str]) -> str:
     if len(kinds) > NUM_KINDS_TOLD:
         told.append("others")
     return ", ".join(told) or "no files"
+
+
+def describe_neighbours(place: str) -> str:
+    """Return the nearest folder above a missing one, and folders of data in it, most alike first.
+
+    Only the first files of a folder are looked at.
+    """
+    missing = Path(place)
+    above = next(folder for folder in missing.parents if os.path.isdir(folder))
+    name = missing.relative_to(above).parts[0]
+    folders = [path for path in _visible(above) if os.path.isdir(path) and _holds_data(path)]
+    found = by_similarity(name, [path.name for path in folders])
+    told = f"the nearest folder that exists is {above.absolute()}"
+    if not found:
+        return told
+    return f"{told}, with data in {name_some([str(above / one) for one in found])}"
+
+
+def _visible(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            first = itertools.islice(entries, MAX_LOOKED_AT)
+            return [Path(entry.path) for entry in first if is_visible(entry.name)]
+    except OSError:  # one that this user may not read
+        return []
+
+
+def _holds_data(folder: Path) -> bool:
+    names = [path.name for path in _visible(folder)]
+    return any(
+        name == "index.json"  # of MDS
+        or has_image_name(name, read_avif=True)
+        or any(ends_as(name, data_format) for data_format in ENDINGS)
+        for name in names
+    )

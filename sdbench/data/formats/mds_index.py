@@ -19,6 +19,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.data.formats.checks import bad_place, wrong_type
+from sdbench.data.formats.listing import describe_neighbours
 from sdbench.data.formats.mds_entries import (
     INDEX_NAME,
     check_shard,
@@ -216,10 +217,15 @@ def _read_index(source: str) -> bytes:
     index = folder / INDEX_NAME
     if index.is_file():
         return index.read_bytes()
-    is_there = folder.is_dir()
+    if not folder.is_dir():
+        raise bad_place(
+            "No such data folder",
+            value=source,
+            allowed=f"a folder of pictures, or {MADE_BY}; {describe_neighbours(source)}",
+        )
     below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
     raise bad_place(
-        f"The data folder holds no {INDEX_NAME}" if is_there else "No such data folder",
+        f"The data folder holds no {INDEX_NAME}",
         value=source,
         allowed=MADE_BY + (f"; nearest: {', '.join(below)}" if below else ""),
     )

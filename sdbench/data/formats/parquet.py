@@ -90,8 +90,9 @@ class ParquetSamples(Samples):
         name = self.name(index)
         values = {part: column[row] for part, column in columns.items()}
         if self.sample_type is SampleType.IMAGES:
-            image, caption = values["image"], values["caption"]
-            data = image.as_buffer().to_pybytes() if image.is_valid else None
+            image, caption = values.get("image"), values["caption"]
+            has_image = image is not None and image.is_valid
+            data = image.as_buffer().to_pybytes() if has_image else None
             try:
                 return ImageSample(name, data, clean_caption(caption.as_py()))
             except UnicodeDecodeError as error:
@@ -122,11 +123,14 @@ class ParquetSamples(Samples):
                 memory_map=True,
                 page_checksum_verification=True,
             )
-            names = list(self.columns.values())
+            wanted = self.columns
+            if not self.needs_images:
+                wanted = {"caption": wanted["caption"]}
+            names = list(wanted.values())
             table = file.read_row_group(group, columns=names, use_threads=False)
             return {
                 part: _unwrap(table.column(column).combine_chunks())
-                for part, column in self.columns.items()
+                for part, column in wanted.items()
             }
 
 

@@ -128,6 +128,9 @@ class WebDatasetSamples(Samples):
         number, position = self._find(index)
         tar, stored = self._tars[number], self._indexes[number]
         _, spans = stored.entries[position]
+        if not self.needs_images:
+            captions = self._reader.captions
+            spans = {kind: span for kind, span in spans.items() if kind in captions}
         try:
             # Not kept open: there may be more tars than files that a process may open.
             with open(tar, "rb", buffering=0) as file:

@@ -23,6 +23,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, to_float
 from sdbench.data.samples import (
     DELIVERED_NAMES,
+    SKIP_ADVICE,
     BadSampleError,
     Samples,
     SampleType,
@@ -146,7 +147,7 @@ class SampleBatchReader(BatchReader):
                 captions.append(self._read_into(len(good), key=key, report=report))
             except BadSampleError as error:
                 if self.config.on_bad_sample == "error":
-                    advice = " (--on_bad_sample skip goes on without such samples)"
+                    advice = f" ({SKIP_ADVICE})"
                     raise RunError(f"{error}{advice if self.may_skip else ''}") from error
                 report.bad.append(str(error))
             else:

@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
+from sdbench.base.units import counted
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
@@ -314,7 +315,8 @@ class CheckedLoader(DataLoader):
         limit = self._config.max_bad_fraction
         if num_bad > limit * expected:
             raise RunError(
-                f"{num_bad} samples of this epoch are bad, more than {limit:.2%} of {expected} "
+                f"{counted(num_bad, 'sample of this epoch is', 'samples of this epoch are')} bad, "
+                f"more than {limit:.2%} of {expected} "
                 f"(--max_bad_fraction), the last: {report.bad[-1]}"
             )
         return num_bad

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
+from sdbench.base.units import counted
 from sdbench.data import read_columns
 from sdbench.data.identity import identify_data
 from sdbench.data.prepare.chunk_formats import Row
@@ -24,7 +25,7 @@ from sdbench.data.prepare.pool import Shards, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
-from sdbench.data.samples import BadSampleError
+from sdbench.data.samples import SKIP_ADVICE, BadSampleError
 from sdbench.settings.request import parse
 
 EPILOG = """\
@@ -72,8 +73,7 @@ class Conversion(Shards):
             except BadSampleError as error:
                 if not self.skip_bad:
                     raise RunError(
-                        f"{error} Finished shards are kept; the same command with "
-                        "--on_bad_sample skip goes on without such samples."
+                        f"{error} Finished shards are kept; the same command with {SKIP_ADVICE}."
                     ) from error
                 bad.append(str(error))
 
@@ -109,7 +109,7 @@ def _open(flags: ConvertFlags) -> Conversion:
         source = describe_source(flags.place, data_format=flags.data_format, flags=flags)
         rows = open_rows(source)
     if rows.num_dropped:
-        print(f"{rows.num_dropped} samples are left out by --filters.")
+        print(f"Left out by --filters: {counted(rows.num_dropped, 'sample')}.")
     columns = read_columns(source)
     if left_out := columns and columns - rows.taken - rows.columns.keys():
         print(f"Of the columns of {flags.place} {', '.join(sorted(left_out))} are not taken over.")
@@ -175,8 +175,8 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     totals = output.finish()
     duration_s = time.monotonic() - started_s
     print(
-        f"Wrote {totals.num_written} samples to {flags.folder}, {len(totals.bad)} bad ones left "
-        f"out: together the {num_samples} of {flags.place!r}. "
+        f"Wrote {counted(totals.num_written, 'sample')} to {flags.folder}, {len(totals.bad)} bad "
+        f"ones left out: together the {num_samples} of {flags.place!r}. "
         f"{num_missing} in {duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
     )
     for sentence in totals.bad:

@@ -11,6 +11,7 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
+from sdbench.base.units import counted
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.files import find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
@@ -63,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tars = find_files(flags.place, data_format="webdataset", is_told=True)
         names = _name(tars)
     kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
-    counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
-    found = dict(zip(names, counted, strict=True))
+    sizes_found = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
+    found = dict(zip(names, sizes_found, strict=True))
     sizes = {name: size for name, size in found.items() if size is not None}
     replace_file(flags.out, to_json(sizes))
     if len(sizes) < len(tars):
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "
             f"{flags.out} has the {len(sizes)} others. The next call counts all tars again."
         )
-    print(f"{sum(sizes.values())} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")
+    samples = counted(sum(sizes.values()), "sample")
+    print(f"{samples} in {counted(len(tars), 'tar')}: {flags.out}")
     return 0
 
 

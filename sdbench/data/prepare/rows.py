@@ -22,6 +22,7 @@ from sdbench.data.samples import (
     LatentSample,
     MissingLatentError,
     Samples,
+    check_caption,
     check_whole,
     undecodable,
 )
@@ -55,6 +56,13 @@ class ImageRowReader:
         except (OSError, ValueError) as error:
             raise undecodable(sample.name, error) from error
         return {"jpg": sample.image, "caption": sample.caption, "width": width, "height": height}
+
+    def check_caption(self, index: int) -> None:
+        """Look at the caption of a sample alone, which costs no decoding."""
+        self._samples.needs_images = False
+        sample = self._samples.read(index)
+        assert isinstance(sample, ImageSample)
+        check_caption(sample, empty_captions=self._config.empty_captions)
 
 
 class LatentRowReader:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.units import counted
 from sdbench.data import read_columns
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
@@ -17,11 +18,11 @@ from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missi
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
-from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
+from sdbench.data.prepare.rows import LatentRowReader, describe_source, open_rows
 from sdbench.data.remote import errors_named, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
-from sdbench.settings.data import ONLINE, PRECOMPUTED
+from sdbench.settings.data import KEEP, ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
 
 EPILOG = """\
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         verify = verify_mds if config.data_format == "mds" else verify_samples
         num_broken, checked = verify(config, flags)
     if num_broken:
-        print(f"{num_broken} broken thing{'s were' if num_broken > 1 else ' was'} found.")
+        print(f"{counted(num_broken, 'broken thing was', 'broken things were')} found.")
         return 1
     print(f"All is well: {checked}.")
     return 0
@@ -82,23 +83,34 @@ def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
         for sentence in describe_missing(place):
             print(f"note: {sentence}")
     if num_broken or not flags.deep:
-        return num_broken, f"{len(shards)} shards are what {INDEX_NAME} says"
+        found = counted(len(shards), "shard is", "shards are")
+        return num_broken, f"{found} what {INDEX_NAME} says (only --deep looks at samples)"
     return verify_samples(config, flags)
 
 
 def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
-    """Open a data set as training does, and with --deep its samples; returns as `verify_mds`."""
+    """Open a data set as training does, and look at its samples; returns as `verify_mds`.
+
+    With --deep they are read; else only the captions of pictures are looked at.
+    """
     try:
         rows = open_rows(tell_kind(config))
     except RunError as error:
         print(f"broken: {error}")
         return 1, ""
-    if not flags.deep:
-        return 0, f"{len(rows)} samples are listed (--deep opens them)"
+    if flags.deep:
+        look, checked = rows.read, f"each of the {len(rows)} samples can be used"
+    else:
+        checked = f"{counted(len(rows), 'sample is', 'samples are')} listed"
+        if isinstance(rows, LatentRowReader):
+            return 0, f"{checked} (--deep opens them)"
+        look = rows.check_caption
+        checked += ", and no caption is missing"
+        checked += " or empty" if flags.empty_captions != KEEP else ""
+        checked += " (--deep opens the pictures)"
     pieces = Shards(num_samples=len(rows), samples_per_shard=SAMPLES_PER_PIECE)
-    work = functools.partial(_verify_samples, rows, pieces)
-    num_broken = _work_through(work, pieces.num_shards, len(rows), flags)
-    return num_broken, f"each of the {len(rows)} samples can be used"
+    work = functools.partial(_verify_samples, look, pieces)
+    return _work_through(work, pieces.num_shards, len(rows), flags), checked
 
 
 def tell_kind(config: SourceConfig) -> SourceConfig:
@@ -159,12 +171,12 @@ def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
     return []
 
 
-def _verify_samples(rows: RowReader, pieces: Shards, number: int) -> WorkReport:
+def _verify_samples(look: Callable[[int], Any], pieces: Shards, number: int) -> WorkReport:
     indices = pieces.indices(number)
     bad = []
     for index in indices:
         try:
-            rows.read(index)
+            look(index)
         except MissingLatentError:
             # Not broken, and counted by `describe_missing`.
             continue

@@ -14,7 +14,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import array_columns, check_finite
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.prepare.pool import Shards
-from sdbench.data.samples import BadSampleError, SampleType
+from sdbench.data.samples import SKIP_ADVICE, BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, make_encoder
@@ -151,8 +151,7 @@ def find_finite(
         except BadSampleError as error:
             if is_error:
                 raise RunError(
-                    f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes on "
-                    "without such samples)"
+                    f"{error} (--encoder_dtype fp32 avoids overflow; {SKIP_ADVICE})"
                 ) from error
             bad.append(str(error))
         else:

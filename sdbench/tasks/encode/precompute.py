@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
+from sdbench.base.units import counted
 from sdbench.data.identity import identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
@@ -291,7 +292,7 @@ class Precompute(Task):
             for name in ("batch_size", "encoder_dtype", "num_workers", "samples_per_shard")
         )
         lines = [
-            f"Encoding {job.num_samples} {config.data_format} images"
+            f"Encoding {counted(job.num_samples, f'{config.data_format} image')}"
             f"{f' of {place!r}' if place else ''} at {config.image_size} px by "
             f"{job.architecture.name} to {config.out} ({config.out_format}): "
             f"{values}, ranks {self._ranks.world_size}"
@@ -301,7 +302,7 @@ class Precompute(Task):
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
         if num_dropped := self._reader.samples.num_dropped:
-            lines.append(f"{num_dropped} samples are left out by --filters.")
+            lines.append(f"Left out by --filters: {counted(num_dropped, 'sample')}.")
         if num_missing < job.num_shards:
             num_there = job.num_shards - num_missing
             lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
@@ -392,8 +393,8 @@ class Precompute(Task):
             rate = f"images/s: {format_rate(summary)}; ms per image: {split}"
         return "\n".join(
             [
-                f"Wrote {totals.num_written} samples to {self._config.out}, {len(totals.bad)} bad "
-                f"ones left out; {summary['num_images']} of them now, in "
+                f"Wrote {counted(totals.num_written, 'sample')} to {self._config.out}, "
+                f"{len(totals.bad)} bad ones left out; {summary['num_images']} of them now, in "
                 f"{content['duration_s']:.1f} s.",
                 rate,
                 *(f"left out: {sentence}" for sentence in totals.bad[:NUM_BAD_NAMED]),

@@ -50,6 +50,19 @@ class TrainLog:
         self._trackers = trackers
         self._mark: int | None = None
 
+    def has_steps(self) -> bool:
+        """Whether a step of the run has ended."""
+        mark = self._folder / MARK_NAME
+        marked = mark.read_bytes() if mark.exists() else b""
+        return bool(marked.strip(b"0\n") or self._read_steps())
+
+    def forget(self) -> bool:
+        """Remove the events of a run without a step; False if there are none."""
+        has_events = self._history.path.exists()
+        for file in (self._history, self._bad_batches):
+            file.path.unlink(missing_ok=True)
+        return has_events
+
     def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
         """Remove the steps after `num_steps`, which are trained again, and add the event.
 

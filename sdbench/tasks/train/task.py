@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
+from sdbench.base.units import counted
 from sdbench.data.identity import identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
@@ -99,14 +100,17 @@ class Train(TrainingTask):
             folder = Path(config.results_dir, config.run_name)
             folder.mkdir(parents=True, exist_ok=True)
         self.resources.enter_context(lock(folder))
-        names = ("checkpoints", "steps.csv")
-        if config.resume == "never" and any((folder / name).exists() for name in names):
-            raise ConfigError(
-                "the folder holds a run already",
-                value=str(folder),
-                allowed="--resume auto to go on with it, or another name",
-                flag="--run_name or --resume",
-            )
+        log = TrainLog(folder)
+        if config.resume == "never":
+            if (folder / "checkpoints").exists() or log.has_steps():
+                raise ConfigError(
+                    "the folder holds a run already",
+                    value=str(folder),
+                    allowed="--resume auto to go on with it, or another name",
+                    flag="--run_name or --resume",
+                )
+            if log.forget():
+                print(f"{folder} has a run that took no step: it begins anew.")
         RunFolder(folder).begin_again()
         return folder
 
@@ -308,7 +312,8 @@ class Train(TrainingTask):
         TrainLog(folder).add_event("end", step=max(num_steps, summary["first_step"]))
         export = f"Its model for diffusers: python -m sdbench export {shlex.quote(str(folder))}"
         if rate is None:
-            done = f"Nothing is left to train: the run has {summary['first_step']} steps"
+            trained = counted(summary["first_step"], "step")
+            done = f"Nothing is left to train: the run has {trained}"
             return f"{done}, and a larger --max_duration trains on.\n{export}"
         other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
         loss = summary["loss_last"]  # None where all steps were skipped
