@@ -8,9 +8,10 @@ import pytest
 
 from sdbench.base.errors import ConfigError
 from sdbench.plan.describe import for_person
-from sdbench.plan.resolve import resolve
+from sdbench.plan.resolve import check_ahead, resolve
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import parse_request
+from sdbench.settings.rules import UNKNOWN, Unknown
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import PLACE_FLAGS, refused
 
@@ -176,6 +177,50 @@ def test_what_cannot_be_run_is_refused_by_name(argv, world_size, value, allowed,
     with refused(flag, value=value) as caught:
         plan("--model_name", "tiny", *argv.split(), world_size=world_size)
     assert allowed in caught.value.allowed
+
+
+WINDOWS = "--batch_size 8 --device_train_microbatch_size 4 --warmup_batches 9 --measure_batches 9"
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "value"),
+    [
+        ("--batch_size 7", 2, 7),
+        (f"--batch_size 4 {OF_3}", 2, 3),
+        (f"{WINDOWS} --max_duration 5ba", 2, "5ba"),
+        ("--image_size 100", None, 100),
+        ("--model_name tinny", None, "tinny"),
+        ("--model_revision main", None, "main"),
+        ("--use_synth_data --remote data", None, "data"),
+        ("--data_format folder --remote data --latents precomputed", None, "precomputed"),
+    ],
+)
+def test_what_no_machine_can_run_is_refused_without_one(argv, world_size, value):
+    with pytest.raises(ConfigError) as caught:
+        plan_ahead(argv, world_size)
+    assert caught.value.value == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size"),
+    [
+        ("--batch_size 7", None),
+        ("--batch_size 8", 2),
+        (f"{WINDOWS} --max_duration 30ba", 2),
+        (f"{WINDOWS} --max_duration 1ep", 2),
+        ("--precision tf32", 2),
+        ("--model_name /elsewhere/model --image_size 100", 2),
+        ("--remote /elsewhere/pictures --results_dir /dev/null/runs", 2),
+    ],
+)
+def test_what_some_machine_may_run_is_not_refused_without_one(argv, world_size):
+    plan_ahead(argv, world_size)
+
+
+def plan_ahead(argv, world_size):
+    request = parse_request(["--model_name", "tiny", *argv.split()], description="", epilog="")
+    ranks = UNKNOWN if world_size is None else Unknown(world_size=world_size)
+    check_ahead(request, ranks=ranks)
 
 
 def test_an_empty_data_folder_is_refused(tmp_path):

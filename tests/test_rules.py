@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 import train
+from sdbench.base.errors import ConfigError
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings import rules
 from sdbench.settings.recipe import TrainConfig, parse_request
-from sdbench.settings.rules import settle
+from sdbench.settings.rules import UNKNOWN, Unknown, settle
 from tests.machines import make_cpu_machine
 from tests.refusals import printed_refusal, refused
 
@@ -104,6 +107,29 @@ def test_a_flag_without_an_effect_is_refused(argv, others, needed):
 def test_settings_that_do_not_suit_each_other_are_refused(argv, flag, value):
     with refused(f"--{flag}", value=value):
         check(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_ranks", "is_refused"),
+    [
+        ("--lora_alpha 2", None, True),
+        ("--sharding zero1", 1, True),
+        ("--sharding zero1", 2, False),
+        ("--sharding zero1", None, False),
+        # On two machines of two ranks each it shards within a machine.
+        ("--sharding hybrid", 4, False),
+        # A GPU may have it.
+        ("--precision tf32", None, False),
+        ("--sharding full --optimizer_params all", None, True),
+        # A machine may replace what the preset has.
+        ("--sharding full --preset seed", None, False),
+    ],
+)
+def test_rules_are_applied_ahead_of_a_machine_where_it_changes_nothing(argv, num_ranks, is_refused):
+    ranks = UNKNOWN if num_ranks is None else Unknown(world_size=num_ranks)
+    request = parse_request([*RUN, *argv.split()], description="", epilog="")
+    with pytest.raises(ConfigError) if is_refused else contextlib.nullcontext():
+        rules.check(request, ranks=ranks)
 
 
 def test_a_demand_says_which_flag_needs_which():

@@ -80,14 +80,14 @@ SOURCES = {
 }
 
 
-def resolve_format(settings: Any) -> str:
-    """Choose the data format, a name of `SOURCES`, that settings of `DataSettings` ask for.
+def check_ahead(settings: Any) -> None:
+    """Refuse `DataSettings` that contradict each other, without a look at the place of the data."""
+    _check_places(settings)
+    if settings.data_format != "auto":
+        check_flags(settings, has_columns=SOURCES[settings.data_format].columns is not None)
 
-    ``auto`` without a place is ``synthetic``; callers must tell the user so.
 
-    Raises:
-        ConfigError: The settings contradict each other.
-    """
+def _check_places(settings: Any) -> None:
     data_format, streams = settings.data_format, getattr(settings, "streams", None)
     is_synthetic = settings.use_synth_data or data_format == "synthetic"
     place = settings.remote or settings.local or streams
@@ -126,10 +126,22 @@ def resolve_format(settings: Any) -> str:
             allowed="a folder or URL",
             flag=PLACE_FLAGS,
         )
-    if data_format != "auto":
-        return data_format
-    if streams:
+
+
+def resolve_format(settings: Any) -> str:
+    """Choose the data format, a name of `SOURCES`, that settings of `DataSettings` ask for.
+
+    ``auto`` without a place is ``synthetic``; callers must tell the user so.
+
+    Raises:
+        ConfigError: The settings contradict each other.
+    """
+    _check_places(settings)
+    if settings.data_format != "auto":
+        return settings.data_format
+    if getattr(settings, "streams", None):
         return "mds"
+    place = settings.remote or settings.local
     return detect_format(place) if place else "synthetic"
 
 

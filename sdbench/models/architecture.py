@@ -135,6 +135,11 @@ def built_in_names() -> list[str]:
     return sorted(path.stem for path in ARCHITECTURES_FOLDER.glob("*.json"))
 
 
+def is_beside_program(model_name: str) -> bool:
+    """Whether a model is built in or in a folder beside the program: the same on all machines."""
+    return "/" not in model_name
+
+
 def resolve_architecture(
     model_name: str, *, revision: str | None = None, random_weights: bool = False
 ) -> Architecture:

@@ -6,6 +6,7 @@ value that the program chose. It never changes a value that the user gave.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -22,7 +23,7 @@ from sdbench.base.units import counted
 from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
-from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
 from sdbench.models.memory import MemoryEstimate
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
@@ -33,6 +34,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
+from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
@@ -83,13 +85,7 @@ def resolve(
     the most that it may take, from the plan so far and the samples of an epoch.
     """
     plan = Plan.begin(request, machine=machine, ranks=ranks)
-    plan.architecture = resolve_architecture(
-        plan.config.model_name,
-        revision=plan.config.model_revision,
-        random_weights=plan.config.random_weights,
-    )
-    if model_parts is not None:
-        plan.architecture = replace_parts(plan.architecture, model_parts)
+    plan.architecture = _find_model(plan.config, model_parts)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
@@ -113,6 +109,40 @@ def resolve(
             "--online_preprocessing only."
         )
     return plan
+
+
+def _find_model(
+    config: BenchmarkConfig, parts: Mapping[str, Mapping[str, Any]] | None
+) -> Architecture:
+    architecture = resolve_architecture(
+        config.model_name, revision=config.model_revision, random_weights=config.random_weights
+    )
+    return architecture if parts is None else replace_parts(architecture, parts)
+
+
+def check_ahead(
+    request: Request[Any],
+    *,
+    ranks: Any,
+    model_parts: Mapping[str, Mapping[str, Any]] | None = None,
+    resolve_steps: StepsResolver = resolve_steps,
+) -> None:
+    """Refuse what no machine can run; arguments as of `resolve`, but the ranks may be unknown.
+
+    Places of data and of models are not looked at, as they may be where the ranks are.
+    """
+    plan = Plan(request, settings_ahead(request), UNKNOWN, ranks, {}, [])
+    data.check_ahead(plan.config)
+    others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
+    if all(map(is_beside_program, (plan.config.model_name, *others))):
+        plan.architecture = _find_model(plan.config, model_parts)
+        with contextlib.suppress(UnknownError):
+            _resolve_image_size(plan)
+        if plan.config.learned_token is not None:
+            _check_tokens(plan)
+    with contextlib.suppress(UnknownError):
+        resolve_batch(plan)
+        resolve_steps(plan, num_samples=UNKNOWN)
 
 
 def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:

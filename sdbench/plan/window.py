@@ -85,16 +85,21 @@ def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> i
 def _choose_window(draft: Draft, num_steps: int | None) -> None:
     """Choose warm-up, window and profile; with --max_duration the window takes the rest."""
     given = draft.config
-    warmup = of_device(WARMUP_BATCHES, on_gpu=draft.on_gpu)
-    measure = of_device(MEASURE_BATCHES, on_gpu=draft.on_gpu)
-    profile, reason = PROFILE_BATCHES, "default with a GPU" if draft.on_gpu else "no GPU"
+    # Ahead of a run the machine is not known, and asked for only where it decides.
+    warmup, measure = (
+        of_device(default, on_gpu=draft.on_gpu) if value is None else value
+        for value, default in (
+            (given.warmup_batches, WARMUP_BATCHES),
+            (given.measure_batches, MEASURE_BATCHES),
+        )
+    )
+    profile, reason = PROFILE_BATCHES, None
     if num_steps is not None:
         reason = f"{given.max_duration} is {num_steps} batches"
-        least = 1 if given.measure_batches is None else given.measure_batches
-        warmup = max(0, min(warmup, num_steps - least))
-        warmup = warmup if given.warmup_batches is None else given.warmup_batches
-        wanted = measure if given.measure_batches is None else given.measure_batches
-        if num_steps < warmup + wanted + _num_behind(draft, profile):
+        if given.warmup_batches is None:
+            least = 1 if given.measure_batches is None else measure
+            warmup = max(0, min(warmup, num_steps - least))
+        if num_steps < warmup + measure + _num_behind(draft, profile):
             profile = 0
         profile = profile if given.profile_batches is None else given.profile_batches
         measure = max(1, num_steps - warmup - _num_behind(draft, profile))
@@ -104,8 +109,10 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
         ("profile_batches", profile),
     ):
         if getattr(given, name) is None:
+            if reason is None:
+                reason = "default with a GPU" if draft.on_gpu else "no GPU"
             draft.choose(name, value, reason)
-    if draft.config.cuda_graph and draft.config.warmup_batches < NUM_GRAPH_STEPS:
+    if draft.config.warmup_batches < NUM_GRAPH_STEPS and draft.config.cuda_graph:
         raise ConfigError(
             f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
             value=given.max_duration,

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.rules import UNKNOWN, Unknown, check
 
 if TYPE_CHECKING:
+    from sdbench.measure.hardware import Machine
     from sdbench.run.task import Task
 
 
 def resolve_ahead(entry: str, request: Any, *, is_here: bool) -> None:
     """Raise the error that the ranks would raise, of a cluster of this machine alone if `is_here`.
 
-    The machines of another cluster are unknown: only what ranks share is checked. In another
-    process, so that this one opens no GPU.
+    The machines of another cluster are unknown: only what is the same on all of them is checked. In
+    another process, so that this one opens no GPU.
     """
-    config = request.config
-    if not is_here and (config.num_ray_workers is None or config.min_ray_workers is not None):
-        return
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(
@@ -51,27 +50,39 @@ def _send_error(there: Connection, entry: str, request: Any, is_here: bool) -> N
             os.environ[ray_cluster.RAY_RESTARTS] = "0"  # as in a rank
             with contextlib.ExitStack() as resources:
                 task = pkgutil.resolve_name(entry)(request, resources)
+                config, machine, num_ranks = request.config, None, request.config.num_ray_workers
                 if is_here:
-                    _resolve_here(task, request.config)
-                else:
-                    num_ranks = request.config.num_ray_workers
-                    task.check_shares(Ranks(0, num_ranks, 0, num_ranks))
+                    machine, num_ranks = _see_this_machine(config)
+                if config.min_ray_workers is not None:
+                    num_ranks = None  # it depends on the room in the cluster
+                _check(task, machine=machine, num_ranks=num_ranks)
         except (ConfigError, RunError) as found:
             error = found
     with contextlib.suppress(OSError):
         there.send(error)
 
 
-def _resolve_here(task: Task, config: Any) -> None:
-    from sdbench.measure.hardware import check_gpu_code, inspect_machine
+def _see_this_machine(config: Any) -> tuple[Machine | None, int]:
+    """This machine as the ranks will see it, or None if Ray decides that, and their number."""
+    from sdbench.measure.hardware import inspect_machine
 
     machine = inspect_machine()
     num_gpus = machine.num_devices if machine.device_type == "cuda" else 0
     room = ray_cluster.room_of_this_machine(num_gpus)
-    share = ray_cluster.resources_per_worker(config, room)
-    num_ranks = ray_cluster.num_workers(config, room)
     ray_cluster.check_room(config, room)
-    if config.min_ray_workers is not None or bool(num_gpus) != ("GPU" in share):
-        return  # how many ranks there will be, or what they see of the machine, is Ray's
-    check_gpu_code(machine)
-    task.resolve(machine, Ranks(0, num_ranks, 0, num_ranks))
+    has_gpu = "GPU" in ray_cluster.resources_per_worker(config, room)
+    num_ranks = ray_cluster.num_workers(config, room)
+    return (machine if has_gpu == bool(num_gpus) else None), num_ranks
+
+
+def _check(task: Task, *, machine: Machine | None, num_ranks: int | None) -> None:
+    """Resolve the task, or check what is the same for any machine or number of ranks."""
+    from sdbench.measure.hardware import check_gpu_code
+
+    if machine is not None and num_ranks is not None:
+        check_gpu_code(machine)
+        task.resolve(machine, Ranks(0, num_ranks, 0, num_ranks))
+        return
+    ranks = UNKNOWN if num_ranks is None else Unknown(world_size=num_ranks)
+    check(task.request, ranks=ranks)
+    task.check_ahead(ranks)

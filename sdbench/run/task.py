@@ -52,8 +52,11 @@ class Task(abc.ABC):
         self.request = request
         self.resources = resources
 
-    def check_shares(self, ranks: Ranks) -> None:
-        """Refuse what so many ranks cannot share on any machine; instead of the other methods."""
+    def check_ahead(self, ranks: Any) -> None:
+        """Refuse what no machine can run; instead of the other methods, where none is known.
+
+        `ranks` has the number of ranks, or is unknown (`Unknown`).
+        """
         return
 
     @abc.abstractmethod

@@ -62,45 +62,47 @@ def settle(
     return config, reasons
 
 
-class _UnknownError(Exception):
-    """Raised to a rule that asks for what is not known before the run."""
+class UnknownError(Exception):
+    """Raised to a check that asks for what is not known before the run."""
 
 
-class _Unknown:
-    """The machine and the ranks of a run to come."""
+class Unknown:
+    """In place of the machine, the ranks or a value of a run to come; attributes may be known."""
 
-    def __getattr__(self, name: str) -> Any:
-        raise _UnknownError
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
 
+    def _raise(self, *_: Any) -> Any:
+        raise UnknownError
 
-class _Known:
-    """The settings of a request but for those of its preset, which the machine may replace."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        config_type = type(self._request.config)
-        declared = declarations(config_type).get(name)
-        if declared is None:
-            return getattr(config_type, name).fget(self)  # a property, of settings that are known
-        if declared.presets and not self._request.is_users(name):
-            raise _UnknownError
-        return getattr(self._request.config, name)
+    __getattr__ = __bool__ = __eq__ = __hash__ = __floordiv__ = _raise
 
 
-def check(request: Request, names: Collection[str] | None = None) -> None:
-    """Check settings by those of their rules that ask for nothing of the machine or the ranks."""
-    unknown: Any = _Unknown()
-    known: Any = _Known(request)
-    for declared, rule in _find_broken(request, Situation(known, unknown, unknown), names):
-        _refuse(declared, rule, Situation(request.config, unknown, unknown))
+UNKNOWN: Any = Unknown()
+
+
+def settings_ahead(request: Request[ConfigT]) -> ConfigT:
+    """The settings of a request; those of its preset, which a machine may replace, are unknown."""
+    config: Any = request.config
+    unknown = {
+        name: UNKNOWN
+        for name, declared in declarations(type(config)).items()
+        if declared.presets and not request.is_users(name)
+    }
+    return dataclasses.replace(config, **unknown)
+
+
+def check(request: Request, names: Collection[str] | None = None, *, ranks: Any = UNKNOWN) -> None:
+    """Check settings by those of their rules that ask for nothing unknown of machine or ranks."""
+    known = Situation(settings_ahead(request), UNKNOWN, ranks)
+    for declared, rule in _find_broken(request, known, names):
+        _refuse(declared, rule, Situation(request.config, UNKNOWN, ranks))
 
 
 def _is_met(rule: Rule, situation: Situation) -> bool:
     try:
         return bool(rule.is_met(situation))
-    except _UnknownError:
+    except UnknownError:
         return True
 
 
@@ -155,7 +157,7 @@ def _find_broken(
             is_exempt = rule.is_advice and is_users
         try:
             is_about_it = getattr(situation.config, declared.name) in rule.values
-        except _UnknownError:
+        except UnknownError:
             continue
         if is_about_it and not is_exempt and not _is_met(rule, situation):
             yield declared, rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -17,7 +18,7 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
-from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
 from sdbench.plan import describe
 from sdbench.plan.draft import Draft
 from sdbench.ranks import ray_cluster
@@ -28,6 +29,7 @@ from sdbench.settings.data import ONLINE
 from sdbench.settings.feed import DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH, FeedSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
+from sdbench.settings.rules import UnknownError
 
 # The seeds' number of workers, where there are as many cores.
 MAX_DEFAULT_WORKERS = 8
@@ -58,9 +60,15 @@ class Feed(Task):
         """The flag --dist_timeout."""
         return self.request.config.dist_timeout
 
-    def check_shares(self, ranks: Ranks) -> None:
-        """The batch."""
-        _check_trainers(self.request.config, ranks)
+    def check_ahead(self, ranks: Any) -> None:
+        """The contradictions of settings, the model, the batch and the warm-up."""
+        settings = self.request.config
+        data.check_ahead(settings)
+        if is_beside_program(settings.model_name):
+            _find_model(settings)
+        with contextlib.suppress(UnknownError):
+            _check_trainers(settings, ranks)
+            _check_warmup(settings, num_stored=_count_stored(settings, ranks))
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and check the source."""
@@ -68,12 +76,7 @@ class Feed(Task):
         self._settings, self._chosen = _resolve(self.request, machine, ranks)
         options: dict[str, Any] = {}
         if self._settings.engine == RAY:
-            architecture = self._architecture = resolve_architecture(
-                self._settings.model_name,
-                revision=self._settings.model_revision,
-                random_weights=self._settings.random_weights,
-            )
-            architecture.check_image_size(self._settings.image_size)
+            architecture = self._architecture = _find_model(self._settings)
             options = {
                 "num_workers": 0,
                 "rank": ranks.rank,
@@ -232,15 +235,30 @@ def _resolve(
     num_batches = max(DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH * num_stored)
     draft.choose_if_open("num_batches", num_batches, "the batches in store")
     draft.choose_if_open("num_warmup_batches", num_stored + 1, "the batches in store")
-    settings = draft.config
-    if settings.num_warmup_batches < num_stored:
+    _check_warmup(draft.config, num_stored=num_stored)
+    return draft.config, draft.chosen
+
+
+def _find_model(settings: FeedSettings) -> Architecture:
+    """The model of the encoders, which takes images of this size."""
+    architecture = resolve_architecture(
+        settings.model_name,
+        revision=settings.model_revision,
+        random_weights=settings.random_weights,
+    )
+    architecture.check_image_size(settings.image_size)
+    return architecture
+
+
+def _check_warmup(settings: FeedSettings, *, num_stored: int) -> None:
+    """Check that the warm-up takes all batches that are prepared in advance."""
+    if settings.num_warmup_batches is not None and settings.num_warmup_batches < num_stored:
         raise ConfigError(
             f"{num_stored} batches are prepared in advance, and would count as measured work",
             value=settings.num_warmup_batches,
             allowed=f"at least {num_stored}",
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",
         )
-    return settings, draft.chosen
 
 
 def _check_trainers(settings: FeedSettings, ranks: Ranks) -> None:

@@ -9,9 +9,7 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
-from sdbench.plan.batch import check_batch
-from sdbench.plan.draft import Draft
-from sdbench.plan.resolve import Plan, resolve
+from sdbench.plan.resolve import Plan, check_ahead, resolve
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import RunFolder
@@ -40,15 +38,17 @@ class TrainingTask(Task):
         """The flag --dist_timeout."""
         return self.request.config.dist_timeout
 
-    def check_shares(self, ranks: Ranks) -> None:
-        """The batch and the micro-batch, where both are given."""
-        config, unknown = self.request.config, None
-        if isinstance(config.batch_size, int):
-            check_batch(Draft(self.request, config, unknown, ranks, {}, []))
+    def _planning(self) -> dict[str, Any]:
+        """Arguments of `resolve` and `check_ahead` beside the request."""
+        return {}
+
+    def check_ahead(self, ranks: Any) -> None:
+        """Check what the plan does not decide for a machine."""
+        check_ahead(self.request, ranks=ranks, **self._planning())
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
-        self.plan = resolve(self.request, machine=machine, ranks=ranks)
+        self.plan = resolve(self.request, machine=machine, ranks=ranks, **self._planning())
 
     def make_folder(self) -> Path:
         """Make a new folder in --results_dir."""

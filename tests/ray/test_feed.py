@@ -8,10 +8,12 @@ import pytest
 
 import data as script
 from sdbench.analysis.feed_table import format_feed
+from sdbench.base.errors import ConfigError
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
+from sdbench.settings.rules import UNKNOWN, Unknown
 from sdbench.tasks.feed import Feed
 from sdbench.tasks.ray_feed import read_stages
 from sdbench.tasks.training import RAY_DATA_NAME
@@ -90,6 +92,25 @@ def test_what_two_trainers_cannot_do_is_refused(argv, flag, monkeypatch):
     ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
     with refused(flag):
         Feed(request, None).resolve(make_cpu_machine(), ranks)
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_ranks", "value"),
+    [
+        ("--batch_size 3", 2, 3),
+        ("--num_warmup_batches 0", 2, 0),
+        ("--image_size 100", None, 100),
+        ("--model_name tinny", None, "tinny"),
+        ("--remote pictures", None, "pictures"),
+    ],
+)
+def test_what_no_cluster_can_do_is_refused_ahead(argv, num_ranks, value, monkeypatch):
+    monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
+    words = [*TINY, "--use_synth_data", *argv.split()]
+    request = parse(FeedSettings, words, description="", epilog="")
+    with pytest.raises(ConfigError) as caught:
+        Feed(request, None).check_ahead(Unknown(world_size=num_ranks) if num_ranks else UNKNOWN)
+    assert caught.value.value == value
 
 
 @pytest.mark.parametrize("flag", ["--num_decoders=2", "--num_ray_workers=2", "--model_name=tiny"])

@@ -17,7 +17,7 @@ from sdbench.data.identity import identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.draft import Draft
-from sdbench.plan.resolve import Plan, resolve
+from sdbench.plan.resolve import Plan
 from sdbench.plan.window import steps_in_duration
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -56,16 +56,14 @@ class Train(TrainingTask):
     _evaluations: Evaluations | None = None
     _hooks: TrainHooks | None = None
 
+    def _planning(self) -> dict[str, Any]:
+        config: Any = self.request.config
+        return {"model_parts": config.model_parts, "resolve_steps": _resolve_length}
+
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan, and check what training needs beyond a measurement."""
+        super().resolve(machine, ranks)
         config = self.request.config
-        self.plan = resolve(
-            self.request,
-            machine=machine,
-            ranks=ranks,
-            model_parts=config.model_parts,
-            resolve_steps=_resolve_length,
-        )
         notes = []
         if config.save_every_batches is None:
             notes.append(
