@@ -309,6 +309,18 @@ def _make_trainer(config: Any, rank: Callable[[], int], scratch: str) -> Any:
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            # The cleaner frees the places of the ranks if the controller is killed, which the end
+            # of this command does as well. It asks the dashboard again and again whether the
+            # controller lives; where no dashboard runs, the end of a run waits up to 12 s for it.
+            unwanted = PlacementGroupCleanerCallback
+            callbacks = super()._create_default_callbacks()
+            return [one for one in callbacks if not isinstance(one, unwanted)]
 
     room, free = ray.cluster_resources(), ray.available_resources()
     resources = ray_cluster.resources_per_worker(config, room)
@@ -330,7 +342,7 @@ def _make_trainer(config: Any, rank: Callable[[], int], scratch: str) -> Any:
             f"; free now: {in_words(free)}, in which {num_now} of them begin (--min_ray_workers)"
         )
     print(line, file=sys.stderr, flush=True)
-    return TorchTrainer(
+    return Trainer(
         rank,
         scaling_config=ScalingConfig(
             num_workers=num_workers if least is None else (least, num_workers),

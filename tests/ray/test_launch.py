@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 import benchmark
@@ -18,6 +20,9 @@ from tests.ports import free_port
 from tests.ray.conftest import ADDRESS_LEFT
 from tests.refusals import printed_refusal
 from tests.runs import only_record
+
+# From a result to the end of the command: 3 s at a load of 5 on two cores.
+ENDS_WITHIN_S = 8.0
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
@@ -77,6 +82,35 @@ def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, m
     assert record["ranks"]["world_size"] == 1
     assert record["config"]["num_threads"] == 1
     assert record["chosen"]["num_threads"] == "OMP_NUM_THREADS"
+
+
+@pytest.mark.ray
+def test_a_command_ends_soon_after_its_result(repository, tmp_path):
+    argv = ("--model_name", "tiny", "--image_size", "64", "--use_synth_data", "--engine", "ray")
+    argv += ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
+    command = [sys.executable, "benchmark.py", *argv, "--results_dir", str(tmp_path / "runs")]
+    with subprocess.Popen(
+        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        lines, actors = [], set()
+        for line in process.stdout:
+            printed_s = time.monotonic()
+            lines.append(line)
+            children = psutil.Process(process.pid).children(recursive=True)
+            actors |= {name for one in children if (name := _name_of(one)).startswith("ray::")}
+    ended_s = time.monotonic()
+    assert process.returncode == 0, lines
+    assert lines[-1].startswith("record: ")
+    assert ended_s - printed_s < ENDS_WITHIN_S
+    assert any(name.startswith("ray::RayTrainW") for name in actors)
+    # Ray Train would wait for it, for up to 12 s where no dashboard answers it.
+    assert not any(name.startswith("ray::PlacementG") for name in actors)
+
+
+def _name_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
 
 
 def test_the_threads_of_a_rank_leave_cores_to_decoders_and_encoders(tmp_path, monkeypatch, capsys):
