@@ -10,9 +10,10 @@ import time
 import pytest
 
 import data as script
-from sdbench.analysis.feed_table import format_csv
+from sdbench.analysis import feed_table
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.record.row import format_csv
 from sdbench.report.terminal import format_number
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.runs import run_and_load
@@ -52,7 +53,8 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert output.endswith(told)
     assert (folder / "stdout.log").read_text() == output
     assert not (folder / "steps.csv").exists()
-    (row,) = csv.DictReader(format_csv([record]).splitlines())
+    text = format_csv([feed_table.make_row(record)], columns=feed_table.COLUMNS)
+    (row,) = csv.DictReader(text.splitlines())
     assert float(row["images_per_second"]) == summary["images_per_second"]
 
 

@@ -241,7 +241,7 @@ def test_a_number_of_repeats_may_stand_in_quotes(tmp_path, capsys):
     file = tmp_path / "my.yaml"
     file.write_text('repeats: "3"\nlauncher: python\nscript: my.yaml\nlist: [{seed: 1}]\n')
     assert main(["sweep", str(file), "--dry_run"]) == 0
-    assert "1 cells x 3 in" in capsys.readouterr().out
+    assert "1 cell x 3 in" in capsys.readouterr().out
 
 
 def plan_time_s(tmp_path, *, num_cells):

@@ -6,6 +6,6 @@ TASKS = {
     "feed": "sdbench.tasks.feed:Feed",
     "generate": "sdbench.tasks.generate:Generate",
     "precompute": "sdbench.tasks.encode.precompute:Precompute",
-    "profile": "sdbench.tasks.profile:ProfileStep",
+    "profile": "sdbench.tasks.profile_step:ProfileStep",
     "train": "sdbench.tasks.train.task:Train",
 }
