@@ -122,5 +122,5 @@ def _how_sure(summary: Mapping[str, Any]) -> str:
     within = "with no upper bound"
     if interval["high"] is not None:
         far = max(interval["high"] - rate, rate - interval["low"]) / rate
-        within = f"within {100 * far:.3g} %"
+        within = f"within {format_number(100 * far, num_digits=2)} %"
     return f"{within} by the steps of this run; a second run may differ by more: repeat it"

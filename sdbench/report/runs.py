@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import is_bounded, open_table
+from sdbench.base.units import counted
 from sdbench.record.configuration import (
     as_key,
     count_devices,
@@ -69,7 +70,7 @@ def read_steps(
                 raise ValueError("it has a rate of 0")
             steps.append(step)
         if len(steps) < least:
-            raise ValueError(f"it has {len(steps)} steps, and {least} are needed")
+            raise ValueError(f"it has {counted(len(steps), 'step')}, and {least} are needed")
     return steps
 
 
