@@ -10,6 +10,7 @@ import torch
 
 import benchmark
 from sdbench.analysis.ladder import RUNGS, describe_flags
+from sdbench.models.blocks import drop_unit_divisions
 from sdbench.record.store import load_record
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
@@ -139,3 +140,31 @@ def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance(
 def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
     losses = losses_of(tmp_path, "--preset", "seed", *switch.split())
     assert losses == pytest.approx(plain, rel=1e-5)
+
+
+# Beside `fast`, what the code of a sub-model may have; a caption each has the same shapes in a step.
+FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
+ONE_GRAPH = ["", "--attention flash", "--group_norm fused", "--activation_checkpointing full"]
+
+
+@pytest.mark.parametrize("flags", quick_and_slow(ONE_GRAPH, quick=ONE_GRAPH[:1]))
+@pytest.mark.parametrize("breaks", [False, True])
+def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
+    breaks, flags, tmp_path, monkeypatch
+):
+    compile_it = torch.nn.Module.compile
+
+    def trace(module, *, mode, dynamic):
+        if breaks:  # as on the first GPU: its objects in place of divisors cannot be traced
+            drop_unit_divisions(module)
+        compile_it(module, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", trace)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses_of(tmp_path, *FAST, *flags.split())
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    (path,) = tmp_path.glob("*/record.json")
+    is_flagged = "graph_breaks" in load_record(path)["summary"]["flags"]
+    assert is_flagged == breaks
+    assert breaks or num_graphs == 3  # the U-Net, the VAE's encoder and the text encoder

@@ -101,3 +101,9 @@ def compile_seconds() -> float:
     """Seconds that torch.compile has taken in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else dynamo.calculate_time_spent()["total_wall_time"]
+
+
+def breaks_graphs() -> bool:
+    """Whether torch.compile has compiled code of this process in pieces, or left some of it out."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["graph_break"])

@@ -12,7 +12,7 @@ import numpy as np
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.gpu_monitor import is_throttled, merge_readings
 from sdbench.measure.phases import OTHER, find_stragglers, merge_phases
-from sdbench.measure.startup import StartupClock
+from sdbench.measure.startup import StartupClock, breaks_graphs
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
@@ -132,6 +132,7 @@ def summarize(
         and breakdown["seconds"][OTHER] > MAX_OTHER * breakdown["step_time_s"],
         "straggler": bool(stragglers),
         "sockets": uses_sockets,
+        "graph_breaks": breaks_graphs(),
         "precision_not_reached": target is not None
         and not intervals.is_precise(step_times_s, target=target),
     }

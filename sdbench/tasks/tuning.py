@@ -48,20 +48,20 @@ def _keep_compiled_code_private() -> None:
 
 def tune_model(model: StableDiffusion, config: Any) -> None:
     """Change the blocks of a model in place, and compile its sub-models, as the config says."""
-    for module in (model.unet, model.vae):
-        if module is not None:
-            tune_blocks(module, config)
-    if config.keep_layout:
-        blocks.keep_layout(model.unet)
-    if config.convolution != "torch":
-        use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
-    blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
     compiled = {
         "none": [],
         "unet": [model.unet],
         "encoders": [model.vae, model.text_encoder],
         "all": [model.unet, model.vae, model.text_encoder],
     }[config.compile]
+    for module in (model.unet, model.vae):
+        if module is not None:
+            tune_blocks(module, config, is_compiled=module in compiled)
+    if config.keep_layout:
+        blocks.keep_layout(model.unet)
+    if config.convolution != "torch":
+        use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
+    blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
     for module in compiled:
         if module is None:
             continue
@@ -74,9 +74,11 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
             target.compile(mode=config.compile_mode, dynamic=False)
 
 
-def tune_blocks(module: torch.nn.Module, config: Any) -> None:
+def tune_blocks(module: torch.nn.Module, config: Any, *, is_compiled: bool) -> None:
     """Change the blocks of a U-Net or VAE in place, as the config says."""
-    if config.unit_divisions == "drop":
+    # Compiled code divides by 1.0 within another kernel. What stands for the divisor without
+    # compilation cannot be traced: it would break the graph at each block.
+    if config.unit_divisions == "drop" and not is_compiled:
         blocks.drop_unit_divisions(module)
     if config.group_norm == "fused":
         blocks.fuse_group_norms(module)

@@ -65,7 +65,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
         kl_weight=config.kl_weight,
         device=plan.machine.device_type,
     )
-    tune_blocks(model.vae, config)
+    tune_blocks(model.vae, config, is_compiled=False)
     return pretrain.describe_job(
         plan, model, loss=lambda output: model.loss(*output), loader=data.build(plan.source)
     )
