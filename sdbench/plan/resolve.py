@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
@@ -24,7 +24,6 @@ from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
-from sdbench.models.memory import MemoryEstimate
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
@@ -35,6 +34,9 @@ from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
 from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
+
+if TYPE_CHECKING:
+    from sdbench.models.memory import MemoryEstimate
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8

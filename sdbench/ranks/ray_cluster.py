@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sdbench
-from sdbench.base.errors import ConfigError, RunError, first_line
+from sdbench.base.errors import ConfigError, RunError
 
 # Set in the workers of Ray Train: how often it has started the ranks again, when the command was
 # given (seconds since 1970), and the seconds from then to the worker's first line.
@@ -24,7 +24,7 @@ RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 NUM_PLACES = 8 + sdbench.NUM_CPUS
 OMP_VARIABLE = "OMP_NUM_THREADS"
 # Ray itself would try for many minutes to reach an address where nothing listens.
-ANSWER_WITHIN_S = 20.0
+ANSWER_WITHIN_S = 5.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
@@ -47,12 +47,7 @@ def connect(address: str | None) -> None:
     and without it starts a cluster of this machine alone, which ends with the process.
     """
     check_installed()
-    # Ray Train reads it when it is imported.
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    if ray.is_initialized():
+    if is_connected():
         return
     where = address_of(address)
     # Workers on this machine find this package where the driver has it.
@@ -68,16 +63,31 @@ def connect(address: str | None) -> None:
         # Ray's own is 15: all else on this machine, Ray's other processes too, would go first.
         os.environ.setdefault("RAY_worker_niceness", "0")
         options |= {"include_dashboard": False, "num_cpus": NUM_PLACES}
+    _prepare_import()
     try:
         if where is not None:
             knock(where)
+        import ray
+
         # Without "local" Ray would look for a cluster that was started here by hand.
         ray.init(address=where or "local", **options)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
-            f"no Ray cluster answers at {where} (--ray_address): {first_line(error)}; "
+            f"no Ray cluster answers at {where} (--ray_address): {' '.join(str(error).split())}; "
             "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
+
+
+def import_train() -> None:
+    """Import what `launch_ranks` needs of Ray and torch, which takes seconds."""
+    _prepare_import()
+    import ray.train.torch  # noqa: F401
+
+
+def _prepare_import() -> None:
+    # Ray reads them when it is imported.
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def address_of(address: str | None) -> str | None:

@@ -23,16 +23,21 @@ if TYPE_CHECKING:
 def resolve_ahead(entry: str, request: Any, *, is_here: bool) -> None:
     """Raise the error that the ranks would raise, of a cluster of this machine alone if `is_here`.
 
-    The machines of another cluster are unknown: only what is the same on all of them is checked. In
-    another process, so that this one opens no GPU.
+    The machines of another cluster are unknown: only what is the same on all of them is checked,
+    for which no torch is imported. This machine is looked at in another process, so that this one
+    opens no GPU; what it needs of Ray and torch is imported meanwhile.
     """
+    if not is_here:
+        with contextlib.ExitStack() as resources:
+            task = pkgutil.resolve_name(entry)(request, resources)
+            _check(task, machine=None, num_ranks=request.config.num_ray_workers)
+        return
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_send_error, args=(there, entry, request, is_here), daemon=True
-    )
+    process = context.Process(target=_send_error, args=(there, entry, request), daemon=True)
     process.start()
     there.close()
+    ray_cluster.import_train()
     error = None
     with contextlib.suppress(EOFError):  # it was killed, of which the ranks will tell
         error = here.recv()
@@ -41,7 +46,7 @@ def resolve_ahead(entry: str, request: Any, *, is_here: bool) -> None:
         raise error
 
 
-def _send_error(there: Connection, entry: str, request: Any, is_here: bool) -> None:
+def _send_error(there: Connection, entry: str, request: Any) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     error = None
@@ -50,11 +55,7 @@ def _send_error(there: Connection, entry: str, request: Any, is_here: bool) -> N
             os.environ[ray_cluster.RAY_RESTARTS] = "0"  # as in a rank
             with contextlib.ExitStack() as resources:
                 task = pkgutil.resolve_name(entry)(request, resources)
-                config, machine, num_ranks = request.config, None, request.config.num_ray_workers
-                if is_here:
-                    machine, num_ranks = _see_this_machine(config)
-                if config.min_ray_workers is not None:
-                    num_ranks = None  # it depends on the room in the cluster
+                machine, num_ranks = _see_this_machine(request.config)
                 _check(task, machine=machine, num_ranks=num_ranks)
         except (ConfigError, RunError) as found:
             error = found
@@ -79,6 +80,8 @@ def _check(task: Task, *, machine: Machine | None, num_ranks: int | None) -> Non
     """Resolve the task, or check what is the same for any machine or number of ranks."""
     from sdbench.measure.hardware import check_gpu_code
 
+    if task.request.config.min_ray_workers is not None:
+        num_ranks = None  # it depends on the room in the cluster
     if machine is not None and num_ranks is not None:
         check_gpu_code(machine)
         task.resolve(machine, Ranks(0, num_ranks, 0, num_ranks))

@@ -52,6 +52,10 @@ class Task(abc.ABC):
         self.request = request
         self.resources = resources
 
+    def load_libraries(self) -> None:
+        """Import what takes long and `resolve` needs; `check_ahead` does without it."""
+        return
+
     def check_ahead(self, ranks: Any) -> None:
         """Refuse what no machine can run; instead of the other methods, where none is known.
 

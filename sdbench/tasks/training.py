@@ -42,6 +42,10 @@ class TrainingTask(Task):
         """Arguments of `resolve` and `check_ahead` beside the request."""
         return {}
 
+    def load_libraries(self) -> None:
+        """Those of the estimate of memory."""
+        import sdbench.models.memory  # noqa: F401
+
     def check_ahead(self, ranks: Any) -> None:
         """Check what the plan does not decide for a machine."""
         check_ahead(self.request, ranks=ranks, **self._planning())
