@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share them.
 NUM_PLACES = 8 + sdbench.NUM_CPUS
 OMP_VARIABLE = "OMP_NUM_THREADS"
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in the command of a job
 # Ray itself would try for many minutes to reach an address where nothing listens.
 ANSWER_WITHIN_S = 5.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
@@ -130,8 +132,17 @@ def carried_variables() -> dict[str, str]:
     They go in arguments: the environment that Ray is given for a process is in its logs.
     """
     names = [name for name in os.environ if name.startswith("AWS_")]
-    names += [name for name in ("S3_ENDPOINT_URL", OMP_VARIABLE) if name in os.environ]
+    # For a command that is a job Ray chooses one thread.
+    is_rays = JOB_VARIABLE in os.environ and os.environ.get(OMP_VARIABLE) == "1"
+    others = ("S3_ENDPOINT_URL", *(() if is_rays else (OMP_VARIABLE,)))
+    names += [name for name in others if name in os.environ]
     return {name: os.environ[name] for name in names}
+
+
+def remove_torch_folder() -> None:
+    """Remove torch's temporary folder, as it would itself if Ray did not kill this process."""
+    module = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    shutil.rmtree(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", ""), ignore_errors=True)
 
 
 def room_of_this_machine(num_gpus: int) -> dict[str, float]:

@@ -89,12 +89,19 @@ def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, m
 
 
 @pytest.mark.ray
-def test_a_command_ends_soon_after_its_result(repository, tmp_path):
+def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}
     argv = ("--model_name", "tiny", "--image_size", "64", "--use_synth_data", "--engine", "ray")
     argv += ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
     command = [sys.executable, "benchmark.py", *argv, "--results_dir", str(tmp_path / "runs")]
     with subprocess.Popen(
-        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=repository,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         lines, actors = [], set()
         for line in process.stdout:
@@ -105,6 +112,7 @@ def test_a_command_ends_soon_after_its_result(repository, tmp_path):
     ended_s = time.monotonic()
     assert process.returncode == 0, lines
     assert lines[-1].startswith("record: ")
+    assert not list((tmp_path / "tmp").iterdir())
     assert ended_s - printed_s < ENDS_WITHIN_S
     assert any(name.startswith("ray::RayTrainW") for name in actors)
     # Ray Train would wait for it, for up to 12 s where no dashboard answers it.
@@ -115,6 +123,19 @@ def _name_of(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return process.name()
     return ""
+
+
+@pytest.mark.parametrize(
+    ("in_job", "threads", "carried"), [(False, "1", "1"), (True, "1", None), (True, "4", "4")]
+)
+def test_the_one_thread_that_ray_chooses_for_a_job_is_not_the_users(
+    in_job, threads, carried, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.delenv(ray_cluster.JOB_VARIABLE, raising=False)
+    if in_job:
+        monkeypatch.setenv(ray_cluster.JOB_VARIABLE, "{}")
+    assert ray_cluster.carried_variables().get("OMP_NUM_THREADS") == carried
 
 
 def test_the_threads_of_a_rank_leave_cores_to_decoders_and_encoders(tmp_path, monkeypatch, capsys):
