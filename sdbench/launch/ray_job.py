@@ -30,7 +30,6 @@ from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
 from sdbench.settings.request import Request
-from sdbench.settings.rules import check
 
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
@@ -97,7 +96,6 @@ def launch_ranks(
     `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead(is_here=...)`
     raises an error that ranks would raise before they begin, here or on unknown machines.
     """
-    check(request)
     ray_cluster.check_installed()
     ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
     ray_cluster.connect(request.config.ray_address)

@@ -21,7 +21,7 @@ from sdbench.ranks.ray_cluster import (
     RAY_RESTARTS,
     head_address,
     is_listening,
-    remove_torch_folder,
+    tidy_up,
 )
 from sdbench.record import store
 
@@ -127,7 +127,7 @@ class _Talk(io.TextIOBase):
             elif time.monotonic() > head_seen_s + HEAD_LOST_S:
                 self._end_without_head()
         if number == signal.SIGKILL:  # the driver writes why
-            remove_torch_folder()
+            tidy_up()
             os._exit(EXIT_FAILED)
         if number is not None and not self.is_stopped:
             self.is_stopped = True
@@ -142,7 +142,7 @@ class _Talk(io.TextIOBase):
                 if run.claim_failure():
                     record = store.load_record(self.folder)
                     run.write_record(record | {"status": store.FAILED, "reason": reason})
-        remove_torch_folder()
+        tidy_up()
         os._exit(EXIT_FAILED)
 
 
@@ -159,4 +159,4 @@ def _talking(desk: Any, *, is_first: bool) -> Iterator[_Talk]:
         talk.is_over.set()
         visitor.join()
         talk.visit()
-        remove_torch_folder()
+        tidy_up()

@@ -5,14 +5,11 @@ On a GPU it only warns: constants of the estimate were not measured there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
+from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
+from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
-
-if TYPE_CHECKING:
-    from sdbench.models.memory import MemoryEstimate
 
 # A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
 # other processes may need more memory during the run.
@@ -26,9 +23,6 @@ def per_rank_gib(draft: Draft, memory_gib: float) -> float:
 
 def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
-    from sdbench.models.memory import estimate_peak_memory
-    from sdbench.models.replay import Step
-
     # A mistake in the layers of a LoRA is found here, before any weights are built.
     step = Step.of(draft.config, draft.architecture, on_cuda=draft.on_gpu)
     return estimate_peak_memory(step, draft.config, draft.ranks, micro_batch=microbatch)
@@ -36,8 +30,6 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
 
 def check_memory(draft: Draft) -> MemoryEstimate:
     """Estimate the peak memory of one rank, and refuse a run that does not fit on a CPU."""
-    from sdbench.models.replay import REPLAYS_FOLDER
-
     config = draft.config
     try:
         private_folder(REPLAYS_FOLDER)

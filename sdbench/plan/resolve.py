@@ -27,7 +27,6 @@ from sdbench.models.architecture import Architecture, is_beside_program, resolve
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
-from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
@@ -86,6 +85,8 @@ def resolve(
     `model_parts` are as `replace_parts` takes them. `resolve_steps` gives the steps of the run and
     the most that it may take, from the plan so far and the samples of an epoch.
     """
+    from sdbench.plan.memory_limit import check_memory
+
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = _find_model(plan.config, model_parts)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))

@@ -24,7 +24,7 @@ RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share them.
 NUM_PLACES = 8 + sdbench.NUM_CPUS
 OMP_VARIABLE = "OMP_NUM_THREADS"
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in the command of a job
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Ray itself would try for many minutes to reach an address where nothing listens.
 ANSWER_WITHIN_S = 5.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
@@ -65,14 +65,11 @@ def connect(address: str | None) -> None:
         # Ray's own is 15: all else on this machine, Ray's other processes too, would go first.
         os.environ.setdefault("RAY_worker_niceness", "0")
         options |= {"include_dashboard": False, "num_cpus": NUM_PLACES}
-    _prepare_import()
     try:
         if where is not None:
             knock(where)
-        import ray
-
         # Without "local" Ray would look for a cluster that was started here by hand.
-        ray.init(address=where or "local", **options)
+        import_ray().init(address=where or "local", **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
             f"no Ray cluster answers at {where} (--ray_address): {' '.join(str(error).split())}; "
@@ -80,16 +77,13 @@ def connect(address: str | None) -> None:
         ) from None
 
 
-def import_train() -> None:
-    """Import what `launch_ranks` needs of Ray and torch, which takes seconds."""
-    _prepare_import()
-    import ray.train.torch  # noqa: F401
-
-
-def _prepare_import() -> None:
-    # Ray reads them when it is imported.
+def import_ray() -> Any:
+    """The module ray; what it reads when it is imported is set."""
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    return ray
 
 
 def address_of(address: str | None) -> str | None:
@@ -132,14 +126,13 @@ def carried_variables() -> dict[str, str]:
     They go in arguments: the environment that Ray is given for a process is in its logs.
     """
     names = [name for name in os.environ if name.startswith("AWS_")]
-    # For a command that is a job Ray chooses one thread.
-    is_rays = JOB_VARIABLE in os.environ and os.environ.get(OMP_VARIABLE) == "1"
-    others = ("S3_ENDPOINT_URL", *(() if is_rays else (OMP_VARIABLE,)))
-    names += [name for name in others if name in os.environ]
+    names += [name for name in ("S3_ENDPOINT_URL", OMP_VARIABLE) if name in os.environ]
+    if JOB_VARIABLE in os.environ and os.environ.get(OMP_VARIABLE) == "1":
+        names.remove(OMP_VARIABLE)  # Ray's choice for the command of a job
     return {name: os.environ[name] for name in names}
 
 
-def remove_torch_folder() -> None:
+def tidy_up() -> None:
     """Remove torch's temporary folder, as it would itself if Ray did not kill this process."""
     module = sys.modules.get("torch.distributed.nn.jit.instantiator")
     shutil.rmtree(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", ""), ignore_errors=True)

@@ -37,6 +37,7 @@ class Task(abc.ABC):
         program: The command that starts the task, e.g. ``benchmark.py``.
         folder_flag: The flag that says where the folder of the run is.
         is_distributed: Whether several ranks can share the work.
+        imports: Modules that take long to import, and that `check_ahead` does without.
         timeout_s: How long ranks wait for each other.
         resources: Closed when the run is over.
     """
@@ -46,15 +47,12 @@ class Task(abc.ABC):
     record_name: ClassVar[str] = RECORD_NAME
     folder_flag: ClassVar[str] = "--results_dir"
     is_distributed: ClassVar[bool] = True
+    imports: ClassVar[tuple[str, ...]] = ()
     timeout_s: float = 24 * 3600.0  # a rank that has done its share waits for the others
 
     def __init__(self, request: Any, resources: contextlib.ExitStack) -> None:
         self.request = request
         self.resources = resources
-
-    def load_libraries(self) -> None:
-        """Import what takes long and `resolve` needs; `check_ahead` does without it."""
-        return
 
     def check_ahead(self, ranks: Any) -> None:
         """Refuse what no machine can run; instead of the other methods, where none is known.

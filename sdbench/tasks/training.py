@@ -30,6 +30,7 @@ RAY_DATA_NAME = "ray_data.txt"
 class TrainingTask(Task):
     """A task that trains; its request is for a `BenchmarkConfig` or a `TrainConfig`."""
 
+    imports = ("sdbench.plan.memory_limit",)
     plan: Plan
     _wandb_log: WandbLog | None = None
 
@@ -41,10 +42,6 @@ class TrainingTask(Task):
     def _planning(self) -> dict[str, Any]:
         """Arguments of `resolve` and `check_ahead` beside the request."""
         return {}
-
-    def load_libraries(self) -> None:
-        """Those of the estimate of memory."""
-        import sdbench.models.memory  # noqa: F401
 
     def check_ahead(self, ranks: Any) -> None:
         """Check what the plan does not decide for a machine."""
