@@ -55,7 +55,7 @@ class Task(abc.ABC):
         self.resources = resources
 
     def check_ahead(self, ranks: Any) -> None:
-        """Refuse what no machine can run; instead of the other methods, where none is known.
+        """Refuse what no machine can run, before one is known; the other methods may not follow.
 
         `ranks` has the number of ranks, or is unknown (`Unknown`).
         """

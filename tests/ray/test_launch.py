@@ -182,8 +182,11 @@ def test_ranks_that_no_cluster_has_room_for_are_not_waited_for_without_end(
     argv += ("--num_ray_workers", "400", "--results_dir", str(tmp_path / "runs"))
     # In a process of its own, which ends while Ray still waits for the ranks.
     command = [sys.executable, "benchmark.py", *argv, "--dist_timeout", "3"]
-    ended = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}
+    ended = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True)
     assert ended.returncode == 1
+    assert not list((tmp_path / "tmp").iterdir())
     assert "wait for room for up to 3 s (--dist_timeout)" in ended.stderr
     assert "had no room for the ranks within 3 s" in ended.stderr
     # A cluster of this machine alone does not grow.
