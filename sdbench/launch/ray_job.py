@@ -30,7 +30,6 @@ from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
 from sdbench.settings.request import Request
-from sdbench.settings.rules import check
 
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
@@ -97,7 +96,6 @@ def launch_ranks(
     `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead(is_here=...)`
     raises an error that ranks would raise before they begin, here or on unknown machines.
     """
-    check(request)
     ray_cluster.check_installed()
     ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
     ray_cluster.connect(request.config.ray_address)
@@ -118,11 +116,11 @@ def launch_ranks(
             with _signals_counted() as signals:
                 exit_code = driver.run(signals)
         finally:
-            if driver is None or driver.has_head():
+            if driver is None or driver.can_shut_down():
                 ray.shutdown()
     if not ray.is_initialized():
         return exit_code
-    # Without the head Ray's own end of a process waits for it, and crashes.
+    # The end of this process ends the job as well.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -162,11 +160,12 @@ class _Driver:
         self._head_seen_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
+        # In the main thread Ray would answer Ctrl-C itself, and kill the ranks.
+        self._thread = threading.Thread(target=self._fit, daemon=True)
 
     def run(self, signals: list[int]) -> int:
         """Start the ranks, and wait for their end or for a second signal."""
-        # In the main thread Ray would answer Ctrl-C itself, and kill the ranks.
-        thread = threading.Thread(target=self._fit, daemon=True)
+        thread = self._thread
         thread.start()
         began_s, next_told_s = time.monotonic(), PATIENCE_S
         num_passed_on = 0
@@ -189,6 +188,10 @@ class _Driver:
                 self._tell_of_wait()
         self._listen()
         return self._conclude()
+
+    def can_shut_down(self) -> bool:
+        """Whether Ray can: it crashes while a thread waits for it, or without the head."""
+        return not self._thread.is_alive() and self._has_head()
 
     def _fit(self) -> None:
         try:
@@ -224,7 +227,7 @@ class _Driver:
 
     def _has_lost_head(self) -> bool:
         """Return True if the head of the cluster has not answered for too long."""
-        if self.has_head():
+        if self._has_head():
             self._head_seen_s = time.monotonic()
         if time.monotonic() < self._head_seen_s + HEAD_PATIENCE_S:
             return False
@@ -236,8 +239,7 @@ class _Driver:
             ray.get(self._desk.ask_to_stop.remote(signal.SIGKILL), timeout=PERIOD_S)
         return True
 
-    def has_head(self) -> bool:
-        """Whether the head of the cluster answers."""
+    def _has_head(self) -> bool:
         return ray_cluster.is_listening(self._head)
 
     def _tell_of_wait(self) -> None:

@@ -21,6 +21,7 @@ from sdbench.ranks.ray_cluster import (
     RAY_RESTARTS,
     head_address,
     is_listening,
+    tidy_up,
 )
 from sdbench.record import store
 
@@ -126,6 +127,7 @@ class _Talk(io.TextIOBase):
             elif time.monotonic() > head_seen_s + HEAD_LOST_S:
                 self._end_without_head()
         if number == signal.SIGKILL:  # the driver writes why
+            tidy_up()
             os._exit(EXIT_FAILED)
         if number is not None and not self.is_stopped:
             self.is_stopped = True
@@ -140,6 +142,7 @@ class _Talk(io.TextIOBase):
                 if run.claim_failure():
                     record = store.load_record(self.folder)
                     run.write_record(record | {"status": store.FAILED, "reason": reason})
+        tidy_up()
         os._exit(EXIT_FAILED)
 
 
@@ -156,3 +159,4 @@ def _talking(desk: Any, *, is_first: bool) -> Iterator[_Talk]:
         talk.is_over.set()
         visitor.join()
         talk.visit()
+        tidy_up()

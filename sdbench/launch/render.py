@@ -17,6 +17,7 @@ from sdbench.launch.child import ROOT, check_suite_is_here, refuse_flag
 from sdbench.settings import config, recipe
 from sdbench.settings.kinds import PATH, SWITCH, Kind, one_of, whole_number
 from sdbench.settings.request import choose_command, parse
+from sdbench.settings.rules import check
 from sdbench.settings.setting import declarations, setting
 
 FOLDER = "multi-node"
@@ -268,11 +269,13 @@ def _replace_arguments(text: str, arguments: Sequence[str]) -> str:
 def _check_arguments(documents: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> None:
     """Refuse arguments that the program would refuse in the cluster."""
     program, words = "benchmark.py", list(arguments)
-    for document in documents:
-        if document["kind"] == "RayJob":  # its entrypoint holds the arguments
-            _, program, *words = shlex.split(document["spec"]["entrypoint"])
+    jobs = [document for document in documents if document["kind"] == "RayJob"]
+    for job in jobs:  # its entrypoint holds the arguments
+        _, program, *words = shlex.split(job["spec"]["entrypoint"])
     if Path(program).name in PARSERS:
-        PARSERS[Path(program).name](words, description="", epilog="")
+        request = PARSERS[Path(program).name](words, description="", epilog="")
+        if jobs:  # else the manifest has others beside them
+            check(request)
 
 
 def _describe(value: Any, *place: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from sdbench.base.errors import ConfigError
 from sdbench.plan.draft import Draft
-from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
 GPU_BATCH_SIZE = 2048
@@ -86,6 +85,8 @@ def check_batch(draft: Draft) -> None:
 
 def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
     """The largest micro-batch whose estimate fits, and the reason."""
+    from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
+
     # A share of all memory: free memory may differ between ranks, and the choice must not.
     budget_gib = AUTO_MEMORY_FRACTION * per_rank_gib(draft, draft.machine.device_memory_gib)
     candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]

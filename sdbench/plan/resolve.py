@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
@@ -24,17 +24,18 @@ from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
-from sdbench.models.memory import MemoryEstimate
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
-from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
 from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
+
+if TYPE_CHECKING:
+    from sdbench.models.memory import MemoryEstimate
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
@@ -84,6 +85,8 @@ def resolve(
     `model_parts` are as `replace_parts` takes them. `resolve_steps` gives the steps of the run and
     the most that it may take, from the plan so far and the samples of an epoch.
     """
+    from sdbench.plan.memory_limit import check_memory
+
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = _find_model(plan.config, model_parts)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sdbench
-from sdbench.base.errors import ConfigError, RunError, first_line
+from sdbench.base.errors import ConfigError, RunError
 
 # Set in the workers of Ray Train: how often it has started the ranks again, when the command was
 # given (seconds since 1970), and the seconds from then to the worker's first line.
@@ -23,8 +24,9 @@ RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share them.
 NUM_PLACES = 8 + sdbench.NUM_CPUS
 OMP_VARIABLE = "OMP_NUM_THREADS"
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Ray itself would try for many minutes to reach an address where nothing listens.
-ANSWER_WITHIN_S = 20.0
+ANSWER_WITHIN_S = 5.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
@@ -47,12 +49,7 @@ def connect(address: str | None) -> None:
     and without it starts a cluster of this machine alone, which ends with the process.
     """
     check_installed()
-    # Ray Train reads it when it is imported.
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    if ray.is_initialized():
+    if is_connected():
         return
     where = address_of(address)
     # Workers on this machine find this package where the driver has it.
@@ -72,12 +69,21 @@ def connect(address: str | None) -> None:
         if where is not None:
             knock(where)
         # Without "local" Ray would look for a cluster that was started here by hand.
-        ray.init(address=where or "local", **options)
-    except (OSError, RuntimeError) as error:
+        import_ray().init(address=where or "local", **options)
+    except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
-            f"no Ray cluster answers at {where} (--ray_address): {first_line(error)}; "
+            f"no Ray cluster answers at {where} (--ray_address): {' '.join(str(error).split())}; "
             "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
+
+
+def import_ray() -> Any:
+    """The module ray; what it reads when it is imported is set."""
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    return ray
 
 
 def address_of(address: str | None) -> str | None:
@@ -121,7 +127,15 @@ def carried_variables() -> dict[str, str]:
     """
     names = [name for name in os.environ if name.startswith("AWS_")]
     names += [name for name in ("S3_ENDPOINT_URL", OMP_VARIABLE) if name in os.environ]
+    if JOB_VARIABLE in os.environ and os.environ.get(OMP_VARIABLE) == "1":
+        names.remove(OMP_VARIABLE)  # Ray's choice for the command of a job
     return {name: os.environ[name] for name in names}
+
+
+def tidy_up() -> None:
+    """Remove torch's temporary folder, as it would itself if Ray did not kill this process."""
+    module = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    shutil.rmtree(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", ""), ignore_errors=True)
 
 
 def room_of_this_machine(num_gpus: int) -> dict[str, float]:

@@ -100,6 +100,7 @@ def _run(
             from sdbench.ranks.heartbeat import Heartbeat
 
             task = pkgutil.resolve_name(entry)(request, resources)
+            list(map(pkgutil.resolve_name, task.imports))
             clock.ends(startup.IMPORTS)
             machine = inspect_machine(local_rank=ranks.local_rank)
             _agree(task, machine=machine, ranks=ranks, command=command)

@@ -37,6 +37,7 @@ class Task(abc.ABC):
         program: The command that starts the task, e.g. ``benchmark.py``.
         folder_flag: The flag that says where the folder of the run is.
         is_distributed: Whether several ranks can share the work.
+        imports: Modules that take long to import, and that `check_ahead` does without.
         timeout_s: How long ranks wait for each other.
         resources: Closed when the run is over.
     """
@@ -46,6 +47,7 @@ class Task(abc.ABC):
     record_name: ClassVar[str] = RECORD_NAME
     folder_flag: ClassVar[str] = "--results_dir"
     is_distributed: ClassVar[bool] = True
+    imports: ClassVar[tuple[str, ...]] = ()
     timeout_s: float = 24 * 3600.0  # a rank that has done its share waits for the others
 
     def __init__(self, request: Any, resources: contextlib.ExitStack) -> None:
@@ -53,7 +55,7 @@ class Task(abc.ABC):
         self.resources = resources
 
     def check_ahead(self, ranks: Any) -> None:
-        """Refuse what no machine can run; instead of the other methods, where none is known.
+        """Refuse what no machine can run, before one is known; the other methods may not follow.
 
         `ranks` has the number of ranks, or is unknown (`Unknown`).
         """

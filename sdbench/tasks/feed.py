@@ -219,6 +219,13 @@ def _resolve(
     draft.choose_format()
     settings = draft.config
     if settings.engine == RAY:
+        if ray_cluster.RAY_RESTARTS not in os.environ:
+            raise ConfigError(
+                "The trainers of data.py --engine ray are started by Ray Train alone",
+                value=f"{ranks.world_size} ranks of another launcher",
+                allowed="the same command without a launcher, and --num_ray_workers",
+                flag="RANK (in the environment)",
+            )
         _check_trainers(settings, ranks)
         num_stored = _count_stored(settings, ranks)
         # Ahead of the ranks there is no cluster, and an open type passes all checks.
@@ -262,14 +269,7 @@ def _check_warmup(settings: FeedSettings, *, num_stored: int) -> None:
 
 
 def _check_trainers(settings: FeedSettings, ranks: Ranks) -> None:
-    """Check that Ray Train started the ranks that the settings ask for."""
-    if ray_cluster.RAY_RESTARTS not in os.environ:
-        raise ConfigError(
-            "The trainers of data.py --engine ray are started by Ray Train alone",
-            value=f"{ranks.world_size} ranks of another launcher",
-            allowed="the same command without a launcher, and --num_ray_workers",
-            flag="RANK (in the environment)",
-        )
+    """Check that the trainers can share a batch and end together."""
     if settings.batch_size % ranks.world_size:
         raise ConfigError(
             "The images of a batch cannot be shared out among the trainers",

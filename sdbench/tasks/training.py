@@ -30,6 +30,7 @@ RAY_DATA_NAME = "ray_data.txt"
 class TrainingTask(Task):
     """A task that trains; its request is for a `BenchmarkConfig` or a `TrainConfig`."""
 
+    imports = ("sdbench.plan.memory_limit",)
     plan: Plan
     _wandb_log: WandbLog | None = None
 

@@ -104,6 +104,7 @@ def test_a_rayjob_runs_the_recipes_of_training():
     [
         ("rayjob", ["--batchsize", "4"], "--batchsize"),
         ("rayjob", ["--results_dir=/x"], "--results_dir"),
+        ("rayjob", ["--num_workers", "2"], 2),  # beside --online_preprocessing
         ("rayjob", ["--remote", "a\nb"], "a\nb"),
         ("eks", ["--batch_size", "x"], "x"),
         ("trainjob", ["--remote", "$(HOME)/x"], "$(HOME)/x"),

@@ -23,7 +23,7 @@ import numpy as np
 
 from sdbench.base.errors import RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
-from sdbench.ranks.ray_cluster import carried_variables, has_room, resources_in_words
+from sdbench.ranks.ray_cluster import carried_variables, has_room, resources_in_words, tidy_up
 from sdbench.settings.online import ANY, ActorSettings
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Stage:
                 content = self.work(content)
             except Exception as error:  # the batch is lost, and the stream goes on
                 content = Failure(_describe_error(error))
+        tidy_up()  # all that a stage needs is imported
         # As bytes, which Arrow stores as they are; it would turn a tuple into a list.
         pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
         return {NUMBER: rows[NUMBER], CONTENT: np.array([pickled], dtype=object)}
