@@ -180,7 +180,8 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
     random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
     if random_parts:
-        print(f"With random weights: {', '.join(random_parts)}.")
+        parts = " and ".join(random_parts)
+        print(f"With random weights, so it may draw noise for any prompt: {parts}.")
     if lora is not None:
         put_weights(model, weights)
         weights = {}
