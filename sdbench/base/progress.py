@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from sdbench.base.output import terminal_width
+from sdbench.base.output import fit, terminal_width
 
 LINE_PERIOD_S = 10.0
 NOTE_PERIOD_S = 1.0
@@ -104,7 +104,7 @@ class Progress:
     def report(self, result: str) -> None:
         """Count a unit and print its result."""
         self.count(1)
-        self.say(self._line(result))
+        self.say(fit(self._line(result), hanging=2))
 
     def say(self, text: str) -> None:
         """Print lines without disturbing the bar."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
-from sdbench.base.output import fit
 from sdbench.base.progress import Progress
 from sdbench.base.units import counted
 from sdbench.data.identity import describe_data_or_warn
@@ -117,7 +116,7 @@ class Feed(Task):
             lines.insert(0, f"Chosen, each by a flag of its name: {values}")
         if settings.data_format == "synthetic" and self.request.config.data_format == "auto":
             lines.insert(0, "No --remote, --local or --streams: measuring synthetic data.")
-        return "\n".join(map(fit, lines))
+        return "\n".join(lines)
 
     def _source_and_window(self) -> str:
         settings = self._settings

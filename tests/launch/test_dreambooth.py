@@ -278,6 +278,8 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--num_ranks", "3"), "--num_ranks"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
+        (("--", "--num_class_images", "4"), "what stands behind --"),
+        (("--", "--dry_run"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
         (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
