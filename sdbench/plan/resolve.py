@@ -285,7 +285,7 @@ def _count_samples(plan: Plan) -> int | None:
     num_batches = num_pictures.num_batches(config.batch_size)
     plan.notes.append(
         f"Pictures of the subject: {num_pictures.instances}, of its class: "
-        f"{num_pictures.of_class}; steps of an epoch, in which each is used: {num_batches}."
+        f"{num_pictures.of_class}; an epoch, which uses each, has {counted(num_batches, 'step')}."
     )
     return num_batches * config.batch_size
 

@@ -63,7 +63,9 @@ KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/laten
 def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:
     command = [*COMMAND, "--clip_network", str(write_clip(tmp_path / "clip")), "--"]
     assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python ")]
+    printed = capsys.readouterr().out
+    assert f"--model_name {FOLDER / 'model'} --prompts '{PROMPT}' --folder pictures" in printed
+    shown = [line for line in printed.splitlines() if line.startswith("python ")]
     assert [line.removeprefix("python ") for line in shown] == started
     programs = [line.split()[0] if line[0] != "-" else line.split()[2] for line in started]
     assert programs == ["generate.py"] * 2 + ["train.py", "export", "generate.py", "before-after"]
@@ -291,6 +293,11 @@ def test_mistakes_are_found_before_anything_is_started(started, change, flag) ->
     error = refusal_of("dreambooth", *COMMAND, *change)
     assert error.flag == flag
     assert started == [] and not FOLDER.exists()
+
+
+def test_a_flag_of_train_in_front_of_the_dashes_is_told_where_it_belongs() -> None:
+    error = refusal_of("dreambooth", *COMMAND, "--max_duration", "2ba")
+    assert error.what == "unknown flag before -- (behind it: FLAGS OF train.py ...)"
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry_run",)], ids=["started", "dry_run"])
