@@ -176,6 +176,12 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(tmp_path, chan
     assert not Path("out").exists()
 
 
+def test_the_name_of_diffusers_for_the_number_of_steps_is_known(capsys):
+    flags = ("--prompts", "a cat", "--folder", "out", "--num_inference_steps", "3")
+    assert generate.main([*OPTIONS, *flags]) == 2
+    assert "of diffusers' scripts is --num_steps here: got" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "content", "value"),
     [

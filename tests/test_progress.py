@@ -58,11 +58,16 @@ def test_what_was_left_out_is_no_part_of_the_pace_but_of_the_time_left(clock, ca
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    figures = "mean loss 1.0594, 3.61 images/s, learning rate 0.0001, data wait 0.0 %"
     with Progress(8, unit="image") as shown:
         shown.advance(4)
+        shown.show(lambda: figures)
         shown.advance(4)
     captured = capsys.readouterr()
     assert "8/8" in captured.err and captured.out == ""
+    # Whole parts of the figures, as many as half of the terminal has room for.
+    assert captured.err.rstrip().endswith(", mean loss 1.0594, 3.61 images/s]")
 
 
 def test_each_result_is_a_line_and_another_rank_is_silent(clock, capsys):

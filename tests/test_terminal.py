@@ -18,11 +18,12 @@ QUICK = (
     *("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "1"),
     *("--warmup_batches", "0", "--measure_batches", "2", "--profile_batches", "0"),
 )
+RECIPE = ("--recipe", "mosaicml-all-512", "--max_days", "10")
 
 
 @pytest.fixture
 def in_terminal(repository, tmp_path):
-    """Runs a program of this repository in a terminal of its own; returns all that it prints."""
+    """Runs a module of this repository in a terminal of its own; returns all that it prints."""
 
     def start(*argv, **variables):
         ours, theirs = pty.openpty()
@@ -30,7 +31,7 @@ def in_terminal(repository, tmp_path):
         hidden = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
         environment = {name: os.environ[name] for name in os.environ if name not in hidden}
         process = subprocess.Popen(
-            [sys.executable, str(repository / argv[0]), *argv[1:]],
+            [sys.executable, "-m", *map(str, argv)],
             env={**environment, "TERM": "xterm", "PYTHONPATH": str(repository), **variables},
             cwd=tmp_path,
             stdin=theirs,
@@ -55,9 +56,9 @@ def in_terminal(repository, tmp_path):
 
 
 def test_an_error_is_red_in_a_terminal_unless_colours_are_unwanted(in_terminal):
-    assert in_terminal("benchmark.py", "--zebra").startswith("\x1b[31merror\x1b[0m: unknown flag")
+    assert in_terminal("benchmark", "--zebra").startswith("\x1b[31merror\x1b[0m: unknown flag")
     for unwanted in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        printed = in_terminal("benchmark.py", "--zebra", **unwanted)
+        printed = in_terminal("benchmark", "--zebra", **unwanted)
         assert printed.startswith("error: unknown flag")
 
 
@@ -67,9 +68,26 @@ def test_a_pipe_gets_no_colour(repository):
     assert piped.stderr.startswith("error: unknown flag") and "\x1b" not in piped.stderr
 
 
+def test_prose_is_no_wider_than_the_terminal(in_terminal, repository, tmp_path):
+    for name in ("benchmark.py", "sdbench"):  # rerun is for checkouts
+        (tmp_path / name).symlink_to(repository / name)
+    results = repository / "results"
+    record = min((results / "runs").glob("*_sd2-base-256px-fast"))  # older than many settings
+    table = results / "quoted" / "aws_p5_scaling.csv"
+    for argv, end in (
+        (("sdbench", "rerun", record, "--dry_run"), "\nenv "),
+        (("sdbench", "scaling", "plan", table, *RECIPE), "\n\n"),
+        (("data", "--use_synth_data", "--image_size", 64, "--num_batches", 5), "\r"),
+    ):
+        prose, found, _ = in_terminal(*argv).partition(end)
+        assert found and max(map(len, prose.splitlines())) <= COLUMNS
+        # A line was too long, and goes on indented or below.
+        assert len(prose.splitlines()) > 3
+
+
 @pytest.mark.slow
 def test_a_run_has_a_live_line_and_none_wider_than_the_terminal(in_terminal, tmp_path):
-    printed = in_terminal("benchmark.py", *QUICK)
+    printed = in_terminal("benchmark", *QUICK)
     # Drawn in the place of the one before; how many there are depends on the machine's speed.
     live = re.findall(r"\r([^\r\n]*\d/\d+ \[[^\r\n]*)", printed)
     assert live and "2/2 [" in live[-1]

@@ -41,7 +41,7 @@ from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_termina
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.statistics.intervals import MIN_RUNS, NO_DIFFERENCE
+from sdbench.statistics.intervals import MIN_RUNS, NO_DIFFERENCE, NOT_TESTED
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
 DESCRIPTION = """\
@@ -355,6 +355,8 @@ def _remarks(match: Match) -> list[str]:
         )
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
+    if NOT_TESTED in verdicts:
+        lines.append("Not tested: a side has a single figure; a verdict takes two on each side.")
     if APART in verdicts:
         in_turn = "let the sides take turns (python -m sdbench repeat N --against), or "
         lines.append(

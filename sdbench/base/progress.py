@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from sdbench.base.output import fit, terminal_width
+
 LINE_PERIOD_S = 10.0
 NOTE_PERIOD_S = 1.0
 # The pace is taken over the last advances, so that a slow first one is soon forgotten.
@@ -47,7 +49,7 @@ class Progress:
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=num_done, unit=f" {unit}s", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=num_done, unit=unit, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -87,7 +89,11 @@ class Progress:
         if self._bar is None:
             self.say(self._line(text))
         else:
-            self._bar.set_postfix_str(text, refresh=False)
+            # tqdm would cut a text in the middle of a word, and leave no bar.
+            parts = text.split(", ")
+            while len(parts) > 1 and len(", ".join(parts)) > terminal_width() // 2:
+                parts.pop()
+            self._bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def leave_out(self, seconds: float) -> None:
         """Take seconds out of the pace, but not out of the time left."""
@@ -98,7 +104,7 @@ class Progress:
     def report(self, result: str) -> None:
         """Count a unit and print its result."""
         self.count(1)
-        self.say(self._line(result))
+        self.say(fit(self._line(result), hanging=2))
 
     def say(self, text: str) -> None:
         """Print lines without disturbing the bar."""

@@ -67,7 +67,8 @@ def time_all_reduce(job: Job, *, device_type: str, num_values: int | None) -> tu
     A rank that cannot take part is named. `num_values` is None for a model of unknown size.
     """
     if job.ranks.world_size == 1 or num_values is None:
-        return SKIPPED, "a single rank, or a model of unknown size"
+        is_single = job.ranks.world_size == 1
+        return SKIPPED, "a single rank" if is_single else "a model of unknown size"
     measure = functools.partial(_measure, job, device_type=device_type, num_values=num_values)
     try:
         own: Any = bounded(measure, timeout_s=job.timeout_s)
@@ -139,4 +140,6 @@ def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -
     kinds = "; ".join(sorted(set(gpus)))
     if different:
         return WARNING, f"they differ in {', '.join(different)}; GPUs: {kinds}"
-    return OK if len(nodes) > 1 else SKIPPED, f"software, driver and GPUs of {len(nodes)} nodes"
+    if len(nodes) == 1:
+        return SKIPPED, "a single node"
+    return OK, f"software, driver and GPUs of {len(nodes)} nodes"

@@ -15,7 +15,7 @@ import sdbench
 from sdbench.base.cache import private_folder
 from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
 from sdbench.base.shared_memory import find_stale
-from sdbench.base.units import BYTES_PER_GIB
+from sdbench.base.units import BYTES_PER_GIB, counted
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, check
 from sdbench.doctor.gpus import read_gpus
 from sdbench.ranks.distributed import Ranks
@@ -116,7 +116,8 @@ def check_plan(job: Job) -> Seen:
     )
     config = job.plan.config
     found = (
-        f"{world_size} ranks, {config.batch_size} images of {config.image_size} px a step, "
+        f"{counted(world_size, 'rank')}, {counted(config.batch_size, 'image')} of "
+        f"{config.image_size} px a step, "
         f"micro-batches of {config.device_train_microbatch_size}, estimated peak of a rank "
         f"{job.plan.memory.total_gib:.1f} GiB"
     )
@@ -132,7 +133,8 @@ def check_processes(job: Job) -> Seen:
     """Check that there are enough processors for ranks and loaders."""
     num_cores = sdbench.NUM_CPUS
     num_ranks = count_ranks_per_node(job)
-    yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
+    level = WARNING if num_cores < num_ranks else OK
+    yield level, f"{num_cores} cores for {counted(num_ranks, 'rank')}"
     if job.plan is not None:
         num_loaders = job.plan.config.num_workers * num_ranks
         yield WARNING if num_loaders > num_cores else OK, f"{num_loaders} loader processes"

@@ -279,6 +279,10 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         own["class_remote"] = str(folder / CLASS / PICTURES_NAME)
         own["class_prompt"] = flags.class_prompt
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
+    for declared in declarations(DreamboothFlags).values():
+        if declared.name not in declarations(TrainConfig):
+            why = "a flag of dreambooth itself stands before --"
+            refuse_flag(declared.flag, rest, why=why, flag="what stands behind --")
     arguments = ["--config", config, *to_flags(own), *unsaid, *rest]
     trained = parse_request(arguments, description="", epilog="").config
     for name, value in own.items():

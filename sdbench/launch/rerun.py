@@ -18,6 +18,7 @@ from typing import Any
 from sdbench import NUM_CPUS, data
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
+from sdbench.base.output import fit
 from sdbench.data.command_output import PIPE
 from sdbench.launch.child import check_suite_is_here, refuse_flag, run_in_terminal
 from sdbench.launch.sweep_file import to_flags
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("Here it is not as in the record:", [*differences, *left_out]),
     ):
         if sentences:
-            print(heading, *map(for_terminal, sentences), sep="\n  ", file=sys.stderr)
+            lines = (fit(f"  {for_terminal(sentence)}", hanging=4) for sentence in sentences)
+            print(heading, *lines, sep="\n", file=sys.stderr)
     words = ["env", *variables, *command] if variables else command
     print(without_controls(shlex.join(words)), flush=True)  # unchanged, to be copied
     if flags.dry_run:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sdbench.base.output import fit
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
 from sdbench.measure import hardware
@@ -34,7 +33,7 @@ def for_person(plan: Plan) -> str:
         f"{_share_of_a_rank(plan)}, {counted(plan.num_steps, 'step')}; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
-    return "\n".join(map(fit, lines))
+    return "\n".join(lines)
 
 
 def _ranks(plan: Plan) -> dict[str, int]:

@@ -152,7 +152,7 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
     """Note the samples that do not fill the last batch of an epoch, if the run has a whole one."""
     num_steps, rest = divmod(num_samples or 0, plan.config.batch_size)
     if rest and plan.max_num_steps >= num_steps:
-        others = ", other ones in each" if plan.config.shuffle else ""
+        others = ", others in each epoch" if plan.config.shuffle else ""
         plan.notes.append(
             f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
             f"{num_samples} samples do not fill a batch and are left out of it{others}."
@@ -288,7 +288,7 @@ def _count_samples(plan: Plan) -> int | None:
     num_batches = num_pictures.num_batches(config.batch_size)
     plan.notes.append(
         f"Pictures of the subject: {num_pictures.instances}, of its class: "
-        f"{num_pictures.of_class}; steps of an epoch, in which each is used: {num_batches}."
+        f"{num_pictures.of_class}; an epoch, which uses each, has {counted(num_batches, 'step')}."
     )
     return num_batches * config.batch_size
 

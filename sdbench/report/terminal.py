@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdbench.base.output import fit
+from sdbench.base.units import counted
 from sdbench.statistics.intervals import RULE_OF_THREE, between_runs_interval
 
 NOT_KNOWN = "n/a"
@@ -138,7 +139,8 @@ def format_rate(summary: dict[str, Any]) -> str:
         return rate
     interval = summary["images_per_second_interval"]
     if interval is None:
-        return f"{rate} (no interval: {summary['num_measured_steps']} measured steps, 10 needed)"
+        num_steps = counted(summary["num_measured_steps"], "measured step")
+        return f"{rate} (no interval: {num_steps}, 10 needed)"
     high = "unbounded" if interval["high"] is None else format_number(interval["high"])
     return f"{rate} ({format_number(interval['low'])} to {high}, 95 % {interval['kind']})"
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from sdbench.base.progress import Progress
-from sdbench.measure.timer import WARMUP
+from sdbench.measure.timer import AFTER, WARMUP
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class StepProgress:
 
         def note() -> str:
             images_per_second = progress.rate * self.images_per_step
-            name = "warm-up" if phase == WARMUP else phase
+            name = {WARMUP: "warm-up", AFTER: "traced"}.get(phase, phase)
             return f"{name}, {images_per_second:.3g} images/s, loss {loss():.4f}"
 
         if self.steps_per_period is not None and (index or self.steps_per_period == 1):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError, RunError
+from sdbench.base.output import fit
 from sdbench.base.stop import STOP_SIGNALS, ignore_terminations, keep_exit_code, stop_signals_ask
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end, refuse_tasks_without_launcher
@@ -116,7 +117,7 @@ def _run(
             log.move_to(folder)
             if began is not None:
                 began(folder)
-            print(task.for_person(), flush=True)
+            print("\n".join(map(fit, task.for_person().splitlines())), flush=True)
             return folder
 
         return _work(task, begin, command=command, clock=clock, heartbeat=heartbeat, ranks=ranks)

@@ -13,6 +13,7 @@ import numpy as np
 from sdbench.analysis.compare import CompareFlags
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.output import fit
 from sdbench.measure import phases
 from sdbench.record.row import format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, kind_of
@@ -340,7 +341,7 @@ def range_field(heading: str, name: str, *, unknown: str = "") -> Field:
 
 def show(lines: Iterable[str], *tables: Table) -> None:
     """Print lines, and tables below them."""
-    print("\n".join(map(for_terminal, lines)))
+    print("\n".join(fit(for_terminal(line), hanging=2) for line in lines))
     for table in tables:
         print(f"\n{to_terminal(table)}")
 

@@ -134,7 +134,7 @@ def parse(
     _add_arguments(parser, settings, only_everyday=is_short)
     if _wants_completion():
         _complete(parser)
-    _refuse_unknown_flags(arguments, settings, takes_file=takes_file)
+    _refuse_unknown_flags(arguments, settings, takes_file=takes_file, rest=rest)
     namespace, others = parser.parse_known_args(arguments)
     assignments = [other for other in others if takes_file and is_assignment(other)]
     for other in others:
@@ -169,7 +169,11 @@ def parse(
 
 
 def _refuse_unknown_flags(
-    arguments: Sequence[str], settings: Mapping[str, Setting], *, takes_file: bool
+    arguments: Sequence[str],
+    settings: Mapping[str, Setting],
+    *,
+    takes_file: bool,
+    rest: str | None,
 ) -> None:
     """Refuse an unknown flag, with the nearest known one, which argparse does not tell."""
     known = [*COMMON_FLAGS, HELP_ALL, *((CONFIG_FLAG, *PRINT_FLAGS) if takes_file else ())]
@@ -191,7 +195,8 @@ def _refuse_unknown_flags(
                     allowed=f"{declared.flag} {declared.kind.metavar}: {declared.help}",
                     flag=declared.flag,
                 )
-            raise_unknown(argument, known=known, where="flag")
+            where = "flag" if rest is None else f"flag before -- (behind it: {rest})"
+            raise_unknown(argument, known=known, where=where)
 
 
 def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:

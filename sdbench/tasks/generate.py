@@ -78,7 +78,7 @@ class GenerateFlags:
     scheduler: str = setting(
         row_of("sdbench.models.objective:SAMPLERS"), "ddim", "sampler that removes the noise"
     )
-    num_steps: int = setting(POSITIVE, 25, "denoising steps")
+    num_steps: int = setting(POSITIVE, 25, "denoising steps", diffusers=("--num_inference_steps",))
     guidance_scale: float = setting(
         NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance; at most 1: no guidance"
     )

@@ -94,7 +94,7 @@ def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, ba
     assert captions == [f"picture {number}" for number in (0, 5, 6, 7, 8, 9)]
     printed = capsys.readouterr().out
     assert "resuming: 2 of 10 shards are there" in printed
-    assert "Wrote 6 samples" in printed and "4 bad ones left out: together the 10 of" in printed
+    assert "Wrote 6 of the 10 samples of" in printed and "; 4 bad ones are left out." in printed
     assert all(sentence in printed for sentence in BAD)
     with refused("--folder", value=str(tmp_path / "out")):
         main(*job)

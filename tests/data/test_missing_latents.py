@@ -106,7 +106,7 @@ def test_verify_data_counts_and_convert_names_them(folder, tmp_path, capsys):
     assert sdbench_main(convert) == 1
     assert "sample 0, latents_32: no value" in capsys.readouterr().err
     assert sdbench_main([*convert, "--on_bad_sample", "skip", "--max_bad_fraction", "0.4"]) == 0
-    assert "Wrote 32 samples" in capsys.readouterr().out
+    assert "Wrote 32 of the 49 samples" in capsys.readouterr().out
     assert read_epoch(make_config(tmp_path / "out", shuffle=False)) == PRESENT
 
 

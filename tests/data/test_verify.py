@@ -8,6 +8,7 @@ from streaming import MDSWriter
 
 from sdbench.data.prepare.verify import main as verify_data
 from tests.data import datasets
+from tests.refusals import refused
 
 
 def main(*arguments: object) -> int:
@@ -28,6 +29,9 @@ def test_sound_data(tmp_path, capsys, kind):
     assert capsys.readouterr().out == f"All is well: {checked}.\n"
     assert main(tmp_path / "data", "--deep", "--text_embedding_dim", 8) == 0
     assert capsys.readouterr().out == "All is well: each of the 49 samples can be used.\n"
+    if kind == "parquet latents":  # of a model with another width than the default
+        with refused("--text_embedding_dim"):
+            main(tmp_path / "data")
 
 
 def test_every_broken_shard_is_named(mds_folder, capsys):

@@ -63,7 +63,9 @@ KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/laten
 def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:
     command = [*COMMAND, "--clip_network", str(write_clip(tmp_path / "clip")), "--"]
     assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python ")]
+    printed = capsys.readouterr().out
+    assert f"--model_name {FOLDER / 'model'} --prompts '{PROMPT}' --folder pictures" in printed
+    shown = [line for line in printed.splitlines() if line.startswith("python ")]
     assert [line.removeprefix("python ") for line in shown] == started
     programs = [line.split()[0] if line[0] != "-" else line.split()[2] for line in started]
     assert programs == ["generate.py"] * 2 + ["train.py", "export", "generate.py", "before-after"]
@@ -278,6 +280,8 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--num_ranks", "3"), "--num_ranks"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
+        (("--", "--num_class_images", "4"), "what stands behind --"),
+        (("--", "--dry_run"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
         (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
@@ -289,6 +293,11 @@ def test_mistakes_are_found_before_anything_is_started(started, change, flag) ->
     error = refusal_of("dreambooth", *COMMAND, *change)
     assert error.flag == flag
     assert started == [] and not FOLDER.exists()
+
+
+def test_a_flag_of_train_in_front_of_the_dashes_is_told_where_it_belongs() -> None:
+    error = refusal_of("dreambooth", *COMMAND, "--max_duration", "2ba")
+    assert error.what == "unknown flag before -- (behind it: FLAGS OF train.py ...)"
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry_run",)], ids=["started", "dry_run"])

@@ -30,14 +30,14 @@ def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
 def test_each_period_is_a_line(capsys):
     rows = run(5, "--save_every_batches", "3", "--lr_warmup_batches", "10")
     pattern = (
-        r"step (\d)/5: mean loss ([\d.]+), learning rate ([\d.e-]+), ([\d.]+) images/s, "
+        r"step (\d)/5: mean loss ([\d.]+), ([\d.]+) images/s, learning rate ([\d.e-]+), "
         r"data wait ([\d.]+) %(?:, next checkpoint at step (\d))?, .*, about \d+ s left"
     )
     lines = re.findall(pattern, capsys.readouterr().out)
     # The save at step 3 ends a period, too.
     assert [step + save for step, *_, save in lines] == ["23", "35", "45", "5"]
     periods = ([0, 1], [2], [3], [4])
-    for (_, loss, learning_rate, rate, wait, _), indices in zip(lines, periods, strict=True):
+    for (_, loss, rate, learning_rate, wait, _), indices in zip(lines, periods, strict=True):
         period = [rows[index] for index in indices]
         assert loss == f"{np.mean([row['loss'] for row in period]):.4f}"
         assert float(learning_rate) == pytest.approx(period[-1]["learning_rate"], rel=1e-2)

@@ -84,7 +84,7 @@ def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
     for duration, is_told in (("1ep", True), ("1ba", False)):
         argv = [*DATA, "--remote", str(tmp_path / "data"), "--max_duration", duration]
         assert train.main([*argv, "--run_name", duration]) == 0
-        assert (f"{note}, other ones in each.\n" in capsys.readouterr().out) == is_told
+        assert (f"{note}, others in each epoch.\n" in capsys.readouterr().out) == is_told
 
 
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):

@@ -175,9 +175,9 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     totals = output.finish()
     duration_s = time.monotonic() - started_s
     print(
-        f"Wrote {counted(totals.num_written, 'sample')} to {flags.folder}, {len(totals.bad)} bad "
-        f"ones left out: together the {num_samples} of {flags.place!r}. "
-        f"{num_missing} in {duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
+        f"Wrote {totals.num_written} of the {counted(num_samples, 'sample')} of {flags.place!r} to "
+        f"{flags.folder}; {len(totals.bad)} bad ones are left out. This run read {num_missing} in "
+        f"{duration_s:.1f} s, {num_missing / duration_s:.1f} samples/s."
     )
     for sentence in totals.bad:
         print(f"  {sentence}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from sdbench.base.errors import blamed_on
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data import SOURCES
 from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK
 from sdbench.settings.data import DataSettings
@@ -101,9 +101,18 @@ class ConvertFlags(StoredDataFlags):
     wants_latents = DataSettings.wants_latents
 
 
-def blamed_on_place(flags: type) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def blamed_on_place(flags: type) -> Iterator[None]:
     """Make errors about a place name PLACE instead of the flags of training.
 
     `flags` is the class of the command; errors of its own flags keep their names.
     """
-    return blamed_on("PLACE", own={declared.flag for declared in declarations(flags).values()})
+    with blamed_on("PLACE", own={declared.flag for declared in declarations(flags).values()}):
+        try:
+            yield
+        except ConfigError as error:
+            if "--model_name" not in error.flag:
+                raise
+            facts = {"value": error.value, "allowed": error.allowed}
+            # In training, the model tells how wide its text embeddings are.
+            raise ConfigError(error.what, **facts, flag="--text_embedding_dim") from None

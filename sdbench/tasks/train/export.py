@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MODEL_NAME, LORA_NAME = "model", "lora"
 ENCODERS = ("vae", "text_encoder")
-PROMPTS = "'a red circle|a blue square' --folder pictures"  # an example
+PROMPTS = "a red circle|a blue square"  # an example
 # Sections of the model card, and the settings in each.
 CARD_SETTINGS = {
     "Data": ("data_format", "remote", "local", "streams", "filters", "latents"),
@@ -133,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"The LoRA of step {trained.step} is {exported}.")
         drawn = {"model_name": trained.config.model_name, "lora": exported}
     words = [word for name, place in drawn.items() for word in (f"--{name}", str(place))]
-    print(f"Draw with it: python -m sdbench generate {shlex.join(words)} --prompts {PROMPTS}")
+    words += ["--prompts", trained.config.instance_prompt or PROMPTS, "--folder", "pictures"]
+    print(f"Draw with it: python -m sdbench generate {shlex.join(words)}")
     return 0
 
 
@@ -180,7 +181,8 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
     random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
     if random_parts:
-        print(f"With random weights: {', '.join(random_parts)}.")
+        parts = " and ".join(random_parts)
+        print(f"With random weights, so it may draw noise for any prompt: {parts}.")
     if lora is not None:
         put_weights(model, weights)
         weights = {}

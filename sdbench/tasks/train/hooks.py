@@ -190,8 +190,8 @@ class TrainHooks:
         if self.log is not None:
             self.log.add_steps(rows)
         figures = (
-            f"mean loss {statistics.fmean(period.losses):.4f}, learning rate "
-            f"{self._learning_rate(step):.3g}, {rate:.3g} images/s, data wait {wait_percent:.1f} %"
+            f"mean loss {statistics.fmean(period.losses):.4f}, {rate:.3g} images/s, learning rate "
+            f"{self._learning_rate(step):.3g}, data wait {wait_percent:.1f} %"
         )
         if self.watch.is_over:
             return figures
