@@ -226,6 +226,30 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
 
 
 @in_browser
+def test_what_scrolls_sideways_says_so_and_charts_fit_a_phone(page, tmp_path):
+    script = """
+      const tables = [...page.querySelectorAll("main .box:has(> table)")]
+        .filter((box) => box.offsetParent);
+      const seen = tables.map((box) => {
+        box.style.contentVisibility = "visible";
+        box.dispatchEvent(new view.Event("scroll"));  // as a change of its size
+        const sign = view.getComputedStyle(box.querySelector("caption"), "::after").content;
+        return [box.scrollWidth > box.clientWidth + 1, sign.includes("scroll sideways")];
+      });
+      const charts = [...page.querySelectorAll("figure")].map((figure) => {
+        const place = figure.querySelector("svg").getBoundingClientRect();
+        return [place.left >= 0, place.right <= view.innerWidth, place.width > 250];
+      });
+      return [seen, charts];
+    """
+    sizes = [(1280, 720), (390, 844)]
+    for tables, charts in seen_in_frames(page, script, tmp_path, sizes=sizes):
+        assert tables and all(goes_on == is_said for goes_on, is_said in tables)
+        assert charts and all(map(all, charts))
+    assert any(goes_on for goes_on, _ in tables)
+
+
+@in_browser
 def test_rows_are_ticked_where_the_first_column_is_folded(tmp_path):
     runs = [make_record(config__image_size=size) for size in (256, 512)]
     results = make_results(tmp_path / "results", *runs, quoted=False)
