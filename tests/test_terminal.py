@@ -29,7 +29,7 @@ def in_terminal(repository, tmp_path):
     """Runs a program of this repository in a terminal of its own; returns all that it prints."""
 
     def start(*argv, **variables):
-        program = argv if argv[0] == "-m" else (str(repository / argv[0]), *argv[1:])
+        program = argv if argv[0] in ("-m", "-c") else (str(repository / argv[0]), *argv[1:])
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
         hidden = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
@@ -80,6 +80,10 @@ def test_verdicts_and_cautions_have_colours_in_a_terminal(in_terminal, tmp_path)
     compare = ("-m", "sdbench", "compare")
     assert re.search(r"\x1b\[31mslower\x1b\[0m$", in_terminal(*compare, "old", "new"), re.MULTILINE)
     assert re.search(r"\x1b\[32mfaster\x1b\[0m$", in_terminal(*compare, "new", "old"), re.MULTILINE)
+    told = (
+        "from sdbench.base.output import protected_output as p\nwith p(): print('caution: drift')"
+    )
+    assert in_terminal("-c", told) == "\x1b[33mcaution\x1b[0m: drift\n"
 
 
 def test_a_pipe_gets_no_colour(repository):

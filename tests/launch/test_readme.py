@@ -350,6 +350,8 @@ def test_the_output_that_the_readme_shows_is_what_its_record_prints_today():
         first, _, last = value.partition("...")
         assert printed[name].startswith(first) and printed[name].endswith(last), (name, value)
     assert "python -m sdbench compare" in "\n".join(shown[shown.index("Next:") :])
+    # The picture of the page is within the first two screens.
+    assert "results/plots/page.png" in "".join(text.splitlines()[:80])
 
 
 def _name_and_value(line: str) -> list[str]:
