@@ -104,6 +104,18 @@ def test_help_lists_the_flags_of_every_day_alone_and_help_all_every_flag(
         assert len(others) > 40
 
 
+@pytest.mark.parametrize("program", ["benchmark", "train"])
+def test_a_dry_run_prints_the_settings_and_leaves_nothing(capsys, tmp_path, program):
+    argv = ("--model_name", "tiny", "--use_synth_data", "--max_duration", "100ba")
+    argv += ("--results_dir", str(tmp_path / "runs"), "--dry_run")
+    assert start([program], *argv) == 0
+    printed = capsys.readouterr().out
+    assert "\nmodel_name: tiny  # flag\n" in printed
+    assert start([program], *argv[:-1], "--print_config") == 0
+    assert capsys.readouterr().out == printed
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_program_tells_its_version(capsys):
     for words in ([], *STARTS):
         with pytest.raises(SystemExit) as caught:

@@ -104,6 +104,15 @@ def test_a_wrong_flag_is_refused_by_name(argv, flag, value):
         parse(*argv)
 
 
+def test_what_is_wrong_with_a_value_or_a_path_is_said():
+    with refused("--batch_size", value="0") as caught:
+        parse("--batch_size", "0")
+    assert caught.value.what == "--batch_size has a value that it does not take"
+    with refused("--config", value="none.yaml") as caught:
+        parse("--config", "none.yaml")
+    assert caught.value.what.endswith("(no such file)")
+
+
 def test_the_nearest_value_is_offered():
     for argv, nearest in (
         (("--preset", "fsat"), "fast | seed, the nearest is fast"),

@@ -43,7 +43,7 @@ def check(argv: str = "", world_size: int = 1) -> TrainConfig:
         (PROMPTS, "sample_every_batches", SAMPLED),
         ("--sample_steps 26", "sample_every_batches or --score_every_batches", SAMPLED),
         ("--fid_network a", "score_every_batches", SCORED),
-        ("--text_encoder_lr 2", "train_text_encoder", "--train_text_encoder"),
+        ("--text_encoder_lr 2", "train_text_encoder or --learned_token", "--train_text_encoder"),
         ("--kl_weight 2", "train", "--train vae"),
         ("--lr_end_factor 0.5", "lr_schedule", "--lr_schedule linear"),
         ("--ema_half_life_batches 9", "use_ema", "--use_ema"),
@@ -99,9 +99,12 @@ def test_a_flag_without_an_effect_is_refused(argv, others, needed):
         (f"{TOKEN} --instance_prompt a", "learned_token or --instance_prompt", "<dog>"),
         (
             f"{TOKEN} --train_text_encoder",
-            *("train_text_encoder or --learned_token", "--train_text_encoder"),
+            *("learned_token or --train_text_encoder or --lora_rank", "<dog>"),
         ),
-        (f"{TOKEN} --class_remote a", "class_remote or --learned_token", "a"),
+        (
+            f"{TOKEN} --class_remote a",
+            *("learned_token or --class_remote or --lora_rank", "<dog>"),
+        ),
     ],
 )
 def test_settings_that_do_not_suit_each_other_are_refused(argv, flag, value):

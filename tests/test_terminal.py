@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -12,6 +13,9 @@ import sys
 import termios
 
 import pytest
+
+from tests.report.results_folder import make_record
+from tests.runs import follow_rate
 
 COLUMNS = 80
 QUICK = (
@@ -26,12 +30,13 @@ def in_terminal(repository, tmp_path):
     """Runs a module of this repository in a terminal of its own; returns all that it prints."""
 
     def start(*argv, **variables):
+        program = argv if argv[0] == "-c" else ("-m", *map(str, argv))
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
         hidden = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
         environment = {name: os.environ[name] for name in os.environ if name not in hidden}
         process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, argv)],
+            [sys.executable, *program],
             env={**environment, "TERM": "xterm", "PYTHONPATH": str(repository), **variables},
             cwd=tmp_path,
             stdin=theirs,
@@ -60,6 +65,26 @@ def test_an_error_is_red_in_a_terminal_unless_colours_are_unwanted(in_terminal):
     for unwanted in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         printed = in_terminal("benchmark", "--zebra", **unwanted)
         assert printed.startswith("error: unknown flag")
+
+
+def test_verdicts_and_cautions_have_colours_in_a_terminal(in_terminal, tmp_path):
+    for side, rates in (("old", (100.0, 101.0, 99.0)), ("new", (90.0, 91.0, 89.0))):
+        for number, rate in enumerate(rates):
+            record = make_record(
+                run_id=f"20261121T00{number}000Z_x_{side}",
+                started_utc=f"2026-11-21T00:{number}0:00+00:00",
+                summary__images_per_second=rate,
+            )
+            run = tmp_path / side / record["run_id"]
+            run.mkdir(parents=True)
+            (run / "record.json").write_text(json.dumps(follow_rate(record)))
+    compare = ("sdbench", "compare")
+    assert re.search(r"\x1b\[31mslower\x1b\[0m$", in_terminal(*compare, "old", "new"), re.MULTILINE)
+    assert re.search(r"\x1b\[32mfaster\x1b\[0m$", in_terminal(*compare, "new", "old"), re.MULTILINE)
+    told = (
+        "from sdbench.base.output import protected_output as p\nwith p(): print('caution: drift')"
+    )
+    assert in_terminal("-c", told) == "\x1b[33mcaution\x1b[0m: drift\n"
 
 
 def test_a_pipe_gets_no_colour(repository):

@@ -68,9 +68,10 @@ def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
     return num_pictures
 
 
-def open_pictures(source: SourceConfig) -> BatchReader:
-    """Open the reader of all pictures, the same on every rank."""
-    reader = data.open_batches(_one_by_one(source))
+def open_pictures(source: SourceConfig, *, mirrored: bool = False) -> BatchReader:
+    """Open the reader of all pictures with their captions, the same on every rank."""
+    changes = {"horizontal_flip_probability": float(mirrored), "caption_drop_probability": 0.0}
+    reader = data.open_batches(dataclasses.replace(_one_by_one(source), **changes))
     reader.may_skip = False
     return reader
 

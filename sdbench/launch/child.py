@@ -29,6 +29,7 @@ from sdbench.report.terminal import format_number, format_rate
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
+from sdbench.settings.rules import check
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
@@ -106,15 +107,15 @@ def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> 
 def measuring_command(command: Sequence[str]) -> list[str]:
     """A user's command for `run_child`: with the path of its program, and without --results_dir.
 
-    A flag or a value that benchmark.py or data.py does not know is refused here: each start of them
-    takes seconds. Programs of another checkout are not checked.
+    What benchmark.py or data.py would refuse on whatever machine is refused here: each start of
+    them takes seconds. Programs of another checkout are not checked.
     """
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
     for number, (before, word) in enumerate(itertools.pairwise(["", *command]), start=1):
         name = word if Path(before).name == "sdbench" else Path(word).stem
         if name in MEASURING and (name == word or Path(word).resolve() == ROOT / f"{name}.py"):
-            rest = command[number:]
-            parse(MEASURING[name], rest, description="", epilog="", prog=word, takes_file=True)
+            flags, rest = MEASURING[name], command[number:]
+            check(parse(flags, rest, description="", epilog="", prog=word, takes_file=True))
             break
     return find_program(command)
 

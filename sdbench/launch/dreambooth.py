@@ -194,7 +194,8 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         "num_images_per_prompt": flags.num_samples,
         "seed": SAMPLE_SEED,
     }
-    if flags.lora_rank is None:
+    has_token = any(word.startswith("--learned_token") for word in rest)
+    if flags.lora_rank is None or has_token:  # the file of LoRA cannot hold a token
         exported = folder / MODEL
         trained, export = {"model_name": exported}, {"folder": exported}
     else:

@@ -1,4 +1,4 @@
-"""A new token as the only trained weight of a text encoder: textual inversion.
+"""A new token as the only trained weight of a text encoder but LoRA: textual inversion.
 
 Gal et al. 2022, arXiv 2208.01618.
 """
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPTextModel
 
+from sdbench.models.lora import is_lora
 from sdbench.models.weights import change_class
 
 # What diffusers' `load_textual_inversion` looks for in a folder.
@@ -27,11 +28,12 @@ class _OneTokenMore(nn.Embedding):
 
 
 def add_learned_token(text_encoder: CLIPTextModel, *, initial_id: int) -> None:
-    """Add a token to a text encoder on its device, in place and in fp32; freeze all other weights.
+    """Add a token to a text encoder on its device, in place and in fp32; freeze all but LoRA.
 
     The new token begins with the row of `initial_id`.
     """
-    text_encoder.requires_grad_(False)
+    for name, weight in text_encoder.named_parameters():
+        weight.requires_grad_(is_lora(name))
     embedding = text_encoder.get_input_embeddings()
     embedding.learned = nn.Parameter(embedding.weight[initial_id].detach().float().clone())
     change_class(embedding, _OneTokenMore)

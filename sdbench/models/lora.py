@@ -43,7 +43,7 @@ class Lora:
         if config.lora_rank is None:
             return None
         layers = {"unet": config.lora_layers}
-        if "text_encoder" in config.trained_parts:
+        if config.train_text_encoder:
             layers["text_encoder"] = config.lora_text_encoder_layers
         return Lora(
             rank=config.lora_rank,

@@ -68,7 +68,7 @@ class Step:
         on_cuda: Whether to allocate as on CUDA.
         encodes_images: Whether images are encoded in the step, and captions with them.
         trained: ``unet``, with or without ``text_encoder``; or only ``vae``.
-        learns_token: Only a new token of ``text_encoder`` is trained, in fp32.
+        learns_token: Only a new token of ``text_encoder`` and LoRA are trained, in fp32.
     """
 
     architecture: Architecture

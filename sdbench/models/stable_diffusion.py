@@ -321,11 +321,11 @@ def build_stable_diffusion(
     )
     for name, module in model.named_children():
         module.requires_grad_(name in trained)
+    if lora is not None:
+        lora.add_to(dict(model.named_children()), seed=seed)
     if initial_token_id is not None:
         assert text_encoder is not None
         add_learned_token(text_encoder, initial_id=initial_token_id)
-    if lora is not None:
-        lora.add_to(dict(model.named_children()), seed=seed)
     model.train()
     # The sub-models are on the device already.
     for name, buffer in model.named_buffers(recurse=False):

@@ -294,12 +294,13 @@ def _count_samples(plan: Plan) -> int | None:
 
 
 def _check_results_dir(results_dir: str) -> None:
-    """Check before the work that the results folder can be written and has space."""
+    """Check before the work that the results folder can be made and written, and has space."""
+    wanted = Path(results_dir).absolute()
     with refused_unless_written(results_dir):
-        Path(results_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=results_dir):
+        folder = next(place for place in (wanted, *wanted.parents) if place.exists())
+        with tempfile.NamedTemporaryFile(dir=folder):
             pass
-        free_bytes = shutil.disk_usage(results_dir).free
+        free_bytes = shutil.disk_usage(folder).free
     if free_bytes < MIN_FREE_RESULTS_BYTES:
         raise ConfigError(
             "the results folder has too little space",

@@ -186,7 +186,7 @@ class RateSettings:
         POSITIVE_NUMBER,
         None,
         "learning rate of the text encoder, with the schedule of --lr (default: --lr)",
-        acts_beside=(Beside(("train_text_encoder",)),),
+        acts_beside=(Beside(("train_text_encoder", "learned_token")),),
     )
     lr_schedule: str = setting(
         one_of("constant", "cosine", "linear"), "constant", "learning rate after the warm-up"

@@ -33,8 +33,6 @@ class SubjectSettings:
             **encodes_in_step("the pictures of a subject are encoded when its run begins"),
             "streams": ((None,), "the pictures of a subject are in one place"),
             "num_workers": ((None, 0), "the latents of a subject are on the device already"),
-            "horizontal_flip_probability": ((0.0,), "each picture of a subject is encoded once"),
-            "caption_drop_probability": ((0.0,), "each picture of a subject keeps its prompt"),
             "on_bad_sample": (("error",), "a subject has too few pictures to leave one out"),
             "train": (("diffusion",), "a subject is learned by the U-Net, not by the VAE"),
         },

@@ -71,19 +71,12 @@ class ModelSettings:
     learned_token: str | None = setting(
         WORD,
         None,
-        "new word of --instance_prompt, e.g. '<dog>', whose embedding alone is learned (textual "
-        "inversion)",
+        "new word of --instance_prompt, e.g. '<dog>', whose embedding is learned: alone (textual "
+        "inversion), or with --lora_rank beside LoRA",
         before=None,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
         demands={
             "initial_token": (GIVEN, "a learned token starts from the embedding of another one"),
-            "train_text_encoder": ((False,), "only the token of the text encoder is trained"),
-            "lora_rank": ((None,), "a token is trained alone, without LoRA"),
-            "class_remote": (
-                (None,),
-                "class pictures do not train a learned token: their captions do not have it, and "
-                "all other weights are frozen",
-            ),
             "use_synth_data": ((False,), "synthetic captions do not have the token"),
             "init_from": ((None,), "a token starts from --model_name, such as a run's export"),
             "sharding": ((None, "none"), "a single row is not sharded over ranks"),
@@ -95,6 +88,21 @@ class ModelSettings:
                 "the prompt does not have the token that is learned",
                 allowed="a token of --instance_prompt",
                 others=("instance_prompt",),
+            ),
+            Rule(
+                GIVEN,
+                lambda s: s.config.lora_rank or not s.config.train_text_encoder,
+                "only the token of the text encoder is trained",
+                allowed="--no_train_text_encoder, or --lora_rank, which trains LoRA beside it",
+                others=("train_text_encoder", "lora_rank"),
+            ),
+            Rule(
+                GIVEN,
+                lambda s: s.config.lora_rank or not s.config.class_remote,
+                "class pictures teach a learned token nothing: their captions do not have it, and "
+                "all other weights are frozen",
+                allowed="no --class_remote, or --lora_rank, which trains the U-Net as well",
+                others=("class_remote", "lora_rank"),
             ),
         ),
     )
@@ -109,9 +117,10 @@ class ModelSettings:
     @property
     def trained_parts(self) -> tuple[str, ...]:
         """The sub-models that are trained, or some of whose weights are."""
-        if self.learned_token is not None:
+        has_token = self.learned_token is not None
+        if has_token and self.lora_rank is None:
             return ("text_encoder",)
-        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
+        return ("unet", "text_encoder") if self.train_text_encoder or has_token else ("unet",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from sdbench.base.progress import Progress
 from sdbench.data import subject
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.engines.job import TrainJob
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.plan.resolve import Plan
@@ -42,11 +43,15 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
     if config.learned_token is not None:
         new_token = plan.architecture.text_encoder["vocab_size"]
     pictures = [
-        functools.partial(_read, reader, index, new_token=new_token)
-        for reader in map(subject.open_pictures, sources)
+        functools.partial(_read, reader, index, new_token=token)
+        for mirrored in (False, True)[: 2 if config.horizontal_flip_probability else 1]
+        for token, source in zip((new_token, None), sources, strict=False)
+        for reader in [subject.open_pictures(source, mirrored=mirrored)]
         for index in range(reader.num_samples)
     ]
     encoded = _encode_pictures(model, pictures, batch_size=batch_size, ranks=plan.ranks)
+    no_caption = CaptionTokenizer.of(plan.architecture)([""])
+    encoded["input_ids"] = torch.cat([encoded["input_ids"], torch.from_numpy(no_caption)])
     tables = {name: table.to(device) for name, table in encoded.items()}
     if not trains_text:
         tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
@@ -61,13 +66,14 @@ def _look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[
     """Look up the input of `StableDiffusion.forward` for a batch of `pairs.build`.
 
     The tables are ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77)
-    of all pictures; or instead of the latter ``caption`` (N,), the number of each picture's
-    caption, and ``text_embedding`` (M, 77, D) of the captions.
+    of all pictures, the latter with a last row of the empty caption; or instead of it ``caption``
+    (N,), the number of each picture's caption, and ``text_embedding`` (M, 77, D) of the captions.
     """
-    rows = {name: table for name, table in tables.items() if name != "text_embedding"}
-    found = {name: table[batch["index"]] for name, table in rows.items()}
-    if "caption" in found:
-        found["text_embedding"] = tables["text_embedding"][found.pop("caption")]
+    found = {name: tables[name][batch["index"]] for name in ("latent_mean", "latent_logvar")}
+    if "caption" in tables:
+        found["text_embedding"] = tables["text_embedding"][tables["caption"][batch["caption"]]]
+    else:
+        found["input_ids"] = tables["input_ids"][batch["caption"]]
     return found | {"loss_weight": batch["loss_weight"]}
 
 

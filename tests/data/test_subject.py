@@ -76,6 +76,31 @@ def test_the_mean_over_any_part_of_a_batch_is_its_share_of_the_loss(pictures):
     assert batch["loss_weight"].tolist() == [1.0] * 4
 
 
+def test_each_visit_of_a_picture_is_mirrored_or_without_its_caption_by_chance(pictures):
+    chances = {"horizontal_flip_probability": 0.5, "caption_drop_probability": 0.25}
+    sources = [dataclasses.replace(source, **chances) for source in pictures(3, 60)]
+    loader = build(sources)
+    batches = list(loader)
+    numbers, captions = (
+        torch.cat([batch[name] for batch in batches]).tolist() for name in ("index", "caption")
+    )
+    assert {number % 63 for number in numbers} == set(range(63))
+    visits = set(zip(numbers, captions, strict=True))
+    assert all(caption in (number % 63, -1) for number, caption in visits)
+    # A picture of the subject comes 20 times an epoch, and not always in the same way.
+    for picture in range(3):
+        ways = {(number >= 63, caption) for number, caption in visits if number % 63 == picture}
+        assert ways == set(itertools.product((False, True), (picture, -1)))
+    assert 40 < sum(number >= 63 for number in numbers) < 80  # of 120
+    assert 18 < captions.count(-1) < 45
+    weights = torch.cat([batch["loss_weight"] for batch in batches])
+    assert weights.tolist() == [2.0, 0.5] * 60
+    names = loader.names_before(loader.state_dict(), num_back=0)
+    in_order = [*("0", "1", "2"), *sorted(map(str, range(60)))]
+    expected = [f"{in_order[number % 63]}.png" for number in numbers[-4:]]
+    assert [name.split("/")[-1] for name in names] == expected
+
+
 def test_it_goes_on_in_the_middle_of_an_epoch_and_names_its_pictures(pictures):
     sources = pictures(3, 8)
     whole = build(sources)

@@ -249,6 +249,10 @@ def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
     (training,) = (line for line in lines if " train.py " in line)
     assert training.startswith("python train.py ") and training.endswith("--max_failures 1")
     assert "--engine=ray" in training and "--num_ray_workers=2" in training
+    token = ("--", "--learned_token", "unqtkn", "--initial_token", "dog")
+    lines = planned(capsys, "--lora_rank", "4", *token)
+    assert lines[-3].endswith(f"export {FOLDER / 'train'} --folder={FOLDER / 'model'}")
+    assert f"--model_name={FOLDER / 'model'}" in lines[-2] and "--lora" not in lines[-2]
 
 
 def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import pytest
 
 from sdbench.cli import COMMANDS
 from sdbench.record.store import load_record
+from sdbench.report.terminal import format_summary
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -334,6 +336,26 @@ def test_every_file_and_command_that_a_document_names_is_there(document):
     for name in named:
         assert (ROOT / name).exists(), name
     assert {*re.findall(r"python -m sdbench ([\w-]+)", text)} <= COMMANDS.keys()
+
+
+def test_the_output_that_the_readme_shows_is_what_its_record_prints_today():
+    text = (ROOT / "README.md").read_text()
+    run = ROOT / re.search(r"\[the record\]\((\S+)/record.json\)", text)[1]
+    shown = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    record = load_record(run)
+    # The record may be older than a figure.
+    record["summary"] = defaultdict(lambda: None, record["summary"])
+    printed = dict(map(_name_and_value, format_summary(record).splitlines()))
+    for name, value in map(_name_and_value, shown[: shown.index("")]):
+        first, _, last = value.partition("...")
+        assert printed[name].startswith(first) and printed[name].endswith(last), (name, value)
+    assert "python -m sdbench compare" in "\n".join(shown[shown.index("Next:") :])
+    # The picture of the page is within the first two screens.
+    assert "results/plots/page.png" in "".join(text.splitlines()[:80])
+
+
+def _name_and_value(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip(), maxsplit=1)
 
 
 def test_every_test_that_the_table_of_faults_names_is_there():

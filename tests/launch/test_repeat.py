@@ -18,6 +18,7 @@ from tests.refusals import refusal_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
+PRECOMPUTED = ("--latents", "precomputed", "--remote", "latents")
 pytestmark = pytest.mark.usefixtures("starts")
 
 
@@ -125,6 +126,11 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
         (["3", "--against", "python 'x", "--", "python", FAKE], "--against", "python 'x"),
         (["3", "--against", "no-such-one", "--", "python", FAKE], "COMMAND", "no-such-one"),
         (["3", "--", "python", f"{ROOT}/benchmark.py", "--lr", "much"], "--lr", "much"),
+        (
+            ["3", "--", "python", f"{ROOT}/benchmark.py", "--train_text_encoder", *PRECOMPUTED],
+            "--latents or --train_text_encoder",
+            "precomputed",
+        ),
         (
             ["3", "--against", f"python {ROOT}/data.py --num_workers=x", "--", "python"],
             "--num_workers",

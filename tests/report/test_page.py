@@ -62,7 +62,7 @@ def made(tmp_path_factory):
     runs = [
         make_gpu_record(summary__images_per_second=90.0, machine__device_name=HOSTILE),
         make_gpu_record(summary__images_per_second=1000.0, ranks__world_size=16),
-        make_record(),
+        make_record(config__engine="torch"),
     ]
     results = make_results(tmp_path_factory.mktemp("made") / "results", *runs)
     rebuild(results)
@@ -199,7 +199,8 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
         .map((heading) => heading.textContent);
       // Words of the caption and of the source find the rows of their table: the comparison (7),
       // the H100 of section 1.5 (7) and section 2.2.7 (12); 32, 329.55 and 1.32x of the comparison.
-      seen.byTable = ["aws h100", "reproduced a100 32"].map((words) => {
+      // A run by torch is a row of its own and the best of its machine.
+      seen.byTable = ["aws h100", "reproduced a100 32", "engine torch"].map((words) => {
         type(page.getElementById("search"), words, "input");
         return page.getElementById("found").textContent;
       });
@@ -221,8 +222,50 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     assert (seen["found"], seen["tables"]) == ("3 rows", ["source-7-512px-precomputed"])
     assert seen["isOpen"] == ["MLPerf Training v5.0"]
     assert seen["headings"] == ["Figures of others"]
-    assert seen["byTable"] == ["26 rows", "3 rows"]
+    assert seen["byTable"] == ["26 rows", "3 rows", "2 rows"]
     assert seen["all"] == 0
+
+
+@in_browser
+def test_what_scrolls_sideways_says_so_and_charts_fit_a_phone(page, tmp_path):
+    script = """
+      const tables = [...page.querySelectorAll("main .box:has(> table)")]
+        .filter((box) => box.offsetParent);
+      const seen = tables.map((box) => {
+        box.style.contentVisibility = "visible";
+        box.dispatchEvent(new view.Event("scroll"));  // as a change of its size
+        const sign = view.getComputedStyle(box.querySelector("caption"), "::after").content;
+        return [box.scrollWidth > box.clientWidth + 1, sign.includes("scroll sideways")];
+      });
+      const charts = [...page.querySelectorAll("figure")].map((figure) => {
+        const place = figure.querySelector("svg").getBoundingClientRect();
+        return [place.left >= 0, place.right <= view.innerWidth, place.width > 250];
+      });
+      return [seen, charts];
+    """
+    sizes = [(1280, 720), (390, 844)]
+    for tables, charts in seen_in_frames(page, script, tmp_path, sizes=sizes):
+        assert tables and all(goes_on == is_said for goes_on, is_said in tables)
+        assert charts and all(map(all, charts))
+    assert any(goes_on for goes_on, _ in tables)
+
+
+@in_browser
+def test_a_chart_is_no_higher_than_a_printed_sheet(page, tmp_path):
+    """In a window as wide as a sheet, with the rules for print applied to the screen."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("@media print", "@media screen"), encoding="utf-8")
+    script = """
+      return [...page.querySelectorAll("figure")].map((figure) => {
+        const place = figure.getBoundingClientRect();
+        const rules = view.getComputedStyle(figure).breakInside;
+        return [rules, place.height / 96 * 25.4, place.width / 96 * 25.4];
+      });
+    """
+    (charts,) = seen_in_frames(page, script, tmp_path, sizes=[(1032, 703)])  # A4 without margins
+    assert charts
+    for rules, height_mm, width_mm in charts:
+        assert (rules, height_mm < 186, 80 < width_mm < 273) == ("avoid", True, True)
 
 
 @in_browser

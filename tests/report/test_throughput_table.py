@@ -141,6 +141,13 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
     assert "command" not in to_captioned_markdown([table])
 
 
+def test_the_headline_prefers_an_interval_between_runs_to_a_narrow_one_within_a_run():
+    repeated = [with_rate(rate, config__batch_size=8) for rate in (5.0, 5.1, 4.9)]
+    table = make_headline_table([within(9.9, 10.0), *repeated])
+    (row,) = rows_of(table)
+    assert row["images/s (95 % interval)"].startswith("median 5 (")
+
+
 def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     runs = [
         make_gpu_record(

@@ -20,11 +20,11 @@ import train
 from sdbench.record.row import make_row
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
-from tests.refusals import printed_refusal
+from tests.refusals import printed_refusal, refusal_of
 from tests.runs import only_record
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
-from tests.train.written import exported, read_losses, trained, weights_of
+from tests.train.written import exported, has_same, read_losses, trained, weights_of
 
 SEED = 17
 PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
@@ -37,13 +37,15 @@ DREAMBOOTH = ("--task", "dreambooth", *SUBJECT, *CLASS, *FP32, "--log_every_batc
 
 
 def write_pictures(**counts: int) -> None:
-    """Folders of square pictures, each of one colour, in the working folder; made once."""
+    """Folders of square pictures, each half of one colour, in the working folder; made once."""
     for row, (name, count) in enumerate(counts.items()):
         Path(name).mkdir(exist_ok=True)
         for number in range(count):
             colour = (40 * number, 100 * row, 255 - 30 * number)
             if not Path(name, f"{number}.png").exists():
-                Image.new("RGB", (64, 64), colour).save(f"{name}/{number}.png")
+                picture = Image.new("RGB", (64, 64), colour)
+                picture.paste((90, 90, 90), (0, 0, 32, 64))
+                picture.save(f"{name}/{number}.png")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,9 @@ def run(name: str, num_steps: int, *argv: object) -> Path:
     return trained(name, num_steps, *DREAMBOOTH, *argv)
 
 
-def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> float:
+def loss_by_hand(
+    model: Path, *, microbatch: int, prior_loss_weight: float, mirrored: bool, has_captions: bool
+) -> float:
     """Of the first step on two pictures of the subject and two of its class, in turns.
 
     As train_dreambooth.py of diffusers has it, and Ray's train.py.
@@ -77,7 +81,10 @@ def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> f
     kinds = ["subject", "class"] * 2
     files = [f"{kind}/{position // 2}.png" for position, kind in enumerate(kinds)]
     pixels = np.stack([np.asarray(Image.open(file)) for file in files]) / 127.5 - 1.0
-    ids = tokenizer([PROMPTS[kind] for kind in kinds], padding="max_length", return_tensors="pt")
+    if mirrored:
+        pixels = pixels[:, :, ::-1].copy()
+    captions = [PROMPTS[kind] if has_captions else "" for kind in kinds]
+    ids = tokenizer(captions, padding="max_length", return_tensors="pt")
     with torch.no_grad():
         moments = vae.encode(torch.tensor(pixels).permute(0, 3, 1, 2).float()).latent_dist
         torch.manual_seed(SEED)
@@ -96,13 +103,32 @@ def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> f
     return float(of_subject + prior_loss_weight * of_class)
 
 
-def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model):
+MIRRORED, NO_CAPTIONS = ("--horizontal_flip_probability", 1), ("--caption_drop_probability", 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (),
+        (*MIRRORED, *NO_CAPTIONS),
+        pytest.param((*NO_CAPTIONS, "--train_text_encoder"), marks=pytest.mark.slow),
+        pytest.param(MIRRORED, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "both", "no_captions", "mirrored"],
+)
+def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model, changed):
     microbatch = 3
     write_pictures(subject=2, **{"class": 2})
     argv = ("--model_name", model, "--batch_size", 4, "--no_shuffle", "--allow_uneven_batch")
     argv += ("--device_train_microbatch_size", microbatch, "--prior_loss_weight", 0.25)
-    expected = loss_by_hand(model, microbatch=microbatch, prior_loss_weight=0.25)
-    (loss,) = read_losses(run("one", 1, *argv))
+    expected = loss_by_hand(
+        model,
+        microbatch=microbatch,
+        prior_loss_weight=0.25,
+        mirrored="--horizontal_flip_probability" in changed,
+        has_captions="--caption_drop_probability" not in changed,
+    )
+    (loss,) = read_losses(run("one", 1, *argv, *changed))
     assert float(loss) == pytest.approx(expected, rel=SAME_FP32)
 
 
@@ -216,7 +242,7 @@ KNOWN_TOKEN = ("--remote", "subject", "--instance_prompt", "my <dog>, a dog")
         ((*SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
         (SUBJECT[:2], "--remote or --instance_prompt"),
         # Its class pictures would teach nothing: all that is trained is the token.
-        ((*KNOWN_TOKEN, *TOKEN, *CLASS), "--class_remote or --learned_token"),
+        ((*KNOWN_TOKEN, *TOKEN, *CLASS), "--learned_token or --class_remote or --lora_rank"),
         ((*KNOWN_TOKEN, "--learned_token", "dog", "--initial_token", "cat"), "--learned_token"),
         ((*KNOWN_TOKEN, *TOKEN[:2], "--initial_token", "unqtkn"), "--initial_token"),
     ],
@@ -296,6 +322,30 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
 
     line = ["--model_name", str(export), "--prompts", "a <dog>", "--folder", "drawn"]
     assert generate.main([*line, "--num_steps", "1"]) == 0
+
+
+@pytest.mark.parametrize("text", [(), ("--train_text_encoder",)], ids=["unet", "both"])
+def test_a_token_is_learned_beside_lora_and_with_class_pictures(model, text):
+    write_pictures(**{"class": 2})
+    folder = learn_token(model, "--lora_rank", 2, "--lr", 0.01, *CLASS, "--batch_size", 4, *text)
+    export = exported(folder)
+    rows, before = (
+        weights_of(place, "text_encoder")["text_model.embeddings.token_embedding.weight"]
+        for place in (export, model)
+    )
+    tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
+    assert torch.equal(rows[:-1], before)
+    assert not torch.equal(rows[-1], before[tokenizer("dog").input_ids[1]])
+    assert not has_same("unet", export, model)
+    changed = [
+        name
+        for name, weight in weights_of(export, "text_encoder").items()
+        if "token_embedding" not in name
+        and not torch.equal(weight, weights_of(model, "text_encoder")[name])
+    ]
+    assert all("_proj." in name for name in changed) and bool(changed) == bool(text)
+    refusal = refusal_of("export", folder, "--lora_format", "diffusers", "--folder", "lora")
+    assert (refusal.flag, "with the token <dog>" in refusal.what) == ("--lora_format", True)
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
         argv += ["--use_synth_data"]
     elif data_format == "subject":
         argv += write_subject(tmp_path)
+        argv += ["--horizontal_flip_probability", "0.5", "--caption_drop_probability", "0.2"]
     elif data_format == "streamed tars":
         argv += stream_tars(tmp_path)
     else:

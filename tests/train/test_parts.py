@@ -177,7 +177,8 @@ def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(caps
     first, second = sorted((folder / "checkpoints").glob("step_*"))
     file = flip_a_byte(second)
     damage = "A file of the checkpoint is damaged: its checksum is not the one that was saved"
-    capsys.readouterr()
+    told = f"\nIts model for diffusers: python -m sdbench export {folder}\n"
+    assert told in capsys.readouterr().out
     exported(folder)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"A checkpoint is passed over. {damage} ({file})"

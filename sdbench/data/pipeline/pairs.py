@@ -23,7 +23,8 @@ class PairOrder(EpochOrder):
 
     Pictures of the subject and of its class alternate. Each kind is reshuffled after all of its
     pictures were used, until the epoch's batches are full: the smaller kind is repeated, and no
-    batch is cut.
+    batch is cut. Of n pictures, n is added to the number of a picture that is mirrored, and 2 n to
+    that of one without its caption.
     """
 
     def __init__(
@@ -47,7 +48,12 @@ class PairOrder(EpochOrder):
         for count in counts:
             kinds.append(first + self._repeat(count, num_each, generator))
             first += count
-        return np.stack(kinds, axis=1).ravel()
+        line = np.stack(kinds, axis=1).ravel()
+        shares = (self._config.horizontal_flip_probability, self._config.caption_drop_probability)
+        for number, share in zip((first, 2 * first), shares, strict=True):
+            if share:
+                line += number * (generator.random(len(line)) < share)
+        return line
 
     def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
         """Return shuffles of ``range(count)``, one after the other, cut to `length`."""
@@ -58,7 +64,7 @@ class PairOrder(EpochOrder):
 
 
 class PairReader(BatchReader):
-    """Makes ``{index: (B,) int64, loss_weight: (B,) float32}``; reads nothing."""
+    """Makes the batches of `build`; reads nothing."""
 
     def __init__(
         self,
@@ -76,19 +82,23 @@ class PairReader(BatchReader):
 
     def name(self, index: int) -> str:
         """Return where the picture is stored."""
-        is_class = index >= self._num_instances
-        return self._readers[is_class].name(index - is_class * self._num_instances)
+        picture = index % self.num_samples
+        is_class = picture >= self._num_instances
+        return self._readers[is_class].name(picture - is_class * self._num_instances)
 
     def read_good(self, keys: Sequence[Key]) -> Batch:
         """Return the numbers and loss weights of the pictures."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
-            index = torch.tensor([key.index for key in keys])
+            number = torch.tensor([key.index for key in keys])
+            picture = number % self.num_samples
             of_subject, of_class = self._weights
-            loss_weight = torch.where(index < self._num_instances, of_subject, of_class)
-        return Batch(
-            {"index": index, "loss_weight": loss_weight}, list(keys), report, [None] * len(keys)
-        )
+            tensors = {
+                "index": number % (2 * self.num_samples),
+                "caption": torch.where(number < 2 * self.num_samples, picture, -1),
+                "loss_weight": torch.where(picture < self._num_instances, of_subject, of_class),
+            }
+        return Batch(tensors, list(keys), report, [None] * len(keys))
 
 
 def build(
@@ -96,8 +106,9 @@ def build(
 ) -> CheckedLoader:
     """Build this rank's loader of pairs.
 
-    Its batches are ``{index: (B,) int64, loss_weight: (B,) float32}``: the number of a picture,
-    counting the subject's and then the class's, and the factor of its loss. `prior_loss_weight` is
+    Its batches are ``{index: (B,) int64, caption: (B,) int64, loss_weight: (B,) float32}``: the
+    number of a picture, counting the subject's, then the class's, and then all of them mirrored;
+    that of its caption, -1 for the empty one; and the factor of its loss. `prior_loss_weight` is
     the weight of the mean loss of the class pictures. It keeps the contract of `data.build`.
     """
     num_pictures = check(source, class_source)

@@ -209,10 +209,12 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.lora import Lora, is_lora
     from sdbench.models.lora_files import DIFFUSERS_NAME, lora_weights, write_for_diffusers
 
-    lora = Lora.of(trained.config)
-    if lora is None:
+    lora, token = Lora.of(trained.config), trained.config.learned_token
+    if lora is None or token is not None:
         raise ConfigError(
-            "the run has trained its weights and no LoRA",
+            "the run has trained its weights and no LoRA"
+            if lora is None
+            else f"the LoRA was trained with the token {token}, which its file cannot hold",
             value=flags.lora_format,
             allowed="the whole model: no --lora_format",
             flag="--lora_format",
