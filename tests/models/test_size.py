@@ -246,3 +246,13 @@ def test_a_step_is_replayed_once_on_a_machine(monkeypatch, tmp_path) -> None:
     assert estimate_anew() == first
     assert kept.stat().st_size > 1000
     assert list(tmp_path.glob("*/replayed-steps/*")) == [kept]
+
+
+def test_the_flops_of_all_precisions_are_counted_once_on_a_machine(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    count, step = count_flops.__wrapped__, Step(**PLAIN_STEP)
+    first = count(step)
+    monkeypatch.setattr(replay, "_count_flops", None)
+    assert count(dataclasses.replace(step, precision="amp_bf16")) == first > 0
+    with pytest.raises(TypeError):  # another step
+        count(dataclasses.replace(step, image_size=128))
