@@ -47,11 +47,12 @@ def losses(name: str) -> list[tuple[str, str, str]]:
 pytestmark = pytest.mark.usefixtures("launched")
 # All engines read data in the same way, and tests/data resumes every format.
 CASES = (
-    ("torch", 2, "mds"),
+    ("torch", 0, "mds"),
     ("composer", 0, "synthetic"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("torch", 2, "mds"),
             ("torch", 0, "streamed tars"),
             ("torch", 2, "parquet"),
             ("torch", 0, "subject"),

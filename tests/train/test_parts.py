@@ -33,7 +33,7 @@ def online(tmp_path_factory) -> Path:
 
 
 def test_the_vae_is_resumed_bit_for_bit():
-    argv = (*MINI, *VAE, "--use_ema", "--clip_norm", "1")
+    argv = (*TINY, *VAE, "--use_ema", "--clip_norm", "1")
     whole = trained("whole", 4, *argv)
     trained("parts", 2, *argv, "--resume", "auto")
     parts = trained("parts", 4, *argv, "--resume", "auto")
@@ -106,7 +106,7 @@ def test_a_run_begins_with_the_weights_of_another_and_keeps_them(capsys):
 def test_the_reconstruction_is_validated(tmp_path):
     write_folder(tmp_path / "held-out")
     look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
-    folder = trained("vae", 4, *MINI, *VAE, *look, "--num_validation_images", 5)
+    folder = trained("vae", 4, *TINY, *VAE, *look, "--num_validation_images", 5)
     found = read_events(folder, "validation")
     assert [event["num_samples"] for event in found] == [5, 5]
     assert found[0]["loss"] != found[1]["loss"] and all(event["loss"] > 0 for event in found)
