@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 
 from sdbench.cli import main as sdbench
+from sdbench.models import memory, replay
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
@@ -41,7 +42,8 @@ def test_the_vae_is_resumed_bit_for_bit():
 
 
 @pytest.mark.parametrize("part", [VAE, (*TEXT, "--lora_rank", "4")])
-def test_the_memory_estimate_is_of_what_is_kept(part):
+def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
+    monkeypatch.setattr(memory, "profile_step", replay.profile_step)
     folder = trained("one", 1, *MINI, *part, "--use_ema")
     saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
     estimate_gib = load_record(folder)["memory_estimate_gib"]
