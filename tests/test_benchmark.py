@@ -30,6 +30,8 @@ EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 QUICK = (*TINY, *SHORT, "--engine", "torch")
 
+pytestmark = pytest.mark.usefixtures("plain_replay")
+
 
 def run(tmp_path, *argv):
     return run_and_load(benchmark.main, tmp_path / "runs", *argv)

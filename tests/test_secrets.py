@@ -56,7 +56,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path, monkeypatch):
+def _own_folders(tmp_path, monkeypatch, plain_replay):
     (tmp_path / "t").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
     monkeypatch.setattr(remote, "NUM_ATTEMPTS", 0)

@@ -1,7 +1,7 @@
 """`profile_step` and `count_flops`: the memory and the arithmetic of a training step.
 
 A step is replayed on torch's fake tensors, without memory or arithmetic, and every allocation is
-counted. A replay takes seconds, so it is cached on disk by step, code and libraries. torch's own
+counted. Both take seconds and are cached on disk by step, code and libraries. torch's own
 `MemTracker` gives the peak of one micro-batch alone: it would replay each, twelve times slower.
 """
 
@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,19 +182,24 @@ class _CudaAutocastRules(TorchFunctionMode):
 
 @functools.cache
 def profile_step(step: Step) -> StepProfile:
-    """Replay a training step, or read the replay of an earlier process from the cache."""
+    """Replay a training step, or take the replay of an earlier process from the cache."""
+    return StepProfile(**_remember("memory", step, lambda: dataclasses.asdict(_replay_step(step))))
+
+
+def _remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
+    """What is found for a step, in JSON's types; from the cache if an earlier process found it."""
     try:
         folder = private_folder(REPLAYS_FOLDER)
     except ConfigError:  # the plan notes it
-        return _replay_step(step)
-    path = folder / f"{_fingerprint(step)}.json"
+        return find()
+    path = folder / f"{what}-{_fingerprint(step)}.json"
     try:
-        return StepProfile(**json.loads(path.read_text()))
+        return json.loads(path.read_text())
     except (OSError, ValueError):  # not there, or cut off
-        profile = _replay_step(step)
+        found = find()
     with contextlib.suppress(OSError), new_file(path) as new:  # a full or read-only disk
-        new.write_text(json.dumps(dataclasses.asdict(profile)))
-    return profile
+        new.write_text(json.dumps(found))
+    return found
 
 
 def _fingerprint(step: Step) -> str:
@@ -239,7 +244,7 @@ def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
     return model
 
 
-@functools.cache  # counting takes about a second
+@functools.cache
 def count_flops(step: Step) -> int:
     """Count matrix products and convolutions of a step on one image, without computing them.
 
@@ -253,9 +258,13 @@ def count_flops(step: Step) -> int:
         **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
         **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False},
     )
-    model = build_model(plain, device="meta")
+    return _remember("flops", plain, lambda: _count_flops(plain))
+
+
+def _count_flops(step: Step) -> int:
+    model = build_model(step, device="meta")
     with torch.device("meta"):
-        batch = make_batch(plain, num_images=1)
+        batch = make_batch(step, num_images=1)
     with FlopCounterMode(display=False) as counter:
         model.loss(*model(batch)).backward()
     return counter.get_total_flops()

@@ -35,7 +35,7 @@ FOLDER = Path("runs", "my-dog")
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path) -> None:
+def workplace(tmp_path, plain_replay) -> None:
     """A folder that looks like the checkout, with four pictures of a subject without captions."""
     for name in ("train.py", "generate.py", "sdbench", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -20,7 +20,7 @@ def build(precision: str = "fp32") -> Autoencoder:
 def images() -> torch.Tensor:
     generator = torch.Generator().manual_seed(11)
     flat = torch.randint(0, 256, (2, 3, 1, 1), dtype=torch.uint8, generator=generator)
-    return flat.expand(2, 3, 64, 64).contiguous()
+    return flat.expand(2, 3, 32, 32).contiguous()
 
 
 def test_the_loss_is_squared_error_plus_divergence(images) -> None:
@@ -42,10 +42,12 @@ def test_the_loss_is_squared_error_plus_divergence(images) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_the_loss_falls_and_reaches_every_weight(images, precision) -> None:
+    torch.manual_seed(0)
     model = build(precision)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    # At twice this rate the loss jumps back to its first value at some steps, in fp32 too.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for _ in range(16):
+    for _ in range(12):
         loss = model.loss(*model({"image": images}))
         loss.backward()
         assert all(weight.grad is not None for weight in model.parameters())

@@ -227,7 +227,7 @@ def test_memory_knows_what_each_option_costs() -> None:
     assert on_gpu.activations > 1.2 * estimate(**options).activations
 
 
-def test_a_step_is_replayed_once_on_a_machine(monkeypatch, tmp_path) -> None:
+def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path) -> None:
     def estimate_anew():
         replay.profile_step.cache_clear()
         return estimate()
@@ -246,3 +246,9 @@ def test_a_step_is_replayed_once_on_a_machine(monkeypatch, tmp_path) -> None:
     assert estimate_anew() == first
     assert kept.stat().st_size > 1000
     assert list(tmp_path.glob("*/replayed-steps/*")) == [kept]
+    step, count = Step(**PLAIN_STEP), count_flops.__wrapped__
+    num_flops = count(step)
+    monkeypatch.setattr(replay, "_count_flops", None)
+    assert count(dataclasses.replace(step, precision="amp_bf16")) == num_flops > 0
+    with pytest.raises(TypeError):  # another step
+        count(dataclasses.replace(step, image_size=128))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterator
@@ -26,6 +27,7 @@ from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
+from tests.marks import quick_and_slow
 from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
@@ -288,8 +290,9 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
 # A bad save is known at the next but one at the latest: as many steps as go on behind it.
 LONG = 8
 # What is poisoned, in which step, what is done then, and how many checkpoints are kept.
-QUICK = [("gradient", 4, "back", 1), ("average", LONG, "stop", 1)]
 CASES = [
+    ("average", LONG, "stop", 1),
+    ("gradient", 4, "back", 1),
     ("gradient", 3, "stop", 2),
     ("gradient", LONG, "skip", 1),
     ("weight", 4, "skip", 2),
@@ -299,20 +302,13 @@ CASES = [
     ("average", 3, "skip", 2),
     ("loss", LONG, "back", 2),
 ]
+OF_ENGINES = [
+    *itertools.product(["torch"], CASES),
+    *itertools.product(["composer", "ray"], CASES[:2]),
+]
 
 
-@pytest.mark.parametrize(
-    ("engine", "case"),
-    [
-        *(("torch", case) for case in QUICK),
-        *(pytest.param("torch", case, marks=pytest.mark.slow) for case in CASES),
-        *(
-            pytest.param(engine, case, marks=pytest.mark.slow)
-            for engine in ("composer", "ray")
-            for case in QUICK
-        ),
-    ],
-)
+@pytest.mark.parametrize(("engine", "case"), quick_and_slow(OF_ENGINES, quick=OF_ENGINES[:1]))
 def test_what_is_not_finite_costs_no_good_checkpoint(engine, case):
     """Poison a run, and go on with it when the fault is gone."""
     what, step, action, keep = case

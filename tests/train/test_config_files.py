@@ -360,7 +360,6 @@ TINY = {
 }
 
 
-@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize("recipe", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / recipe))

@@ -14,6 +14,7 @@ from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.data import datasets
 from tests.forked import exit_codes, forked_ranks, log_of
+from tests.marks import quick_and_slow
 from tests.refusals import printed_refusal
 from tests.state.states import flip_byte
 from tests.train.in_turn import train_in_turn
@@ -46,21 +47,17 @@ def losses(name: str) -> list[tuple[str, str, str]]:
 
 pytestmark = pytest.mark.usefixtures("launched")
 # All engines read data in the same way, and tests/data resumes every format.
-CASES = (
+QUICK = [("torch", 0, "mds"), ("composer", 0, "synthetic")]
+CASES = [
+    *QUICK,
     ("torch", 2, "mds"),
-    ("composer", 0, "synthetic"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("torch", 0, "streamed tars"),
-            ("torch", 2, "parquet"),
-            ("torch", 0, "subject"),
-            ("composer", 2, "folder"),
-            ("ray", 0, "webdataset"),
-            ("ray", 2, "synthetic"),
-        )
-    ),
-)
+    ("torch", 0, "streamed tars"),
+    ("torch", 2, "parquet"),
+    ("torch", 0, "subject"),
+    ("composer", 2, "folder"),
+    ("ray", 0, "webdataset"),
+    ("ray", 2, "synthetic"),
+]
 
 
 def write_subject(folder: Path) -> list[str]:
@@ -85,7 +82,9 @@ def stream_tars(folder: Path) -> list[str]:
     return ["--remote", place, "--remote_files", "stream", "--tar_sizes", str(sizes)]
 
 
-@pytest.mark.parametrize(("engine", "num_workers", "data_format"), CASES)
+@pytest.mark.parametrize(
+    ("engine", "num_workers", "data_format"), quick_and_slow(CASES, quick=QUICK)
+)
 def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_format):
     # A crop or a flip of them changes the loss.
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 
 from sdbench.cli import main as sdbench
+from sdbench.models import memory, replay
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
@@ -33,7 +34,7 @@ def online(tmp_path_factory) -> Path:
 
 
 def test_the_vae_is_resumed_bit_for_bit():
-    argv = (*MINI, *VAE, "--use_ema", "--clip_norm", "1")
+    argv = (*TINY, *VAE, "--use_ema", "--clip_norm", "1")
     whole = trained("whole", 4, *argv)
     trained("parts", 2, *argv, "--resume", "auto")
     parts = trained("parts", 4, *argv, "--resume", "auto")
@@ -41,7 +42,8 @@ def test_the_vae_is_resumed_bit_for_bit():
 
 
 @pytest.mark.parametrize("part", [VAE, (*TEXT, "--lora_rank", "4")])
-def test_the_memory_estimate_is_of_what_is_kept(part):
+def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
+    monkeypatch.setattr(memory, "profile_step", replay.profile_step)
     folder = trained("one", 1, *MINI, *part, "--use_ema")
     saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
     estimate_gib = load_record(folder)["memory_estimate_gib"]
@@ -106,7 +108,7 @@ def test_a_run_begins_with_the_weights_of_another_and_keeps_them(capsys):
 def test_the_reconstruction_is_validated(tmp_path):
     write_folder(tmp_path / "held-out")
     look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
-    folder = trained("vae", 4, *MINI, *VAE, *look, "--num_validation_images", 5)
+    folder = trained("vae", 4, *TINY, *VAE, *look, "--num_validation_images", 5)
     found = read_events(folder, "validation")
     assert [event["num_samples"] for event in found] == [5, 5]
     assert found[0]["loss"] != found[1]["loss"] and all(event["loss"] > 0 for event in found)
