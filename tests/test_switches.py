@@ -142,7 +142,7 @@ def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
     assert losses == pytest.approx(plain, rel=1e-5)
 
 
-# Beside `fast`, what the code of a sub-model may have; a caption each has the same shapes in a step.
+# Whole micro-batches: each step has the same shapes.
 FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
 ONE_GRAPH = ["", "--attention flash", "--group_norm fused", "--activation_checkpointing full"]
 

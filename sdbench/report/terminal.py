@@ -21,7 +21,7 @@ FLAG_MEANINGS = {
     "other_time": "more than 5 % of a profiled step lies outside the phases",
     "straggler": "a rank was slower than the others by a fifth or more",
     "sockets": "NCCL found no faster network between the machines than TCP sockets",
-    "graph_breaks": "torch.compile compiled the model in pieces: TORCH_LOGS=graph_breaks says where",
+    "graph_breaks": "the model was compiled in pieces: TORCH_LOGS=graph_breaks tells where",
     "precision_not_reached": "the longest window was not enough for --target_precision",
 }
 

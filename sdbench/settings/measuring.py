@@ -61,7 +61,7 @@ class RunSettings:
         SWITCH,
         True,
         "refuse a run whose estimated peak memory exceeds the machine's; on a GPU, where the "
-        "estimate was never verified, only warn",
+        "estimate may be a fifth too high, only warn",
         only_measures=True,
     )
 
