@@ -180,6 +180,10 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
     Raises:
         ConfigError: There is no run that ended well, or the page cannot be written.
     """
+    for place in places:
+        if not place.exists():
+            allowed = "a folder with runs in it"
+            raise ConfigError("no such folder", value=str(place), allowed=allowed, flag="RUNS")
     files = [file for place in places for file in sorted(place.rglob(RECORD_NAME))]
     read, left_out = use_each(files, lambda file: (read_record(file, flag="RUNS"), file.parent))
     # A run counts once, however many copies of its folder there are.

@@ -206,6 +206,9 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
       });
       type(page.getElementById("search"), "", "input");
       seen.all = page.querySelectorAll("main tr[hidden]").length;
+      // Only kinds of which there are rows.
+      seen.kinds = [...page.querySelectorAll("#kinds label")].filter((label) => label.offsetParent)
+        .map((label) => label.textContent.trim());
       return seen;
     """
     (seen,) = seen_in_frames(page, script, tmp_path, sizes=[(1280, 720)])
@@ -224,6 +227,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     assert seen["headings"] == ["Figures of others"]
     assert seen["byTable"] == ["26 rows", "3 rows", "2 rows"]
     assert seen["all"] == 0
+    assert seen["kinds"] == ["measured", "quoted"]
 
 
 @in_browser

@@ -114,7 +114,8 @@ def test_a_page_of_ones_own_runs_needs_no_folder_of_results(tmp_path, capsys, mo
     assert "[1] results/runs, again" in text  # the source of a chart
     assert text.count("<h2>Best of each machine</h2>") == 1 and "Figures of others" not in text
     assert ">step_times" not in text and "<figcaption>Step times" in text
-    assert refusal_of("report", tmp_path / "none").flag == "RUNS"
+    refusal = refusal_of("report", runs, tmp_path / "none")  # one that is there does not hide it
+    assert (refusal.what, refusal.flag) == ("no such folder", "RUNS")
     assert refusal_of("report", runs, "--folder", tmp_path).flag == "--folder"
     assert refusal_of("report", "--out", page).flag == "--out"
 
