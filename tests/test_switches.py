@@ -148,7 +148,7 @@ ONE_GRAPH = ["", "--attention flash", "--group_norm fused", "--activation_checkp
 
 
 @pytest.mark.parametrize("flags", quick_and_slow(ONE_GRAPH, quick=ONE_GRAPH[:1]))
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", quick_and_slow([False, True], quick=[False]))
 def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
     breaks, flags, tmp_path, monkeypatch
 ):
