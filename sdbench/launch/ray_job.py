@@ -120,6 +120,7 @@ def launch_ranks(
                 ray.shutdown()
     if not ray.is_initialized():
         return exit_code
+    ray_cluster.tidy_up()
     # The end of this process ends the job as well.
     sys.stdout.flush()
     sys.stderr.flush()
