@@ -76,8 +76,8 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
 
 def tune_blocks(module: torch.nn.Module, config: Any, *, is_compiled: bool) -> None:
     """Change the blocks of a U-Net or VAE in place, as the config says."""
-    # Compiled code divides by 1.0 within another kernel. What stands for the divisor without
-    # compilation cannot be traced: it would break the graph at each block.
+    # What stands for the divisor cannot be traced: it would break the graph at each block. The
+    # compiler puts a division into the kernel before or after it.
     if config.unit_divisions == "drop" and not is_compiled:
         blocks.drop_unit_divisions(module)
     if config.group_norm == "fused":
