@@ -157,7 +157,10 @@ class FusedGroupNorm(nn.GroupNorm):
         # As views: torch compiles anew for each size of a parameter.
         shape = (1, -1, *(1,) * (x.ndim - 2))
         weight, bias = self.weight.view(shape), self.bias.view(shape)
-        return _compiled_normalize()(x, weight, bias, self.num_groups, self.eps, self.silu)
+        # Within a compiled model it is part of that graph. torch.compile there would break the
+        # graph if Lightning, which puts its own in its place, was imported after the first use.
+        normalize = _normalize if torch.compiler.is_compiling() else _compiled_normalize()
+        return normalize(x, weight, bias, self.num_groups, self.eps, self.silu)
 
 
 class _SiluOfVectors(nn.SiLU):
