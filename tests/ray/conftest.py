@@ -28,6 +28,7 @@ sys.stdin.read()
 """
 
 
+ROOT = Path(__file__).resolve().parents[2]
 # As `ray start` leaves the address of a cluster, at which nobody answers here.
 ADDRESS_LEFT = "127.0.0.1:9"
 
@@ -41,7 +42,7 @@ def address_here() -> Iterator[str]:
         left.write_text(ADDRESS_LEFT)
         with subprocess.Popen(
             [sys.executable, "-c", SERVE],
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             env={**os.environ, "RAY_TMPDIR": name},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -54,6 +55,13 @@ def address_here() -> Iterator[str]:
 @pytest.fixture
 def on_cluster(address_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address_here)
+
+
+def run_alone(*arguments: str) -> None:
+    """Run Python in a process of its own: Ray Data leaves threads that connect to Ray again."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class RowsHere:

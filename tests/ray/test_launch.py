@@ -22,6 +22,9 @@ from tests.ray.conftest import ADDRESS_LEFT
 from tests.refusals import printed_refusal
 from tests.runs import only_record
 
+TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
+SHORT = ("--image_size", "64", "--no_measure_peak", "--warmup_batches", "1")
+SHORT += ("--measure_batches", "2")
 # From a result to the end of the command: 3 s at a load of 5 on two cores.
 ENDS_WITHIN_S = 8.0
 
@@ -30,8 +33,7 @@ ENDS_WITHIN_S = 8.0
 def test_nobody_at_the_address(by_variable, tmp_path, repository):
     """Before Ray and torch are imported, and without Ray's own patience of minutes."""
     address = f"127.0.0.1:{free_port()}"
-    argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
-    argv += ("--results_dir", str(tmp_path / "runs"))
+    argv = (*TINY, "--results_dir", str(tmp_path / "runs"))
     argv += () if by_variable else ("--ray_address", address)
     command = [sys.executable, "-X", "importtime", "benchmark.py", *argv]
     env = {**os.environ, **({"RAY_ADDRESS": address} if by_variable else {})}
@@ -57,9 +59,8 @@ def test_bad_settings_are_refused_before_a_cluster_is_started_or_asked(
     program, argv, refused, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(ray_cluster, "connect", None)
-    given = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
     results = tmp_path / "runs"
-    argv = (*given, "--num_ray_workers", "2", *argv, "--results_dir", str(results))
+    argv = (*TINY, "--num_ray_workers", "2", *argv, "--results_dir", str(results))
     assert program.main(argv) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
@@ -72,11 +73,9 @@ def test_bad_settings_are_refused_before_a_cluster_is_started_or_asked(
 def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, monkeypatch):
     """All places of the cluster for each of two ranks, of which one begins."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what Ray sets, too, where nobody did
-    given = ("--model_name", "tiny", "--image_size", "64", "--use_synth_data", "--engine", "ray")
     ranks = ("--num_ray_workers", "2", "--min_ray_workers", "1", "--batch_size", "2")
     resources = ("--ray_worker_resources", json.dumps({"CPU": NUM_PLACES}))
-    short = ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
-    command = [sys.executable, "benchmark.py", *given, *ranks, *resources, *short]
+    command = [sys.executable, "benchmark.py", *TINY, *SHORT, *ranks, *resources]
     command += ["--results_dir", str(tmp_path)]
     ended = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -92,9 +91,8 @@ def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, m
 def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp_path):
     (tmp_path / "tmp").mkdir()
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}
-    argv = ("--model_name", "tiny", "--image_size", "64", "--use_synth_data", "--engine", "ray")
-    argv += ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
-    command = [sys.executable, "benchmark.py", *argv, "--results_dir", str(tmp_path / "runs")]
+    results = ("--results_dir", str(tmp_path / "runs"))
+    command = [sys.executable, "benchmark.py", *TINY, *SHORT, *results]
     with subprocess.Popen(
         command,
         cwd=repository,
@@ -107,8 +105,9 @@ def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp
         for line in process.stdout:
             printed_s = time.monotonic()
             lines.append(line)
-            children = psutil.Process(process.pid).children(recursive=True)
-            actors |= {name for one in children if (name := _name_of(one)).startswith("ray::")}
+            with contextlib.suppress(psutil.Error):  # one of them has just ended
+                children = psutil.Process(process.pid).children(recursive=True)
+                actors |= {one.name() for one in children if one.name().startswith("ray::")}
     ended_s = time.monotonic()
     assert process.returncode == 0, lines
     assert lines[-1].startswith("record: ")
@@ -117,12 +116,6 @@ def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp
     assert any(name.startswith("ray::RayTrainW") for name in actors)
     # Ray Train would wait for it, for up to 12 s where no dashboard answers it.
     assert not any(name.startswith("ray::PlacementG") for name in actors)
-
-
-def _name_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return process.name()
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -144,11 +137,11 @@ def test_the_threads_of_a_rank_leave_cores_to_decoders_and_encoders(tmp_path, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # as Ray Train sets them
         monkeypatch.setenv(name, value)
     online = ("--online_preprocessing", "--num_decoders", "4", "--num_encoders", "3")
-    argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray", "--print_config")
     elsewhere = ("--encoder_resources", '{"encoder": 1}')
     found = []
     for more in ((), online, (*online, *elsewhere)):
-        assert benchmark.main([*argv, *more, "--results_dir", str(tmp_path)]) == 0
+        argv = (*TINY, "--print_config", *more, "--results_dir", str(tmp_path))
+        assert benchmark.main(argv) == 0
         found += re.findall(r"^num_threads: (\d+)", capsys.readouterr().out, re.MULTILINE)
     assert found == ["16", "9", "12"]
 
@@ -163,9 +156,9 @@ def test_a_cluster_that_runs_here_is_not_joined_unasked(address_here):
 @pytest.mark.usefixtures("on_cluster")
 def test_bad_input_ends_with_two_and_leaves_no_record(tmp_path, capsys):
     """Only a rank knows what its machine can do."""
-    argv = ("--model_name", "tiny", "--use_synth_data", "--precision", "tf32", "--engine", "ray")
     results = tmp_path / "runs"
-    code = benchmark.main([*argv, "--num_ray_workers", "2", "--results_dir", str(results)])
+    argv = (*TINY, "--precision", "tf32", "--num_ray_workers", "2", "--results_dir", str(results))
+    code = benchmark.main(argv)
     printed = "".join(capsys.readouterr())
     assert code == 2, printed
     assert printed.count("error:") == 1
@@ -178,8 +171,7 @@ def test_bad_input_ends_with_two_and_leaves_no_record(tmp_path, capsys):
 def test_ranks_that_no_cluster_has_room_for_are_not_waited_for_without_end(
     tmp_path, repository, monkeypatch, capsys
 ):
-    argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
-    argv += ("--num_ray_workers", "400", "--results_dir", str(tmp_path / "runs"))
+    argv = (*TINY, "--num_ray_workers", "400", "--results_dir", str(tmp_path / "runs"))
     # In a process of its own, which ends while Ray still waits for the ranks.
     command = [sys.executable, "benchmark.py", *argv, "--dist_timeout", "3"]
     (tmp_path / "tmp").mkdir()

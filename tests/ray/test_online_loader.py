@@ -67,15 +67,8 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def source_of(place: Path | str | None, data_format: str = "parquet", **changes) -> SourceConfig:
-    return SourceConfig(
-        data_format=data_format,
-        remote=None if place is None else str(place),
-        image_size=datasets.IMAGE_SIZE,
-        device_batch_size=BATCH_SIZE,
-        text_embedding_dim=32,
-        seed=3,
-        **changes,
-    )
+    of_tiny = {"device_batch_size": BATCH_SIZE, "text_embedding_dim": 32}
+    return datasets.make_source(data_format, place, **of_tiny, **changes)
 
 
 def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **settings):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,13 @@ from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
+from tests.ray.conftest import run_alone
 from tests.schemas import validate
 from tests.train.in_turn import train_in_turn
 from tests.train.written import read_losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("on_cluster")]
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 7  # step 6 ends an epoch of 49 samples
 MODEL = ("--model_name", "tiny", "--image_size", "64", "--encoder_dtype", "fp32")
 TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_threads", "1")
@@ -28,13 +26,6 @@ ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_s
 def make_argv(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> list[str]:
     options = [*MODEL, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
     return [*options, "--max_duration", f"{num_steps}ba", "--log_every_batches", "1"]
-
-
-def train_on_ray(argv: list[str]) -> None:
-    """Train in a process of its own: Ray Data leaves threads that would connect to Ray again."""
-    command = [sys.executable, str(ROOT / "train.py"), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
@@ -49,8 +40,8 @@ def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
     reference = make_argv(tmp_path, "reference", *on_latents)
     train_in_turn("torch", tmp_path, reference)
     online = (*ONLINE, "--num_ray_workers", "2", "--remote", str(pictures), "--resume", "auto")
-    train_on_ray(make_argv(tmp_path, "online", *online, num_steps=4))
-    train_on_ray(make_argv(tmp_path, "online", *online))
+    run_alone("train.py", *make_argv(tmp_path, "online", *online, num_steps=4))
+    run_alone("train.py", *make_argv(tmp_path, "online", *online))
     losses = read_losses(tmp_path / "online")
     assert losses == read_losses(tmp_path / "reference")
     assert len(set(losses)) == NUM_STEPS

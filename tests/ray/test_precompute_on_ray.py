@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,9 @@ from sdbench.ranks import ray_cluster
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from tests.data.datasets import read_files
+from tests.ray.conftest import run_alone
 from tests.schemas import validate
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64")
 SHARDS = ("--device_batch_size", "2", "--samples_per_shard", "4")
 RAY = ("--engine", "ray", "--num_decoders", "2")
@@ -38,12 +36,7 @@ def test_the_files_are_those_of_precompute_without_ray(tmp_path, picture_folder,
     argv = ("--out_format", "parquet")
     assert run(picture_folder, tmp_path / "here", *argv) == 0
     out = tmp_path / "on-ray"
-    # In a process of its own: Ray Data leaves threads that would connect to Ray again.
-    command = [sys.executable, "-m", "sdbench", "precompute", *make_argv(picture_folder, out)]
-    done = subprocess.run(
-        [*command, *RAY, *argv], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_alone("-m", "sdbench", "precompute", *make_argv(picture_folder, out), *RAY, *argv)
     assert read_files(out) == read_files(tmp_path / "here")
     (record,) = records(out)
     validate(record)
