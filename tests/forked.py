@@ -8,12 +8,12 @@ import datetime
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.waiting import wait_for
 
 NUM_RANKS = 2
@@ -29,8 +29,7 @@ def forked_ranks(
     the rank's exit code; `log_of` has what they print. This machine passes for `num_nodes` nodes.
     Yields the processes, by rank.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     ranks_per_node = num_ranks // num_nodes
     context = multiprocessing.get_context("fork")
     ranks = []
@@ -73,6 +72,14 @@ def exit_codes(ranks: list[BaseProcess], *, timeout_s: float = 60) -> list[int |
     return [rank.exitcode for rank in ranks]
 
 
+def codes_of(
+    program: Callable[[], int], folder: Path, *, timeout_s: float = 60, **ranks_and_nodes: int
+) -> list[int | None]:
+    """Run a program in ranks, as `forked_ranks` does, until they end; their exit codes."""
+    with forked_ranks(program, folder, **ranks_and_nodes) as ranks:
+        return exit_codes(ranks, timeout_s=timeout_s)
+
+
 def run_in_group(
     run: Callable[[int], None], folder: Path, *, num_ranks: int = NUM_RANKS, num_nodes: int = 1
 ) -> None:
@@ -92,10 +99,9 @@ def run_in_group(
         torch.distributed.barrier()
         return 0
 
-    with forked_ranks(program, folder, num_ranks=num_ranks, num_nodes=num_nodes) as ranks:
-        codes = exit_codes(ranks, timeout_s=240)
-        logs = [log_of(folder, rank).read_text() for rank in range(num_ranks)]
-        assert codes == [0] * num_ranks, logs
+    codes = codes_of(program, folder, timeout_s=240, num_ranks=num_ranks, num_nodes=num_nodes)
+    logs = [log_of(folder, rank).read_text() for rank in range(num_ranks)]
+    assert codes == [0] * num_ranks, logs
 
 
 def _be_rank(program: Callable[[], int], place: dict[str, object], log: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs and their records: `finished_run` trains once in a process of tests, and copies that."""
+"""Runs and their records; `finished_run` trains once in a process of tests, and copies that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.record.store import load_record
+
+# A quick run. Of several ranks on this machine each would take all cores for itself, and they wait
+# for their threads.
+TINY = (
+    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
+    *("--num_threads", "1"),
+)
 
 _RESULTS: dict[tuple[str, ...], Path] = {}
 

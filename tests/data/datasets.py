@@ -191,12 +191,15 @@ def write_parquet_latents(folder: Path) -> None:
     write_table(folder / "part.parquet", columns, row_group_size=16)
 
 
-def write_folder(folder: Path) -> None:
+def write_folder(
+    folder: Path, *, num_samples: int = NUM_SAMPLES, has_captions: bool = True
+) -> None:
     """Pictures with a .txt beside each."""
     folder.mkdir(parents=True)
-    for index in range(NUM_SAMPLES):
+    for index in range(num_samples):
         (folder / f"{index:03d}.png").write_bytes(make_png(index))
-        (folder / f"{index:03d}.txt").write_text(make_caption(index))
+        if has_captions:
+            (folder / f"{index:03d}.txt").write_text(make_caption(index))
 
 
 WRITERS = {

@@ -41,8 +41,7 @@ def _pods_of_pytorchjob(document: Document, _: Sequence[Document]) -> list[Pod]:
     job, spec = document["metadata"]["name"], document["spec"]
     replicas = spec["pytorchReplicaSpecs"]
     num_pods = sum(replica["replicas"] for replica in replicas.values())
-    ranks_of_pod = str(spec.get("nprocPerNode", "auto"))
-    num_ranks = num_pods * (int(ranks_of_pod) if ranks_of_pod.isdecimal() else 1)
+    num_ranks = num_pods * int(spec["nprocPerNode"])
     pods = []
     for kind in ("Master", "Worker"):
         for index in range(replicas[kind]["replicas"] if kind in replicas else 0):
@@ -56,29 +55,26 @@ def _pods_of_pytorchjob(document: Document, _: Sequence[Document]) -> list[Pod]:
                     "MASTER_PORT": str(_find_port(container)),
                     "WORLD_SIZE": str(num_ranks),
                     "RANK": str(rank),
-                    "PET_NPROC_PER_NODE": ranks_of_pod,
+                    "PET_NPROC_PER_NODE": spec["nprocPerNode"],
                     "PET_NODE_RANK": str(rank),
                 }
             if "elasticPolicy" in spec:
-                environment |= _elastic_environment(job, spec["elasticPolicy"], container)
+                environment |= _elastic_environment(spec["elasticPolicy"])
             else:
                 environment["PET_NNODES"] = str(num_pods)
             pods.append(_make_pod(f"{job}-{kind.lower()}-{index}", container, environment))
     return pods
 
 
-def _elastic_environment(job: str, policy: Document, container: Document) -> dict[str, str]:
-    host = policy.get("rdzvHost", f"{job}-worker-0")
-    port = policy["rdzvPort"] if "rdzvPort" in policy else _find_port(container)
-    settings = ",".join(f"{part['key']}={part['value']}" for part in policy.get("rdzvConf", []))
-    environment = {
-        "PET_RDZV_ENDPOINT": f"{host}:{port}",
-        "PET_RDZV_BACKEND": policy.get("rdzvBackend", "c10d"),
+def _elastic_environment(policy: Document) -> dict[str, str]:
+    return {
+        "PET_RDZV_ENDPOINT": f"{policy['rdzvHost']}:{policy['rdzvPort']}",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_CONF": ",".join(f"{one['key']}={one['value']}" for one in policy["rdzvConf"]),
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_RDZV_ID": policy["rdzvId"],
     }
-    return environment | ({"PET_RDZV_CONF": settings} if settings else {})
 
 
 def _pods_of_trainjob(document: Document, documents: Sequence[Document]) -> list[Pod]:

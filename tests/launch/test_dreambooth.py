@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,11 @@ from sdbench.base.errors import ConfigError
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
 from sdbench.record.store import load_record
+from tests.data.datasets import write_folder
 from tests.launch.steps_here import run_steps_here
 from tests.refusals import refusal_of
 from tests.score_networks import write_clip
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, CLASS_PROMPT = "photo of a unqtkn dog", "photo of a dog"
@@ -39,10 +40,7 @@ def workplace(tmp_path, plain_replay) -> None:
     """A folder that looks like the checkout, with four pictures of a subject without captions."""
     for name in ("train.py", "generate.py", "sdbench", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    Path("my-dog").mkdir()
-    for number in range(4):
-        picture = Image.new("RGB", (70 + number, 64), (60 * number, 90, 30))
-        picture.save(Path("my-dog", f"{number}.png"))
+    write_folder(Path("my-dog"), num_samples=4, has_captions=False)
 
 
 @pytest.fixture
@@ -143,7 +141,7 @@ def test_results_of_other_pictures_or_prompts_are_named_and_kept_while_it_trains
     assert sdbench([*command, *scene, *length]) == 0
     first = {path: path.read_bytes() for path in FOLDER.glob("model/**/*.safetensors")}
 
-    shutil.copy("my-dog/0.png", "my-dog/img6.png")
+    shutil.copy("my-dog/000.png", "my-dog/img6.png")
     error = refusal(*scene)
     assert "1 file was added: img6.png" in str(error)
     assert f"moves them to {FOLDER}/earlier-1 and trains again" in error.allowed
@@ -205,10 +203,7 @@ def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
     arguments = ["-m", "sdbench", "dreambooth", *command, *endless]
     process = subprocess.Popen([sys.executable, *arguments], env=environment)
     try:
-        deadline_s = time.monotonic() + 120
-        while not list(FOLDER.glob("train/checkpoints/step_*2")):
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_for(lambda: list(FOLDER.glob("train/checkpoints/step_*2")), what="a checkpoint")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:
@@ -231,7 +226,8 @@ def planned(capsys, *argv: str) -> list[str]:
 
 
 def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
-    lines = planned(capsys, "--num_ranks", "2", "--image_size", "128", "--num_class_images", "999")
+    drawn = ("--num_class_images", "999", "--generate_flags", "--negative_prompt 'a cat, text'")
+    lines = planned(capsys, "--num_ranks", "2", "--image_size", "128", *drawn)
     # No class picture has a seed of the pictures that are drawn to judge.
     (seed,) = {found[1] for line in lines if (found := re.search(r"--seed=(\d+)", line))}
     assert int(seed) >= 999
@@ -241,11 +237,10 @@ def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
     assert [launcher == of_ranks for launcher in launchers] == [True] * 3 + [False, True, False]
     assert alone == [["python", "-m", "sdbench", one] for one in ("export", "before-after")]
     assert sum("--image_size=128" in line for line in lines) == 4
-    # The model's own size, and not that of the recipe.
-    assert sum("--image_size=64" in line for line in planned(capsys)) == 4
-    drawing = planned(capsys, "--generate_flags", "--negative_prompt 'a cat, text'")
-    assert sum("--negative_prompt 'a cat, text'" in line for line in drawing) == 3
+    assert sum("--negative_prompt 'a cat, text'" in line for line in lines) == 3
     lines = planned(capsys, "--num_ranks", "2", "--engine", "ray", "--", "--max_failures", "1")
+    # The model's own size, and not that of the recipe.
+    assert sum("--image_size=64" in line for line in lines) == 4
     (training,) = (line for line in lines if " train.py " in line)
     assert training.startswith("python train.py ") and training.endswith("--max_failures 1")
     assert "--engine=ray" in training and "--num_ray_workers=2" in training
@@ -290,6 +285,7 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--lr", "much"), "--lr"),
+        (("--max_duration", "2ba"), "--max_duration"),
     ],
     ids=str,
 )
@@ -297,11 +293,6 @@ def test_mistakes_are_found_before_anything_is_started(started, change, flag) ->
     error = refusal_of("dreambooth", *COMMAND, *change)
     assert error.flag == flag
     assert started == [] and not FOLDER.exists()
-
-
-def test_a_flag_of_train_in_front_of_the_dashes_is_told_where_it_belongs() -> None:
-    error = refusal_of("dreambooth", *COMMAND, "--max_duration", "2ba")
-    assert error.what == "unknown flag before -- (behind it: FLAGS OF train.py ...)"
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry_run",)], ids=["started", "dry_run"])
@@ -312,10 +303,10 @@ def test_what_train_would_refuse_is_found_before_anything_is_drawn(
     assert sdbench([*command, "--", "--on_bad_sample", "skip"]) == 2
     error = capsys.readouterr().err
     assert "train.py would refuse this training: a subject has too few pictures" in error
-    Path("my-dog/3.png").write_bytes(b"no picture")
+    Path("my-dog/003.png").write_bytes(b"no picture")
     assert sdbench(command) == 2
     error = capsys.readouterr().err
-    assert "my-dog/3.png: the image cannot be decoded" in error
+    assert "my-dog/003.png: the image cannot be decoded" in error
     assert error.endswith("change it with SUBJECT.\n")
     assert started == [] and {path.name for path in FOLDER.glob("*")} <= {LOCK_NAME}
 

@@ -62,6 +62,7 @@ STAND_INS = list(itertools.chain(*(flags_of(stand_in(read(path))[0]) for path in
 
 
 # The lean engine in bf16, and the whole model; at the smallest size, as a CPU may lack bf16.
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [STAND_INS[12], STAND_INS[15]], ids=" ".join)
 def test_a_cell_runs_in_miniature(argv, tmp_path):
     argv = [*argv, "--image_size", "64", "--batch_size", "4"]

@@ -27,6 +27,7 @@ from tests.debian import find_program
 from tests.launch.pods import Pod, list_pods
 from tests.launch.rendering import documents
 from tests.nodes import address_of, limit_links, make_nodes
+from tests.runs import TINY
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +49,6 @@ RATE_MBIT = 20
 DIST_TIMEOUT_S = 8
 # From the time-out to the end of the last process of a pod.
 NOTICED_WITHIN_S = 60
-# Each node would take all cores of this machine for its own, and the ranks wait for their threads.
-ONE_THREAD = "--num_threads=1"
-TINY = ("--model_name=tiny", "--use_synth_data", "--engine=torch", "--num_workers=0", ONE_THREAD)
 SHORT = ("--warmup_batches=1", "--max_warmup_batches=1", "--profile_batches=0", "--no_measure_peak")
 
 pytestmark = [

@@ -24,20 +24,14 @@ from sdbench.measure.timer import StepTimer
 from sdbench.measure.watch import StepWatch
 from sdbench.record.store import RunFolder
 from sdbench.run import runner
-from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
+from tests.forked import codes_of, exit_codes, forked_ranks, log_of, wait_for_step
 from tests.ports import free_port
-from tests.runs import only_record
+from tests.runs import TINY, only_record
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-# The engine that is ready in a third of the time: Composer is not what is tested. Each node would
-# take all cores of this machine for its own, and the ranks wait for their threads.
-TINY = (
-    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
-    *("--num_threads", "1", "--no_measure_peak"),
-)
 # A run of many minutes, to be stopped in the middle.
-LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
+LONG = ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "100000")
 # "Within a minute" is the promise for a rank that dies.
 END_WITHIN_S = 60
 START_WITHIN_S = 120
@@ -54,8 +48,7 @@ pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     flags = (*TINY, "--batch_size", "7", "--results_dir", str(tmp_path / "runs"))
-    with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
-        assert exit_codes(ranks) == [2, 2]
+    assert codes_of(lambda: benchmark.main(flags), tmp_path) == [2, 2]
     told = [log_of(tmp_path, rank).read_text() for rank in range(2)]
     assert [text.count("does not divide over 2 ranks: got 7") for text in told] == [1, 0]
     assert not list(tmp_path.glob("runs/*/record.json"))
@@ -64,9 +57,8 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
     (picture_folder / "1.png").write_bytes(b"no picture")
     flags = (*TINY, "--no_use_synth_data", "--remote", str(picture_folder), "--no_shuffle")
-    flags += ("--batch_size", "2", "--results_dir", str(tmp_path / "runs"))
-    with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
-        assert exit_codes(ranks) == [1, 1]
+    flags += ("--batch_size", "2", "--no_measure_peak", "--results_dir", str(tmp_path / "runs"))
+    assert codes_of(lambda: benchmark.main(flags), tmp_path) == [1, 1]
     record = only_record(tmp_path / "runs")
     reason = record["reason"]
     assert reason.startswith(f"rank 1: {picture_folder}/1.png: ")
@@ -166,8 +158,8 @@ def test_the_reason_of_the_rank_that_failed_is_what_the_record_and_all_ranks_say
             monkeypatch.setattr(RunFolder, "claim_failure", lambda self: False)
         return run(tmp_path)
 
-    with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
-        assert exit_codes(ranks, timeout_s=START_WITHIN_S) == [1, 1]
+    codes = codes_of(run_on_unlike_nodes, tmp_path, num_nodes=2, timeout_s=START_WITHIN_S)
+    assert codes == [1, 1]
     record = only_record(tmp_path)
     reason = f"rank {failing}: MemoryError: no room here"
     assert (record["status"], record["reason"]) == ("oom", reason)

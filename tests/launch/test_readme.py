@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -28,6 +27,8 @@ from sdbench.cli import COMMANDS
 from sdbench.record.store import load_record
 from sdbench.report.terminal import format_summary
 from tests.ports import free_port
+from tests.runs import only_record
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order in which one reads them.
@@ -147,6 +148,7 @@ def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypat
         assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
+@pytest.mark.slow
 def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
     training = [command for command in launched() if is_of_training(command)]
@@ -158,45 +160,19 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
         assert [path.name for path in drawn] == ["00000.png"]
 
 
-@pytest.fixture
-def subject_and_model(workplace, monkeypatch):
-    """The pictures of a subject, and a tiny model in the place of the real one."""
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-    from sdbench.models.architecture import resolve_architecture
-    from sdbench.models.export import export
-    from sdbench.models.stable_diffusion import build_stable_diffusion
+@pytest.mark.slow
+def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch):
+    import generate
+    from sdbench.cli import main as sdbench
+    from tests.launch.steps_here import run_steps_here
+    from tests.train.tiny_model import write_tiny_model
 
+    run_steps_here(monkeypatch)
     monkeypatch.chdir(workplace)
     Path("my-images").rename("my-dog")
     for caption in Path("my-dog").glob("*.txt"):
         caption.unlink()
-    architecture = resolve_architecture("tiny")
-    how = dict(precision="fp32", encoder_dtype="fp32", memory_format="contiguous")
-    model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
-    tokenizer = CaptionTokenizer.of(architecture).for_diffusers()
-    export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
-
-
-def test_commands_of_a_subject_are_valid_plans(subject_and_model, capsys, monkeypatch):
-    from sdbench.cli import main
-    from tests.launch.steps_here import run_steps_here
-
-    run_steps_here(monkeypatch)
-
-    teaching = [command for command in launched() if " dreambooth " in command]
-    assert len(teaching) == 2
-    for command in teaching:
-        assert main([*shlex.split(command)[3:], "--dry_run"]) == 0
-        assert "train.py" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_from_pictures_of_a_subject_to_a_drawing(subject_and_model, capsys, monkeypatch):
-    import generate
-    from sdbench.cli import main as sdbench
-    from tests.launch.steps_here import run_steps_here
-
-    run_steps_here(monkeypatch)
+    write_tiny_model(Path("stable-diffusion-2-base"))
     few = "--num_class_images 2 --num_samples 1 --sample_prompts unqtkn --engine torch"
     few += " --generate_flags '--num_steps 2' -- --max_duration 1ba --batch_size 2"
     of_subject = [command for command in launched() if is_of_subject(command)]
@@ -218,8 +194,7 @@ def test_from_pictures_of_a_subject_to_a_drawing(subject_and_model, capsys, monk
 def test_a_command_on_ray_runs_as_it_stands(command, workplace):
     completed = run(command, folder=workplace, timeout_s=580)
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    (path,) = (workplace / "runs").glob("*/record.json")
-    record = load_record(path)
+    record = only_record(workplace / "runs")
     ranks = re.search(r"--num_ray_workers (\d+)", command)
     assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
     assert record["ranks"]["world_size"] == (int(ranks[1]) if ranks else 1)
@@ -262,7 +237,7 @@ def test_a_cluster_is_joined_and_given_a_job(ray_head, workplace):
     export, token, start, joining, job, stop = block.splitlines()
     assert (export, token) == ("export RAY_AUTH_MODE=token", "ray get-auth-token --generate")
     assert (start, stop) == ("ray start --head", "ray stop")
-    wait_for(dashboard_port)
+    wait_for(lambda: has_dashboard(dashboard_port), what="the start of the dashboard")
     joining = joining.replace("--ray_address auto", f"--ray_address 127.0.0.1:{port}")
     job = job.replace("8265", str(dashboard_port)).replace("$PWD", str(workplace))
     for number, command in enumerate((joining, job), start=1):
@@ -273,16 +248,12 @@ def test_a_cluster_is_joined_and_given_a_job(ray_head, workplace):
         assert [record["status"] for record in records] == ["ok"] * number
 
 
-def wait_for(port: int) -> None:
-    end_s = time.monotonic() + 120
-    while True:
-        try:
-            return urllib.request.urlopen(f"http://127.0.0.1:{port}/api/version").close()
-        except urllib.error.HTTPError:  # it asks for a token
-            return None
-        except OSError:
-            assert time.monotonic() < end_s
-            time.sleep(0.5)
+def has_dashboard(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/version").close()
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)  # it asks for a token
+    return True
 
 
 @pytest.mark.slow

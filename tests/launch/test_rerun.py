@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 import benchmark
 import data as feed
@@ -24,6 +23,7 @@ from sdbench.record.store import BENCHMARK, kind_of, load_record
 from sdbench.settings.config import parse_request
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
+from tests.data.datasets import write_folder
 from tests.refusals import refusal_of
 from tests.runs import finished_run, follow_rate
 from tests.train.written import read_losses
@@ -49,10 +49,7 @@ def run_of_folder(tmp_path_factory):
     """The folder of a run of one rank on four pictures, and that of the pictures."""
     folder = tmp_path_factory.mktemp("rerun")
     pictures = folder / "pictures"
-    pictures.mkdir()
-    for number in range(4):
-        Image.new("RGB", (64, 64), (60 * number, 0, 0)).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text("a square")
+    write_folder(pictures, num_samples=4)
     argv = [*SMALL, *SHORT, "--remote", str(pictures), "--num_workers", "0", "--use_ema"]
     argv += ["--batch_size", "2", "--max_warmup_batches", "1", "--no_shuffle"]
     return finished_run(benchmark.main, *argv, results=folder / "runs"), pictures
@@ -145,8 +142,8 @@ def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tm
 def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_path, capsys):
     run, pictures = run_of_folder
     more = shutil.copytree(pictures, tmp_path / "more")
-    shutil.copy(more / "0.png", more / "4.png")
-    (more / "4.txt").write_text("a square")
+    shutil.copy(more / "000.png", more / "004.png")
+    shutil.copy(more / "000.txt", more / "004.txt")
     torch = load_record(run)["versions"]["torch"]
     record = changed(
         run,
@@ -173,7 +170,7 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
     # A copy is the same one, and with another size it is not.
     copy = shutil.copytree(pictures, tmp_path / "copy")
     assert "data set" not in planned(capsys, run, "--", "--remote", str(copy))[1]
-    (copy / "0.png").write_bytes((copy / "0.png").read_bytes() + b"x")
+    (copy / "000.png").write_bytes((copy / "000.png").read_bytes() + b"x")
     assert "  data set 8 files, " in planned(capsys, run, "--", "--remote", str(copy))[1]
 
 

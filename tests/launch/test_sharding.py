@@ -219,10 +219,6 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 each_run = pytest.mark.parametrize(("where", "case"), [*ON_ONE_NODE, *ON_NODES])
 
 
-def tolerance_of(case):
-    return IN_BF16 if case == "bf16" or case.endswith("masters") else TOLERANCE
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharded")
@@ -271,11 +267,10 @@ def copy_of(module):
 
 @each_run
 def test_losses_gradients_and_weights_are_those_of_one_process(where, case, results, reference):
+    tolerance = IN_BF16 if case == "bf16" or case.endswith("masters") else TOLERANCE
     for result in results[where, case]:
         for name, expected in zip(("losses", "gradients", "weights"), reference, strict=True):
-            torch.testing.assert_close(
-                result[name], expected, **tolerance_of(case), check_dtype=False
-            )
+            torch.testing.assert_close(result[name], expected, **tolerance, check_dtype=False)
 
 
 @each_run

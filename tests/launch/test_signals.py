@@ -26,14 +26,10 @@ from sdbench.run.outcome import RunRecord
 from sdbench.state.writer import CheckpointWriter
 from sdbench.tasks import pretrain
 from tests.data import datasets
-from tests.forked import exit_codes, forked_ranks, log_of
-from tests.runs import only_record
+from tests.forked import codes_of, log_of
+from tests.runs import TINY, only_record
 from tests.waiting import wait_for
 
-TINY = (
-    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
-    *("--batch_size", "4", "--num_threads", "1"),
-)
 SHORT = ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
 SAVING = ("--run_name", "saved", "--save_every_batches", "2", "--max_duration", "1000000ba")
 END_WITHIN_S = 60
@@ -121,8 +117,7 @@ def test_a_run_that_has_begun_leaves_a_record(tmp_path, main, owner, name, numbe
         signal_before(owner, name, number)
         return main(flags)
 
-    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130]
+    assert codes_of(program, tmp_path, num_ranks=1) == [130]
     printed = log_of(tmp_path, 0).read_text()
     record = only_record(tmp_path)
     assert record["status"] == "interrupted"
@@ -138,8 +133,7 @@ def test_ranks_that_are_stopped_before_they_watch_each_other_are_not_lost(tmp_pa
         signal_before(RunRecord, "__init__", signal.SIGTERM)
         return benchmark.main([*TINY, *SHORT, "--results_dir", str(tmp_path)])
 
-    with forked_ranks(program, tmp_path) as ranks:
-        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130, 130]
+    assert codes_of(program, tmp_path) == [130, 130]
     assert only_record(tmp_path)["status"] == "interrupted"
 
 
@@ -148,8 +142,7 @@ def test_a_signal_costs_nothing_that_has_been_measured(tmp_path):
         signal_before(RunRecord, "end_well", signal.SIGTERM)
         return benchmark.main([*TINY, *SHORT, "--results_dir", str(tmp_path)])
 
-    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [0]
+    assert codes_of(program, tmp_path, num_ranks=1) == [0]
     assert only_record(tmp_path)["status"] == "ok"
 
 
@@ -162,8 +155,7 @@ def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path,
 
     monkeypatch.setattr(CheckedLoader, "_begin", hang)
     flags = (*TINY, *SHORT, "--stop_grace_s", "1", "--results_dir", str(tmp_path))
-    with forked_ranks(lambda: benchmark.main(flags), tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130]
+    assert codes_of(lambda: benchmark.main(flags), tmp_path, num_ranks=1) == [130]
     assert only_record(tmp_path)["status"] == "interrupted"
 
 

@@ -18,21 +18,15 @@ import train
 from sdbench.cli import main
 from sdbench.launch import submit
 from sdbench.record.store import load_record
-from tests.forked import exit_codes, forked_ranks
+from tests.forked import codes_of
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
-from tests.runs import only_record
+from tests.runs import TINY, only_record
 from tests.train.written import read_losses
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each node would take all cores of this machine for its own, and the ranks wait for their threads.
-ONE_THREAD = ("--num_threads", "1")
-TINY = (
-    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
-    *ONE_THREAD,
-)
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 LONG = ("--warmup_batches", "1", "--measure_batches", "1000000")
 TWO_RANKS_EACH = ("--gpus-per-node=2", "2.train.sbatch")
@@ -170,8 +164,7 @@ def test_a_job_that_is_requeued_while_it_trains_goes_on_by_itself(cluster, folde
     assert (summary["num_restarts"], summary["num_lost_steps"]) == (1, 0)
 
     whole = functools.partial(train.main, [*recipe, "--results_dir", str(tmp_path / "whole")])
-    with forked_ranks(whole, tmp_path) as ranks:
-        assert exit_codes(ranks, timeout_s=TIMEOUT_S) == [0, 0]
+    assert codes_of(whole, tmp_path, timeout_s=TIMEOUT_S) == [0, 0]
     losses = read_losses(run)
     assert len(losses) == NUM_STEPS
     assert losses == read_losses(tmp_path / "whole" / "first")

@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def alike_in_memory(plain_replay) -> None:
-    """Estimate the memory of all steps alike: test_parts.py asks for an estimate of its own."""
+def quick(launched, plain_replay) -> None:
+    """No Ray cluster, and one estimate of memory: test_parts.py asks for one of its own."""

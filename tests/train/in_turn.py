@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import train
 from sdbench.engines import load_engine
-from tests.forked import exit_codes, forked_ranks, log_of
+from tests.forked import codes_of, log_of
+from tests.ports import free_port
 
 
 def train_in_turn(
@@ -24,10 +24,7 @@ def train_in_turn(
     load_engine(engine)
     for name in ("sdbench.tasks.train.evaluations", "torch._dynamo"):
         importlib.import_module(name)
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in lines]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
+    ports = [free_port() for _ in lines]
 
     def program() -> int:
         for port, line in zip(ports, lines, strict=True):
@@ -36,7 +33,6 @@ def train_in_turn(
                 return code
         return 0
 
-    with forked_ranks(program, folder, **ranks_and_nodes) as ranks:
-        codes = exit_codes(ranks, timeout_s=240)
-        logs = [log_of(folder, rank).read_text() for rank in range(len(codes))]
-        assert not any(codes) and None not in codes, logs
+    codes = codes_of(program, folder, timeout_s=240, **ranks_and_nodes)
+    logs = [log_of(folder, rank).read_text() for rank in range(len(codes))]
+    assert not any(codes) and None not in codes, logs

@@ -48,8 +48,6 @@ POISONED = ("--engine", "torch", "--save_every_batches", 2, "--log_every_batches
 # Weights in bf16, with copies in fp32.
 COPIES = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", "bf16")
 
-pytestmark = pytest.mark.usefixtures("launched")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

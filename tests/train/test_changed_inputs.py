@@ -22,8 +22,6 @@ from tests.data.datasets import make_png, write_folder
 from tests.refusals import refused
 from tests.train.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("launched")
-
 
 @pytest.fixture
 def model():
@@ -115,9 +113,7 @@ def test_the_weights_beside_lora_may_not(model, capsys):
 
 
 def test_another_picture_or_prompt_of_a_subject_is_another_run(model, capsys):
-    Path("data").mkdir()
-    for number in range(6):
-        Path(f"data/{number}.png").write_bytes(make_png(number))
+    write_folder(Path("data"), num_samples=6, has_captions=False)
     subject = ("--task", "dreambooth", "--instance_prompt", "a photo of unqtkn dog")
     assert run(1, model, *subject) == 0
     assert run(1, model, *subject) == 0  # nothing is left

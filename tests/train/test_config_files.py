@@ -24,7 +24,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ASSETS = Path(__file__).parents[1] / "assets"
 TEMPLATE = ASSETS / "open-diffusion-template.yaml"
 FILE = object()  # stands for the path of the file
-FINETUNING = ASSETS / "open-diffusion-finetuning.yaml"
 
 
 def parse(*argv: object):
@@ -307,19 +306,6 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
         )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_the_fine_tuning_example_of_open_diffusion(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = parse(
-        f"config={FINETUNING}",
-        *("wandb.api_key=0123456789abcdef", "experiment.num_examples_to_see=8"),
-        *("experiment.eval_caption_file=captions.csv", "experiment.num_eval_images=1"),
-        *("system.batch_size=2", "model.pretrained=tiny", "dataset.params.path=tars"),
-    ).config
-    assert (config.batch_size, config.max_duration, config.model_name) == (4, "8sp", "tiny")
-    assert (config.results_dir, config.run_name) == ("logs/diffusion", "finetuning")
-    assert (config.sample_prompts, config.num_sample_images) == ("captions.csv", 1)
 
 
 @pytest.mark.parametrize(

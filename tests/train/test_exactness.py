@@ -13,7 +13,7 @@ from sdbench.engines import load_engine
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.data import datasets
-from tests.forked import exit_codes, forked_ranks, log_of
+from tests.forked import codes_of, log_of
 from tests.marks import quick_and_slow
 from tests.refusals import printed_refusal
 from tests.state.states import flip_byte
@@ -45,7 +45,6 @@ def losses(name: str) -> list[tuple[str, str, str]]:
     return [(row["step"], row["loss"], row["learning_rate"]) for row in rows]
 
 
-pytestmark = pytest.mark.usefixtures("launched")
 # All engines read data in the same way, and tests/data resumes every format.
 QUICK = [("torch", 0, "mds"), ("composer", 0, "synthetic")]
 CASES = [
@@ -54,6 +53,7 @@ CASES = [
     ("torch", 0, "streamed tars"),
     ("torch", 2, "parquet"),
     ("torch", 0, "subject"),
+    ("torch", 0, "vae"),
     ("composer", 2, "folder"),
     ("ray", 0, "webdataset"),
     ("ray", 2, "synthetic"),
@@ -63,9 +63,7 @@ CASES = [
 def write_subject(folder: Path) -> list[str]:
     """Pictures of a subject and of its class; an epoch is three batches of eight pairs."""
     for name, count in (("subject", 3), ("class", 24)):
-        (folder / name).mkdir()
-        for number in range(count):
-            (folder / name / f"{number}.png").write_bytes(datasets.make_ramp_png(number))
+        datasets.write_folder(folder / name, num_samples=count, has_captions=False)
     return [
         *("--task", "dreambooth", "--train_text_encoder"),
         *("--remote", str(folder / "subject"), "--instance_prompt", "a photo of unqtkn dog"),
@@ -89,8 +87,8 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
     # A crop or a flip of them changes the loss.
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     argv = ["--engine", engine, "--num_workers", str(num_workers)]
-    if data_format == "synthetic":
-        argv += ["--use_synth_data"]
+    if data_format in ("synthetic", "vae"):
+        argv += ["--use_synth_data", *(["--train", "vae"] if data_format == "vae" else [])]
     elif data_format == "subject":
         argv += write_subject(tmp_path)
         argv += ["--horizontal_flip_probability", "0.5", "--caption_drop_probability", "0.2"]
@@ -157,8 +155,7 @@ def test_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what, ranks_and_
 
 def in_two_ranks(folder, *args) -> tuple[list[int], str]:
     """Train in two ranks; their exit codes, and what the first one printed."""
-    with forked_ranks(lambda: run(*args), folder) as ranks:
-        codes = exit_codes(ranks, timeout_s=240)
+    codes = codes_of(lambda: run(*args), folder, timeout_s=240)
     return codes, log_of(folder, 0).read_text()
 
 

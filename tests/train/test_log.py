@@ -17,7 +17,7 @@ from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.train.log import TrainLog
 from tests.data.datasets import write_folder
-from tests.forked import exit_codes, forked_ranks, log_of
+from tests.forked import codes_of, log_of
 from tests.train.written import read_events, read_steps, trained
 
 RUN = Path("runs/run")
@@ -67,8 +67,8 @@ def test_a_run_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainLog, "add_event", fill_and_empty)
     # A save is noted by the one after the next at the latest, which may fail as well.
     argv = [*TINY, "--max_duration", "15ba", "--save_every_batches", "3", "--keep", "9"]
-    with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks) == [0], log_of(tmp_path, 0).read_text()
+    codes = codes_of(lambda: train.main(argv), tmp_path, num_ranks=1)
+    assert codes == [0], log_of(tmp_path, 0).read_text()
     assert [row["step"] for row in read_steps(RUN)] == [str(n) for n in range(1, 16)]
     errors = {event["step"]: event["error"] for event in read_events(RUN, "save")}
     assert errors.keys() == {3, 6, 9, 12, 15}
@@ -84,8 +84,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp
         limit_files(2**20)
         return train.main([*TINY, "--max_duration", "1ba"])
 
-    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks) == [1], log_of(tmp_path, 0).read_text()
+    assert codes_of(program, tmp_path, num_ranks=1) == [1], log_of(tmp_path, 0).read_text()
     (save,) = read_events(RUN, "save")
     assert save["error"] is not None and save["error"] in load_record(RUN)["reason"]
 

@@ -15,7 +15,8 @@ from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal, refusal_of
-from tests.train.written import exported, has_same, read_events, read_losses, read_tensors, trained
+from tests.state.states import flip_byte
+from tests.train.written import exported, has_same, read_events, read_tensors, trained
 
 SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--log_every_batches", "1")
 MINI = ("--model_name", "mini", *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
@@ -31,14 +32,6 @@ def online(tmp_path_factory) -> Path:
     folder = trained("one", 1, *TINY, "--weights_seed=5", results=tmp_path_factory.mktemp("runs"))
     exported(folder)
     return folder
-
-
-def test_the_vae_is_resumed_bit_for_bit():
-    argv = (*TINY, *VAE, "--use_ema", "--clip_norm", "1")
-    whole = trained("whole", 4, *argv)
-    trained("parts", 2, *argv, "--resume", "auto")
-    parts = trained("parts", 4, *argv, "--resume", "auto")
-    assert read_losses(parts) == read_losses(whole) and len(set(read_losses(whole))) == 4
 
 
 @pytest.mark.parametrize("part", [VAE, (*TEXT, "--lora_rank", "4")])
@@ -165,19 +158,11 @@ def test_a_run_with_encoders_takes_no_others(online):
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
 
 
-def flip_a_byte(checkpoint: Path) -> Path:
-    """Damage the file of a checkpoint that has the tensors; its size stays."""
-    file = checkpoint / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return file
-
-
 def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(capsys):
     folder = trained("damaged", 2, *TINY, "--save_every_batches", 1)
     first, second = sorted((folder / "checkpoints").glob("step_*"))
-    file = flip_a_byte(second)
+    file = second / "__0_0.distcp"
+    flip_byte(file)
     damage = "A file of the checkpoint is damaged: its checksum is not the one that was saved"
     told = f"\nIts model for diffusers: python -m sdbench export {folder}\n"
     assert told in capsys.readouterr().out
@@ -195,7 +180,7 @@ def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(caps
     assert refusal.allowed == allowed
     (second / "checkpoint.json").unlink()
     assert refusal_of("export", second, "--folder", "other").allowed == allowed
-    flip_a_byte(first)
+    flip_byte(first / file.name)
     refusal = refusal_of("export", second, "--folder", "other")
     assert refusal.allowed == "a whole checkpoint; the run has no older one that is whole"
     assert refusal_of("export", folder, "--folder", "other").flag == "RUN"

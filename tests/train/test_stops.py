@@ -19,11 +19,9 @@ from sdbench.record.store import load_record
 from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
-from tests.forked import exit_codes, forked_ranks
+from tests.forked import codes_of
 from tests.score_networks import write_fid_network
 from tests.train.written import read_events, read_steps, saved_steps
-
-pytestmark = pytest.mark.usefixtures("launched")
 
 RUN = Path("runs/run")
 LINE = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "2", "--run_name", "run")
@@ -126,8 +124,7 @@ def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, mon
         TrainHooks.step_ended = die
         return run(*argv)
 
-    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
-        assert exit_codes(ranks) == [-signal.SIGKILL]
+    assert codes_of(program, tmp_path, num_ranks=1) == [-signal.SIGKILL]
     assert kept() == ([4], [1, 2, 3, 4])
     assert run(*argv) == 0
     assert kept()[1] == list(range(1, 10))

@@ -20,7 +20,7 @@ from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.job import learning_rate_factor
 from tests.data.datasets import write_folder
-from tests.forked import exit_codes, forked_ranks, log_of
+from tests.forked import codes_of, exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
 from tests.train.written import (
@@ -79,8 +79,8 @@ def test_killed_then_stopped_then_finished(tmp_path):
 
 
 def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
-    write_folder(tmp_path / "data")  # 49 = 12 x 4 + 1
-    note = "An epoch is 12 steps of 4: 1 of 49 samples do not fill a batch and are left out of it"
+    write_folder(tmp_path / "data", num_samples=9)
+    note = "An epoch is 2 steps of 4: 1 of 9 samples do not fill a batch and are left out of it"
     for duration, is_told in (("1ep", True), ("1ba", False)):
         argv = [*DATA, "--remote", str(tmp_path / "data"), "--max_duration", duration]
         assert train.main([*argv, "--run_name", duration]) == 0
@@ -97,8 +97,7 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
         argv = ["--max_duration", "1000ba", "--save_every_batches", "2", "--sharding", "full"]
         return train.main([*TINY, *argv, "--run_name", "full", "--on_failed_save", "stop"])
 
-    with forked_ranks(program, tmp_path) as ranks:
-        assert exit_codes(ranks) == [1, 1]
+    assert codes_of(program, tmp_path) == [1, 1]
     reason = load_record(tmp_path / "runs" / "full")["reason"]
     assert "step 2 was not saved (--on_failed_save): rank 1: " in reason
     for rank in range(2):
