@@ -266,7 +266,6 @@ def _first_error(folder: Path) -> str | None:
 
 
 def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
-    """Combine the record in the folder and the end of the process into an outcome."""
     record, run, complaint = None, None, None
     for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
         run = path.parent.name

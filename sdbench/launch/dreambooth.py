@@ -230,7 +230,6 @@ def _launcher(num_ranks: int) -> list[str]:
 
 
 def _sample_prompts(flags: DreamboothFlags) -> list[str]:
-    """The prompts that are drawn before and after, each once."""
     others = [f"{flags.prompt} {scene}" for scene in SCENES]
     if flags.sample_prompts is not None:
         others = [text for _, text in read_prompts(flags.sample_prompts, flag="--sample_prompts")]

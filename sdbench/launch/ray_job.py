@@ -192,7 +192,7 @@ class _Driver:
 
     def can_shut_down(self) -> bool:
         """Whether Ray can: it crashes while a thread waits for it, or without the head."""
-        return not self._thread.is_alive() and self._has_head()
+        return not self._thread.is_alive() and ray_cluster.is_listening(self._head)
 
     def _fit(self) -> None:
         try:
@@ -228,7 +228,7 @@ class _Driver:
 
     def _has_lost_head(self) -> bool:
         """Return True if the head of the cluster has not answered for too long."""
-        if self._has_head():
+        if ray_cluster.is_listening(self._head):
             self._head_seen_s = time.monotonic()
         if time.monotonic() < self._head_seen_s + HEAD_PATIENCE_S:
             return False
@@ -239,9 +239,6 @@ class _Driver:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._desk.ask_to_stop.remote(signal.SIGKILL), timeout=PERIOD_S)
         return True
-
-    def _has_head(self) -> bool:
-        return ray_cluster.is_listening(self._head)
 
     def _tell_of_wait(self) -> None:
         import ray
@@ -275,7 +272,9 @@ class _Driver:
         """The exit code, with a reason where the ranks could not give one."""
         if self._error is None:
             return self._result.return_value
-        causes = _causes(self._error)
+        failures = getattr(self._error, "worker_failures", {})
+        # Ray wraps the error of a worker's function; without any Ray itself has failed.
+        causes = {rank: getattr(one, "_base_exc", one) for rank, one in failures.items()}
         if causes and all(isinstance(cause, RankFailedError) for cause in causes.values()):
             return EXIT_FAILED
         reason = self._complete_record(store.FAILED, _describe_loss(self._error, causes))
@@ -386,13 +385,6 @@ def _url_for_arrow(storage: str) -> str:
     scheme, _, host = endpoint.rstrip("/").partition("://")
     query = urllib.parse.urlencode({"scheme": scheme, "endpoint_override": host})
     return f"{storage}{'&' if '?' in storage else '?'}{query}"
-
-
-def _causes(error: Exception) -> dict[int, BaseException]:
-    """The error of each rank that failed, by rank; empty if Ray itself has failed."""
-    failures = getattr(error, "worker_failures", {})
-    # Ray wraps the error of a worker's function.
-    return {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures.items()}
 
 
 def _describe_loss(error: Exception, causes: Mapping[int, BaseException]) -> str:

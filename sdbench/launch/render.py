@@ -79,8 +79,6 @@ ETCD = "4.etcd.yaml"
 
 
 def _matching(allowed: str, pattern: str) -> Kind:
-    """Texts that a pattern matches."""
-
     def read(value: str) -> str:
         if not re.fullmatch(pattern, value):
             raise ValueError

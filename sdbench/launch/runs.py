@@ -66,17 +66,13 @@ def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
 def new_folder(given: Path | None, *, prefix: str) -> Path:
     """Make an empty folder: the user's, or ``runs/<prefix>_<time>``."""
     with refused_unless_written(given or "runs", what="the output folder", flag="--folder"):
-        return _new_folder(given, prefix=prefix)
-
-
-def _new_folder(given: Path | None, *, prefix: str) -> Path:
-    while given is None:
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        folder = Path("runs") / f"{prefix}_{now}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-        time.sleep(0.1)  # another command began within the same second
-    check_folder(given)
-    given.mkdir(parents=True, exist_ok=True)
-    return given
+        while given is None:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+            folder = Path("runs") / f"{prefix}_{now}"
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+            time.sleep(0.1)  # another command began within the same second
+        check_folder(given)
+        given.mkdir(parents=True, exist_ok=True)
+        return given

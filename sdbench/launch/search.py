@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sdbench.base.cause import KILLED
 from sdbench.base.errors import MemoryEstimateError, RunError
@@ -82,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return outcome.status == OK
 
     fits(1)
-    limit = min(MAX_MICRO_BATCH, _device_batch(ended_well[1].record) or MAX_MICRO_BATCH)
+    record, limit = ended_well[1].record, MAX_MICRO_BATCH
+    is_given = record["origin"]["batch_size"] in ("flag", "file")
+    if is_given or record["machine"]["device_type"] != "cpu":  # else it grows with the micro-batch
+        limit = min(limit, record["config"]["batch_size"] // record["ranks"]["world_size"])
     largest, too_large = 1, None
     while largest < limit:
         if too_large is None:
@@ -107,14 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(size: int, command: Sequence[str], folder: Path) -> Outcome:
     ((_, outcome),) = measure([Run(f"micro-batch {size}", command, folder)])
     return outcome
-
-
-def _device_batch(record: dict[str, Any]) -> int | None:
-    """A rank's share of the global batch; None on a CPU whose batch grows with the micro-batch."""
-    is_given = record["origin"]["batch_size"] in ("flag", "file")
-    if not is_given and record["machine"]["device_type"] == "cpu":
-        return None
-    return record["config"]["batch_size"] // record["ranks"]["world_size"]
 
 
 def _without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:

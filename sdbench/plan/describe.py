@@ -26,30 +26,18 @@ def for_person(plan: Plan) -> str:
         values = ", ".join(f"{name}={getattr(plan.config, name)}" for name in plan.chosen)
         lines.append(f"{where}Chosen for this machine, each by a flag of its name: {values}")
     config = plan.config
-    devices = count_devices(hardware.as_dict(plan.machine), _ranks(plan))
+    devices = count_devices(hardware.as_dict(plan.machine), plan.ranks.for_record())
+    microbatch = config.device_train_microbatch_size
+    num_images = config.batch_size // plan.ranks.world_size
+    parts = counted(-(-num_images // microbatch), "micro-batch", "micro-batches")
     lines.append(
         f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
         f"{devices}, global batch {config.batch_size}, "
-        f"{_share_of_a_rank(plan)}, {counted(plan.num_steps, 'step')}; estimated peak memory "
+        f"{counted(num_images, 'image')} per rank in {parts} of {microbatch}, "
+        f"{counted(plan.num_steps, 'step')}; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
     return "\n".join(lines)
-
-
-def _ranks(plan: Plan) -> dict[str, int]:
-    return {
-        "world_size": plan.ranks.world_size,
-        "num_nodes": plan.ranks.num_nodes,
-        "ranks_per_node": plan.ranks.local_world_size,
-    }
-
-
-def _share_of_a_rank(plan: Plan) -> str:
-    microbatch = plan.config.device_train_microbatch_size
-    num_images = plan.config.batch_size // plan.ranks.world_size
-    num_microbatches = -(-num_images // microbatch)
-    parts = counted(num_microbatches, "micro-batch", "micro-batches")
-    return f"{counted(num_images, 'image')} per rank in {parts} of {microbatch}"
 
 
 def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) -> str:
@@ -88,7 +76,7 @@ def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
             "drawing": DRAWING if plan.architecture.random_parts else None,
         },
         "machine": hardware.as_dict(plan.machine),
-        "ranks": _ranks(plan)
+        "ranks": plan.ranks.for_record()
         | {"restarts": num_restarts, "launcher": RAY if of_ray else launcher_name()},
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),

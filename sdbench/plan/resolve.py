@@ -88,7 +88,7 @@ def resolve(
     from sdbench.plan.memory_limit import check_memory
 
     plan = Plan.begin(request, machine=machine, ranks=ranks)
-    plan.architecture = _find_model(plan.config, model_parts)
+    plan.architecture = find_model(plan.config, model_parts)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
@@ -114,9 +114,8 @@ def resolve(
     return plan
 
 
-def _find_model(
-    config: BenchmarkConfig, parts: Mapping[str, Mapping[str, Any]] | None
-) -> Architecture:
+def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None) -> Architecture:
+    """The model that settings name, with `parts` as `replace_parts` takes them."""
     architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
@@ -138,7 +137,7 @@ def check_ahead(
     data.check_ahead(plan.config)
     others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
     if all(map(is_beside_program, (plan.config.model_name, *others))):
-        plan.architecture = _find_model(plan.config, model_parts)
+        plan.architecture = find_model(plan.config, model_parts)
         with contextlib.suppress(UnknownError):
             _resolve_image_size(plan)
         if plan.config.learned_token is not None:

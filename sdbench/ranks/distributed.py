@@ -51,6 +51,14 @@ class Ranks:
         """Nodes of the run, each with the same number of ranks."""
         return self.world_size // self.local_world_size
 
+    def for_record(self) -> dict[str, int]:
+        """The numbers of ranks and nodes as a record has them."""
+        return {
+            "world_size": self.world_size,
+            "num_nodes": self.num_nodes,
+            "ranks_per_node": self.local_world_size,
+        }
+
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 

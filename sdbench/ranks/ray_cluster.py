@@ -138,11 +138,6 @@ def tidy_up() -> None:
     shutil.rmtree(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", ""), ignore_errors=True)
 
 
-def room_of_this_machine(num_gpus: int) -> dict[str, float]:
-    """The resources of a cluster that `connect` starts."""
-    return {"CPU": NUM_PLACES, **({"GPU": num_gpus} if num_gpus else {})}
-
-
 def resources_per_worker(config: Any, room: Mapping[str, float]) -> Mapping[str, float]:
     """Resources of a rank: those of the config, or else a GPU if the cluster has any."""
     if config.ray_worker_resources is not None:

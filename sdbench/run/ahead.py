@@ -67,7 +67,8 @@ def _resolve_here(entry: str, request: Any) -> None:
 
     machine, config = inspect_machine(), request.config
     num_gpus = machine.num_devices if machine.device_type == "cuda" else 0
-    room = ray_cluster.room_of_this_machine(num_gpus)
+    # Of a cluster that `connect` starts.
+    room = {"CPU": ray_cluster.NUM_PLACES, **({"GPU": num_gpus} if num_gpus else {})}
     ray_cluster.check_room(config, room)
     has_gpu = "GPU" in ray_cluster.resources_per_worker(config, room)
     if has_gpu == bool(num_gpus) and config.min_ray_workers is None:

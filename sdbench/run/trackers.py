@@ -114,7 +114,12 @@ class WandbLog(_Tracker):
         # Without a key wandb.init would ask at the terminal and wait.
         has_key = "WANDB_API_KEY" in os.environ or wandb.api.api_key is not None
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-        same_run = {"id": _read_id(folder), "resume": "allow"} if has_parts else {}
+        same_run = {}
+        if has_parts:
+            file = folder / ID_NAME
+            if not file.exists():
+                replace_file(file, wandb.util.generate_id())
+            same_run = {"id": file.read_text(encoding="utf-8"), "resume": "allow"}
         self._writer = wandb.init(
             name=self._name,
             project=self._project,
@@ -171,13 +176,3 @@ class WandbLog(_Tracker):
 
 
 Tracker = TensorboardLog | WandbLog
-
-
-def _read_id(folder: Path) -> str:
-    """The id that the folder keeps; a new one is written there first."""
-    import wandb
-
-    path = folder / ID_NAME
-    if not path.exists():
-        replace_file(path, wandb.util.generate_id())
-    return path.read_text(encoding="utf-8")

@@ -18,9 +18,10 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
-from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
+from sdbench.models.architecture import Architecture, is_beside_program
 from sdbench.plan import describe
 from sdbench.plan.draft import Draft
+from sdbench.plan.resolve import find_model
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
@@ -154,7 +155,6 @@ class Feed(Task):
         return {"summary": measured, "data": facts}
 
     def _measure(self, run: Run) -> dict[str, Any]:
-        """The figures of the measured window."""
         from sdbench.measure.feed import measure_feed, summarize_feed
 
         settings, ranks, is_on_ray = self._settings, self._ranks, self._settings.engine == RAY
@@ -248,11 +248,7 @@ def _resolve(
 
 def _find_model(settings: FeedSettings) -> Architecture:
     """The model of the encoders, which takes images of this size."""
-    architecture = resolve_architecture(
-        settings.model_name,
-        revision=settings.model_revision,
-        random_weights=settings.random_weights,
-    )
+    architecture = find_model(settings)
     architecture.check_image_size(settings.image_size)
     return architecture
 

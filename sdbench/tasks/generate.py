@@ -276,7 +276,6 @@ class Generate(Task):
         return [batch for batch in batches if any(picture.file not in there for picture in batch)]
 
     def _draw(self, batches: list[list[Picture]], folder: Path) -> None:
-        """Draw this rank's share of the batches."""
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return

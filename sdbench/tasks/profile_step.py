@@ -118,7 +118,6 @@ def _check(plan: Plan) -> None:
 
 
 def _profile(plan: Plan, *, trace_file: Path) -> Profile:
-    """Train, count and time, and measure the ceilings."""
     import torch
 
     from sdbench.engines import load_engine

@@ -27,7 +27,6 @@ from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.measure.summary import summarize_window
-from sdbench.models.architecture import resolve_architecture
 from sdbench.plan.draft import Draft
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
@@ -198,7 +197,7 @@ class Precompute(Task):
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and open the source."""
-        from sdbench.plan.resolve import default_image_size
+        from sdbench.plan.resolve import default_image_size, find_model
         from sdbench.tasks.encode.encoder import EncodeJob
 
         self._machine, self._ranks = machine, ranks
@@ -207,9 +206,7 @@ class Precompute(Task):
         self._keeps_memory = not self._on_gpu and can_keep_freed_memory()
         _choose(draft, on_gpu=self._on_gpu)
         config = draft.config
-        architecture = resolve_architecture(
-            config.model_name, revision=config.model_revision, random_weights=config.random_weights
-        )
+        architecture = find_model(config)
         default_size = default_image_size(architecture, on_gpu=self._on_gpu)
         draft.choose_if_open("image_size", default_size, f"default of {architecture.name}")
         config = draft.config
@@ -310,7 +307,7 @@ class Precompute(Task):
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
         """Settings, job and machine."""
-        architecture, ranks = self._job.architecture, self._ranks
+        architecture = self._job.architecture
         return {
             "config": {
                 **dataclasses.asdict(self._config),
@@ -324,11 +321,7 @@ class Precompute(Task):
                 "num_shards": self._job.num_shards,
             },
             "machine": hardware.as_dict(self._machine),
-            "ranks": {
-                "world_size": ranks.world_size,
-                "num_nodes": ranks.num_nodes,
-                "ranks_per_node": ranks.local_world_size,
-            },
+            "ranks": self._ranks.for_record(),
         }
 
     def work(self, run: Run) -> dict[str, Any]:

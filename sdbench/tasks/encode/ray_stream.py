@@ -162,7 +162,6 @@ class _InActor:
 
 
 def _append(rows: Dataset, pool: Pool, *, suffix: str = "") -> Dataset:
-    """Rows behind another stage."""
     import ray
     from ray.data import ActorPoolStrategy
 

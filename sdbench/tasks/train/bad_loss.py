@@ -118,7 +118,12 @@ class BadLosses:
             )
         if checkpoint is None:
             return False
-        _go_back(state, checkpoint)
+        # Random states, steps and the position in the data stay as they are.
+        tensors = state.tensors()
+        checkpoint.load_into(
+            {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
+        )
+        state.went_back(checkpoint.facts["state"])
         self._came_back_to = checkpoint.step
         return True
 
@@ -160,12 +165,3 @@ class BadLosses:
         if checkpoint.step == self._came_back_to:
             return f", and the run has come back to step {checkpoint.step} before"
         return ", and no step is left" if is_last else None
-
-
-def _go_back(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load weights, optimizer and average, but no random states, steps or position in the data."""
-    tensors = state.tensors()
-    checkpoint.load_into(
-        {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
-    )
-    state.went_back(checkpoint.facts["state"])

@@ -180,7 +180,6 @@ class Evaluations:
             )
 
     def _drawing(self) -> dict[str, Any]:
-        """How the run draws pictures."""
         config = self._config
         return {
             "seed": config.seed,

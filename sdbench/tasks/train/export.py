@@ -270,8 +270,8 @@ def _make_card(
 
 def _find_architecture(config: TrainConfig, encoders: str | None) -> Architecture:
     """The architecture of a run, with the encoders of --encoders."""
-    from sdbench.models.architecture import resolve_architecture
     from sdbench.models.parts import replace_parts
+    from sdbench.plan.resolve import find_model
 
     if encoders is not None and not config.wants_latents:
         raise ConfigError(
@@ -280,10 +280,7 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
             allowed="nothing: this run was trained with encoders of its own",
             flag="--encoders",
         )
-    architecture = resolve_architecture(
-        config.model_name, revision=config.model_revision, random_weights=config.random_weights
-    )
-    architecture = replace_parts(architecture, config.model_parts or {})
+    architecture = find_model(config, config.model_parts)
     if encoders is not None:
         parts = {part: {"pretrained": encoders} for part in (*ENCODERS, "tokenizer")}
         with blamed_on("--encoders"):

@@ -54,7 +54,6 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
 
 
 def _build_autoencoder(plan: Plan) -> TrainJob:
-    """The job of training the VAE alone."""
     config: Any = plan.config
     model = build_autoencoder(
         plan.architecture,
