@@ -59,8 +59,8 @@ KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/laten
 
 
 def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:
-    command = [*COMMAND, "--clip_network", str(write_clip(tmp_path / "clip")), "--"]
-    assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
+    clip = ("--clip_network", str(write_clip(tmp_path / "clip")))
+    assert sdbench(["dreambooth", *COMMAND, *clip, "--", "--max_duration", "2ba"]) == 0
     printed = capsys.readouterr().out
     assert f"--model_name {FOLDER / 'model'} --prompts '{PROMPT}' --folder pictures" in printed
     shown = [line for line in printed.splitlines() if line.startswith("python ")]
@@ -84,12 +84,11 @@ def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, t
     assert facts["scores"]["clip"]["subject"]["num_pairs_after"] == 4
 
     before = times(*KEPT)
-    assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
+    assert sdbench(["dreambooth", *COMMAND, "--", "--max_duration", "2ba"]) == 0
     assert times(*KEPT) == before
     assert "export" not in "".join(started[6:])  # it is not even started
 
-    longer = [*command, "--max_duration", "3ba"]
-    assert sdbench(["dreambooth", *longer]) == 0
+    assert sdbench(["dreambooth", *COMMAND, "--", "--max_duration", "3ba"]) == 0
     assert "it is made again" in capsys.readouterr().out
     assert load_record(FOLDER / "train")["summary"]["first_step"] == 2
     after = times(*KEPT)

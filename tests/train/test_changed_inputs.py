@@ -60,9 +60,10 @@ def change_caption(model):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
+        pytest.param(
             rename_picture,
             "2 files were added: 900.png, 900.txt, 2 files were taken away: 010.png, 010",
+            marks=pytest.mark.slow,
         ),
         (change_caption, "1 file was written again: 010.txt"),
         (lambda model: change_weights(model, "vae"), "the vae"),

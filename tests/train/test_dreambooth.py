@@ -323,7 +323,11 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert generate.main([*line, "--num_steps", "1"]) == 0
 
 
-@pytest.mark.parametrize("text", [(), ("--train_text_encoder",)], ids=["unet", "both"])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param((), marks=pytest.mark.slow), ("--train_text_encoder",)],
+    ids=["unet", "both"],
+)
 def test_a_token_is_learned_beside_lora_and_with_class_pictures(model, text):
     write_pictures(**{"class": 2})
     folder = learn_token(model, "--lora_rank", 2, "--lr", 0.01, *CLASS, "--batch_size", 4, *text)

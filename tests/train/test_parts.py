@@ -19,7 +19,8 @@ from tests.state.states import flip_byte
 from tests.train.written import exported, has_same, read_events, read_tensors, trained
 
 SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--log_every_batches", "1")
-MINI = ("--model_name", "mini", *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
+FP32 = ("--precision", "fp32", "--encoder_dtype", "fp32")
+MINI = ("--model_name", "mini", *SHORT, *FP32)
 TINY = ("--model_name", "tiny", *SHORT)
 VAE, TEXT = ("--train", "vae"), ("--train_text_encoder",)
 UNET = ("--model_parts", "{unet: {pretrained: tiny}}")
@@ -34,7 +35,9 @@ def online(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("part", [VAE, (*TEXT, "--lora_rank", "4")])
+@pytest.mark.parametrize(
+    "part", [VAE, pytest.param((*TEXT, "--lora_rank", "4"), marks=pytest.mark.slow)]
+)
 def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
     monkeypatch.setattr(memory, "profile_step", replay.profile_step)
     folder = trained("one", 1, *MINI, *part, "--use_ema")
@@ -61,8 +64,8 @@ COPIES = ("--precision", "bf16", "--master_weights", "fp32")
     ],
 )
 def test_the_text_encoder_learns_at_its_own_rate_also_after_a_resume(engine, weights, argv):
-    argv = (*MINI, *TEXT, "--weight_decay", "0", *argv, "--engine", engine, "--resume", "auto")
-    argv += ("--lr", "1e-3", "--text_encoder_lr", "1e-5")
+    argv = (*TINY, *FP32, *TEXT, "--weight_decay", "0", *argv, "--engine", engine)
+    argv += ("--lr", "1e-3", "--text_encoder_lr", "1e-5", "--resume", "auto")
     trained("run", 1, *argv)
     folder = trained("run", 2, *argv)
     first, second = (
