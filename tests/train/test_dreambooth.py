@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -192,7 +193,8 @@ def test_pictures_are_encoded_once_and_ranks_share_them(model, monkeypatch):
     encode, encoded = AutoencoderKL.encode, []
 
     def count(vae, images):
-        if images.device.type != "meta":  # FLOPs are counted there
+        # A step without numbers is counted, or replayed for the memory estimate.
+        if images.device.type != "meta" and not isinstance(images, FakeTensor):
             encoded.append(len(images))
         return encode(vae, images)
 
