@@ -178,15 +178,6 @@ def test_the_environment_in_a_record_is_what_changes_speed_without_secrets(monke
     assert "secret" not in environment.values()
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/*/record.json")), ids=lambda p: p.parent.name
-)
-def test_every_published_record_matches_the_schema(path):
-    record = load_record(path)
-    assert record["run_id"] == path.parent.name
-    assert record["status"] == "ok"
-
-
 def test_a_secret_is_known_by_its_name():
     secret = ["WANDB_API_KEY", "PGPASSWORD", "MYSQL_PWD", "GITHUB_PAT", "SSH_PASSPHRASE"]
     secret += ["hf_token", "AZURE_STORAGE_CONNECTION_STRING", "DOCKER_AUTH_CONFIG"]
