@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
@@ -26,9 +25,8 @@ from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refusal_of, refused
+from tests.report.results_folder import RESULTS
 from tests.report.test_feed_table import PUBLISHED
-
-RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def test_a_reader_never_sees_half_a_record(tmp_path):
