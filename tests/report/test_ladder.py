@@ -26,10 +26,6 @@ from tests.report.results_folder import RESULTS, make_recipe, rows_of
 REPOSITORY = RESULTS.parent
 
 
-def settle_preset(preset, *, on_gpu):
-    return {name: of_device(value, on_gpu=on_gpu) for name, value in preset.items()}
-
-
 def ladder_of(*records):
     """Texts by the rung, and by the heading."""
     (table,) = make_ladder_tables(read_configurations(records))
@@ -129,7 +125,8 @@ def test_each_rung_has_a_cell_in_a_sweep(rung):
 def added_by(cell, *, on_gpu):
     """Settings of a cell that differ from those of the preset seed."""
     preset, seed = (
-        settle_preset(PRESETS[name], on_gpu=on_gpu) for name in (cell["preset"], "seed")
+        {name: of_device(value, on_gpu=on_gpu) for name, value in PRESETS[preset].items()}
+        for preset in (cell["preset"], "seed")
     )
     return dict({**preset, **cell}.items() - seed.items())
 
