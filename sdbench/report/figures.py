@@ -134,24 +134,19 @@ def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return marked
 
 
-def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
-    """Parse conditions ``COLUMN=VALUE``. Raises ConfigError if a column or the = is missing."""
-    conditions = {}
-    for text in texts:
-        column, equals, conditions[column] = text.partition("=")
+def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
+    """Keep the rows that meet every condition of --where: a value, or the beginning of one."""
+    values = {}
+    for text in conditions:
+        column, equals, values[column] = text.partition("=")
         if not (column and equals):
             raise ConfigError(
                 "a condition has no column or no value",
                 value=text,
                 allowed="COLUMN=VALUE, e.g. image_size=512; an empty value is an empty cell",
-                flag=flag,
+                flag="--where",
             )
-    return conditions
-
-
-def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
-    """Keep the rows that meet every condition of --where: a value, or the beginning of one."""
-    for column, value in parse_conditions(conditions, flag="--where").items():
+    for column, value in values.items():
         columns = sorted({name for row in rows for name in row})
         if column not in columns:
             raise ConfigError(

@@ -19,19 +19,12 @@ FOREIGN = (
 )
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    """What the memory model keeps of a model, which is the same for all tests."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch, tmp_path, cache):
+def own_environment(monkeypatch, tmp_path, plain_replay):
     for name in (*FOREIGN, *(name for name in os.environ if name.startswith("SLURM_"))):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdbench.base.escape import for_csv, for_markdown, for_plot, for_terminal
+from sdbench.base.escape import for_csv, for_markdown, for_terminal
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,3 @@ def test_numbers_and_other_texts_are_the_same_in_csv(value):
 )
 def test_a_terminal_gets_one_line_that_moves_no_cursor(text, shown):
     assert for_terminal(text) == shown
-
-
-def test_a_plot_shows_dollars_and_no_formula():
-    assert for_plot("cost $1\nto $2") == "cost \\$1 to \\$2"

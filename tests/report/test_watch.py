@@ -184,8 +184,8 @@ def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
     assert ["training loss, smoothed", "0.5000"] in state
 
 
-def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
-    pages = []
+def test_the_page_follows_the_run_to_its_end(tmp_path, monkeypatch):
+    run, pages = make_run(tmp_path / "run", steps=make_steps(2)), []
 
     def train_on(seconds):
         pages.append((run / "watch.html").read_text())

@@ -223,13 +223,14 @@ def test_one_node_says_nothing_of_several():
 # Intervals.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup_of", "cover", "latency_s"),
     [
-        pytest.param(strong, 0.0, 0.0, id="strong", marks=pytest.mark.slow),
+        pytest.param(strong, 0.0, 0.0, id="strong"),
         pytest.param(weak, 0.0, 0.0, id="weak"),
         pytest.param(strong, 1.0, 0.0, id="hidden communication"),
-        pytest.param(strong, 0.0, 1e-3, id="latency of ranks", marks=pytest.mark.slow),
+        pytest.param(strong, 0.0, 1e-3, id="latency of ranks"),
     ],
 )
 def test_intervals_hold_the_truth_of_four_kinds_of_steps(setup_of, cover, latency_s):
