@@ -1,17 +1,20 @@
-"""Rooms import only those below them, programs start without heavy packages, texts are ASCII."""
+"""Imports of rooms, programs and runs, ASCII texts, and the tasks and rooms of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
-import ast
+import pkgutil
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from sdbench.cli import COMMANDS
+from sdbench.run.task import Task
+from sdbench.tasks import TASKS
+from tests.runs import only_record
 
-SCRIPTS = ("benchmark", "data", "calculate_number_of_parameters")
 # Packages that cost seconds to import, or are not on every machine.
 HEAVY_PACKAGES = {
     "boto3",
@@ -31,9 +34,10 @@ HEAVY_PACKAGES = {
     "wandb",
     "webdataset",
 }
-QUIET_STATEMENTS = (
-    ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
-)
+# diffusers itself brings accelerate, which peft requires and which loads boto3.
+OF_DIFFUSERS = {"boto3", "diffusers", "jinja2", "scipy", "torch", "torchvision", "transformers"}
+# What a run of the lean engine on synthetic data has no need of.
+NEEDLESS = {*HEAVY_PACKAGES - OF_DIFFUSERS, "torchmetrics", "torch._inductor.compile_fx"}
 
 
 def test_rooms_import_only_those_below_them(repository):
@@ -53,7 +57,9 @@ def loaded_packages(folder, modules):
     output = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, check=True, capture_output=True, text=True
     ).stdout
-    return HEAVY_PACKAGES & set(output.split())
+    (line,) = output.splitlines()  # to import runs nothing that prints, or that ends the process
+    assert "sdbench" in line.split()
+    return HEAVY_PACKAGES & set(line.split())
 
 
 def test_programs_start_without_heavy_packages(repository):
@@ -63,16 +69,20 @@ def test_programs_start_without_heavy_packages(repository):
     assert loaded_packages(repository, modules) == set()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_importing_a_script_runs_nothing(repository, script):
-    def is_quiet(node):
-        if isinstance(node, ast.If):
-            return ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        return is_text or isinstance(node, QUIET_STATEMENTS)
-
-    body = ast.parse((repository / f"{script}.py").read_text()).body
-    assert [ast.unparse(node) for node in body if not is_quiet(node)] == []
+@pytest.mark.slow
+def test_a_run_of_the_lean_engine_loads_what_it_needs(repository, tmp_path):
+    command = [sys.executable, "-X", "importtime", "benchmark.py", "--engine", "torch"]
+    argv = ["--model_name", "tiny", "--use_synth_data", "--results_dir", str(tmp_path)]
+    start_s = time.monotonic()
+    done = subprocess.run([*command, *argv], cwd=repository, capture_output=True, text=True)
+    wall_s = time.monotonic() - start_s
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = set(re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE))
+    assert {"torch", "diffusers", "transformers"} <= imported
+    assert not imported & NEEDLESS
+    startup = only_record(tmp_path)["summary"]["startup"]
+    assert 0.3 * wall_s < startup["total_s"] < wall_s
+    assert re.search(rf"start-up +{startup['total_s']:.2f} s to the first measured", done.stdout)
 
 
 def test_every_text_file_is_ascii_and_names_no_home(repository):
@@ -96,3 +106,30 @@ def test_every_text_file_is_ascii_and_names_no_home(repository):
         if wrong:
             found[str(path)] = wrong
     assert found == {}
+
+
+def test_each_row_is_a_task_of_its_kind_and_a_row_of_the_guide(repository):
+    guide = (repository / "CONTRIBUTING.md").read_text().partition("<!-- tasks -->")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", guide.partition("## Rules")[0], re.MULTILINE)
+    assert [kind for kind, _ in rows] == list(TASKS)
+    for kind, program in rows:
+        task = pkgutil.resolve_name(TASKS[kind])
+        assert issubclass(task, Task) and not task.__abstractmethods__
+        assert (task.kind, task.program) == (kind, program)
+
+
+def test_the_rooms_of_the_guide_are_the_layers_that_are_checked(repository):
+    guide = (repository / "CONTRIBUTING.md").read_text().partition("<!-- rooms -->")[2]
+    drawn = [line.split("--")[0].split() for line in re.findall(r"^    (.+ -- .+)$", guide, re.M)]
+    project = (repository / "pyproject.toml").read_text()
+    layers = project.partition("\nlayers = [")[2].partition("\n]")[0]
+    checked = [re.findall(r"sdbench\.(\w+)", line) for line in layers.splitlines()]
+    assert drawn == [rooms for rooms in checked if rooms and rooms != ["__main__"]]
+
+
+def test_the_files_that_the_guide_names_are_there(repository):
+    guide = (repository / "CONTRIBUTING.md").read_text()
+    run = guide.partition("## A run, from")[2].partition("## Rules")[0]
+    names = set(re.findall(r"`([a-z_]+/[a-z_/.]*)`", run)) - {"sdbench/"}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not (repository / "sdbench" / name).exists()] == []

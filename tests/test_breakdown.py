@@ -8,7 +8,6 @@ import json
 import re
 import sys
 
-import jsonschema
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -22,7 +21,8 @@ from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.phases import PHASES, PhaseClock
 from sdbench.plan import window
-from sdbench.record.store import SCHEMA_FILE, load_record
+from tests.runs import only_record
+from tests.schemas import validate
 
 # A different sleep in each phase, so that a mix-up shows. Communication has its test on two ranks,
 # in tests/test_two_ranks.py.
@@ -60,9 +60,8 @@ def run(tmp_path, *argv):
     options += ("--no_measure_peak", "--batch_size", "1")
     steps = ("--warmup_batches", "0", "--measure_batches", "1", "--profile_batches", "1")
     assert benchmark.main([*options, *steps, *argv, "--results_dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*/record.json")
-    record = load_record(path)
-    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    record = only_record(tmp_path)
+    validate(record)
     return record["summary"]
 
 
@@ -159,18 +158,13 @@ def test_the_record_tells_which_attention_kernels_ran(
     assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
 
 
-def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_path, monkeypatch):
+def test_a_trace_is_written_and_no_step_of_too_many_micro_batches_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(window, "MAX_MICROBATCHES", 2)
     sizes = ("--batch_size", "3", "--device_train_microbatch_size", "1")
-    assert run(tmp_path, *sizes, "--engine", "torch")["attention_kernels"] is None
+    summary = run(tmp_path, *sizes, "--engine", "torch", "--profile_trace")
+    assert summary["attention_kernels"] is None
     with next(tmp_path.glob("*/steps.csv")).open() as file:
-        assert [row["phase"] for row in csv.DictReader(file)] == ["measured", "profiled"]
-
-
-def test_a_trace_is_written_on_request(tmp_path):
-    summary = run(tmp_path, "--profile_trace", "--profile_batches", "0", "--engine", "torch")
-    names = ("breakdown", "bottleneck", "attention_kernels")
-    assert [summary[name] for name in names] == [None, None, None]
+        assert [row["phase"] for row in csv.DictReader(file)] == ["measured", "profiled", "after"]
     (file,) = tmp_path.glob("*/trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}

@@ -11,9 +11,9 @@ import pytest
 import benchmark
 import data
 from sdbench.cli import main
-from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.refusals import printed_refusal
+from tests.runs import only_record
 
 STRANGER = 12345
 SMALL = ("--image_size", "16", "--batch_size", "4", "--num_workers", "0", "--num_batches", "2")
@@ -137,8 +137,7 @@ def test_training_goes_on_without_a_cache_unless_it_compiles(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert benchmark.main(ONE_STEP) == 0
-    (path,) = Path("runs").glob("*/record.json")
-    (note,) = load_record(path)["notes"]
+    (note,) = only_record(Path("runs"))["notes"]
     assert "'/dev/null/sdbench'" in note and "XDG_CACHE_HOME" in note
     assert benchmark.main([*ONE_STEP, "--compile", "unet"]) == 2
 

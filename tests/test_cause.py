@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 
 import psutil
 import pytest
@@ -12,11 +11,14 @@ import torch
 import benchmark
 from sdbench import cli
 from sdbench.base.cause import VARIABLE, read_cause, report_cause
-from sdbench.base.errors import ConfigError, MemoryEstimateError
+from sdbench.base.errors import MemoryEstimateError
 from sdbench.ranks.distributed import is_about_connections
 from tests.forked import exit_codes, forked_ranks, log_of
 
 PLAIN = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
+
+
+pytestmark = pytest.mark.usefixtures("plain_replay")
 
 
 @pytest.fixture
@@ -28,8 +30,8 @@ def file(tmp_path, monkeypatch):
 def test_a_run_that_is_refused_for_memory_tells_the_class_of_the_error(file, tmp_path, monkeypatch):
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**28))
-    argv = ["--use_synth_data", "--image_size", "256", "--results_dir", str(tmp_path / "runs")]
-    assert benchmark.main(argv) == 2
+    sizes = ("--batch_size", "65536", "--device_train_microbatch_size", "65536")
+    assert benchmark.main([*PLAIN, *sizes, "--results_dir", str(tmp_path / "runs")]) == 2
     assert read_cause(file)["error"] == "MemoryEstimateError"
     assert not (tmp_path / "runs").exists()
 
@@ -49,13 +51,6 @@ def test_without_a_file_or_with_a_full_disk_only_the_error_is_printed(tmp_path, 
         assert cli.main(["compare", "a.csv", "b.csv"]) == 2
 
 
-def test_a_refusal_keeps_its_class_from_rank_to_rank():
-    error = MemoryEstimateError("too much", value=8, allowed="4", flag="--batch_size")
-    received = pickle.loads(pickle.dumps(error))
-    assert type(received) is MemoryEstimateError
-    assert (received.value, received.flag, str(received)) == (8, "--batch_size", str(error))
-
-
 def test_the_first_process_that_ends_badly_counts(file):
     report_cause("ValueError", "the cause")
     report_cause("Killed", "what followed from it")
@@ -72,15 +67,22 @@ def test_an_error_that_nobody_foresaw_is_told(file, monkeypatch, tmp_path):
 def test_an_error_of_one_rank_ends_all_and_is_printed_once(tmp_path, monkeypatch):
     def refuse(machine):
         if os.environ["RANK"] == "1":
-            raise ConfigError("no code", value="a GPU", allowed="another", flag="--x")
+            raise MemoryEstimateError("no code", value="a GPU", allowed="another", flag="--x")
 
     monkeypatch.setattr("sdbench.measure.hardware.check_gpu_code", refuse)
     monkeypatch.setattr("sdbench.run.runner.let_first_rank_end", lambda ranks: None)
     argv = [*PLAIN, "--batch_size", "2", "--results_dir", str(tmp_path / "runs")]
-    with forked_ranks(lambda: benchmark.main(argv), tmp_path) as ranks:
+
+    def program():
+        os.environ[VARIABLE] = str(tmp_path / f"cause-of-{os.environ['RANK']}.json")
+        return benchmark.main(argv)
+
+    with forked_ranks(program, tmp_path) as ranks:
         assert exit_codes(ranks) == [2, 2]
     printed = [log_of(tmp_path, rank).read_text() for rank in range(2)]
-    assert "error: no code: got 'a GPU'" in printed[0] and "error" not in printed[1]
+    assert "error: no code: got 'a GPU'; allowed: another; change it with --x." in printed[0]
+    assert "error" not in printed[1]
+    assert read_cause(tmp_path / "cause-of-0.json")["error"] == "MemoryEstimateError"
 
 
 @pytest.mark.parametrize(

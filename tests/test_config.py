@@ -36,16 +36,20 @@ def test_every_flag_of_diffusion_benchmark_keeps_its_spelling():
 
 def test_defaults_are_below_preset_below_file_below_flags(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("preset: seed\nlr: 0.5\nmemory_format: channels_last\noptimizer: adamw_fused\n")
+    file.write_text(
+        "preset: seed\nlr: 0.5\nmemory_format: channels_last\noptimizer: adamw_fused\n"
+        "use_ema: true\ndevice_train_microbatch_size: auto\nmax_duration: 5ep\nbatch_size:\n"
+    )
     request = parse("--config", str(file), "--optimizer", "adamw", "--lr", "0.25")
     config = request.config
     assert config.weight_decay == 1e-3  # default
     assert config.encoder_dtype == PRESETS["seed"]["encoder_dtype"] == "fp32"  # preset of the file
     assert config.memory_format == "channels_last"  # file over preset
     assert (config.optimizer, config.lr) == ("adamw", 0.25)  # flag over file
-    names = ("weight_decay", "encoder_dtype", "memory_format", "optimizer", "preset")
+    assert (config.use_ema, config.max_duration) == (True, "5ep")
+    names = ("weight_decay", "encoder_dtype", "memory_format", "optimizer", "preset", "batch_size")
     assert [request.origin[name] for name in names] == [
-        *("default", "preset", "file", "flag", "file")
+        *("default", "preset", "file", "flag", "file", "default")
     ]
 
 
@@ -61,17 +65,6 @@ def test_the_choices_of_a_table_are_its_rows(monkeypatch):
     assert parse("--engine", "another").config.engine == "another"
     with refused("--engine", allowed="composer | another"):
         parse("--engine", "torch")
-
-
-def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "use_ema: true\ndevice_train_microbatch_size: auto\nmax_duration: 5ep\nbatch_size:\n"
-    )
-    request = parse("--config", str(file))
-    assert request.config.use_ema is True
-    assert request.config.max_duration == "5ep"
-    assert request.origin["batch_size"] == "default"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.record.row import format_csv
 from sdbench.report.terminal import format_number
-from tests.refusals import PLACE_FLAGS, printed_refusal
+from tests.refusals import printed_refusal
 from tests.runs import run_and_load
 from tests.schemas import validate
 
@@ -99,8 +99,6 @@ def test_a_clock_that_is_set_back_changes_no_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "flag", "value"),
     [
-        (["--batch_size", "0"], "--batch_size", "0"),
-        (["--remote", "no/such"], PLACE_FLAGS, "no/such"),
         (
             ["--use_synth_data", "--num_workers", "2", "--num_warmup_batches", "3"],
             "--num_warmup_batches, --num_workers or --prefetch_factor",

@@ -122,7 +122,7 @@ def test_a_table_names_its_pictures(tmp_path):
     assert rows["b-1_1.png"] == ("one, two", "41") and rows["7_0.png"] == ("", "42")
 
 
-def test_what_is_there_is_not_drawn_again(tmp_path):
+def test_what_is_there_is_not_drawn_again_and_not_taken_for_that_of_another_job(tmp_path):
     folder = Path("out")
     run("--prompts", PROMPTS, "--folder", folder)
     before = contents(folder)
@@ -136,6 +136,14 @@ def test_what_is_there_is_not_drawn_again(tmp_path):
     assert (folder / "pictures" / "00000.png").stat().st_mtime_ns == first
     assert run("--prompts", PROMPTS, "--folder", folder)["summary"]["num_drawn"] == 0
 
+    table = (folder / "prompts.csv").read_bytes()
+    for change in (("--seed", "41"), ("--num_steps", "3"), ("--prompts", "a cat")):
+        assert generate.main([*OPTIONS, "--prompts", PROMPTS, "--folder", "out", *change]) == 2
+        assert contents(folder) == after and (folder / "prompts.csv").read_bytes() == table
+    for path in (folder / "pictures").iterdir():
+        path.unlink()
+    assert run("--prompts", "a cat", "--folder", folder)["summary"]["num_drawn"] == 1
+
 
 def test_two_ranks_draw_what_one_draws(tmp_path):
     run("--prompts", PROMPTS, "--folder", "alone", "--num_images_per_prompt", 3)
@@ -145,17 +153,6 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
     assert contents(Path("both")) == contents(Path("alone"))
     record = json.loads(Path("both/generate.json").read_text())
     assert record["summary"]["num_drawn"] == 9
-
-
-def test_a_folder_of_another_job_is_left_alone_until_it_has_no_pictures(tmp_path):
-    run("--prompts", PROMPTS, "--folder", "out")
-    before, table = contents(Path("out")), Path("out/prompts.csv").read_bytes()
-    for change in (("--seed", "41"), ("--num_steps", "3"), ("--prompts", "a cat")):
-        assert generate.main([*OPTIONS, "--prompts", PROMPTS, "--folder", "out", *change]) == 2
-        assert contents(Path("out")) == before and Path("out/prompts.csv").read_bytes() == table
-    for path in Path("out/pictures").iterdir():
-        path.unlink()
-    assert run("--prompts", "a cat", "--folder", "out")["summary"]["num_drawn"] == 1
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,6 @@ def test_a_folder_of_another_job_is_left_alone_until_it_has_no_pictures(tmp_path
         ("--dtype", "fp16"),
         ("--negative_prompt", "a dog", "--guidance_scale", "1"),
         ("--model_name", "tinny"),
-        ("--num_stepps", "3"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(tmp_path, change):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import pkgutil
 import random
@@ -31,7 +32,7 @@ from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
 from sdbench.tasks import TASKS
 from tests.data.datasets import write_tars
-from tests.report.results_folder import RESULTS, make_record, make_text
+from tests.report.results_folder import RESULTS, make_record, make_results
 
 SEED = 18
 LIMIT_S = 5.0
@@ -234,9 +235,7 @@ def yaml_files(inputs: Inputs) -> Iterator[Case]:
     table = str(RESULTS / "quoted" / "mosaicml_diffusion_a100.csv")
     cost = ["scaling", "cost", table, "--recipe", "mosaicml"]
     inputs.file("benchmark.py", b"")
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count():
         content = b"launcher: python\n" + inputs.random.choice(sweeps).replace(b"launcher:", b"#")
         sweep = inputs.file(f"sweep-{number}.yaml", inputs.damage(content))
         yield cli.main, ["sweep", str(sweep), "--dry_run", "--folder", f"sweep-{number}"]
@@ -258,12 +257,8 @@ def records(inputs: Inputs) -> Iterator[Case]:
     other = json.dumps(make_record(run_id="20261121T000000Z_a_b")).encode()
     inputs.file("whole/record.json", other)
     inputs.file("recipes.yaml", RECIPE)
-    number = 0
-    while True:
-        number += 1
-        results = inputs.folder / f"results-{number}"
-        results.mkdir()
-        make_text(results)
+    for number in itertools.count():
+        results = make_results(inputs.folder / f"results-{number}", quoted=False)
         for index in range(10):
             content = inputs.random.choice(whole)
             if index % 5:  # of the others steps and events are damaged
@@ -283,9 +278,7 @@ def records(inputs: Inputs) -> Iterator[Case]:
             yield cli.main, ["watch", str(file.parent)]
             yield cli.main, ["scaling", "machines", *MACHINES, "--in_step_rates", str(file)]
         yield cli.main, ["report", "--folder", str(results)]
-        elsewhere = inputs.folder / f"published-{number}"
-        elsewhere.mkdir()
-        make_text(elsewhere)
+        elsewhere = make_results(inputs.folder / f"published-{number}", quoted=False)
         runs = map(str, results.glob("runs/*"))
         yield cli.main, ["publish", *runs, "--folder", str(elsewhere)]
 
@@ -300,12 +293,8 @@ def name_of(content: Any) -> str | None:
 def tables(inputs: Inputs) -> Iterator[Case]:
     """Damaged tables of figures."""
     quoted = [*sorted(RESULTS.glob("quoted/*.csv")), RESULTS / "throughput.csv"]
-    number = 0
-    while True:
-        number += 1
-        results = inputs.folder / f"tables-{number}"
-        results.mkdir()
-        make_text(results)
+    for number in itertools.count():
+        results = make_results(inputs.folder / f"tables-{number}", quoted=False)
         for _ in range(5):
             source = inputs.random.choice(quoted)
             content = inputs.damage(source.read_bytes())
@@ -322,9 +311,7 @@ def tars(inputs: Inputs) -> Iterator[Case]:
     """Damaged tars of pictures and captions."""
     write_tars(inputs.folder / "whole")
     whole = next((inputs.folder / "whole").glob("*.tar")).read_bytes()
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count():
         file = inputs.file(f"{number}.tar", inputs.damage(whole))
         yield cli.main, ["verify-data", str(file), "--deep", "--num_workers", "0"]
 

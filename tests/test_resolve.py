@@ -67,6 +67,7 @@ def test_the_longest_window_has_room_for_what_a_precision_takes():
     assert longest("--target_precision", "1%", "--max_measure_batches", "20") == 20
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_auto_takes_the_largest_micro_batch_that_fits_and_divides():
     small = plan("--batch_size", "96", machine=make_machine(device_memory_gib=40.0))
     large = plan(
@@ -82,6 +83,7 @@ def test_auto_takes_the_largest_micro_batch_that_fits_and_divides():
 UNEVEN = ("--batch_size", "15", "--device_train_microbatch_size", "3")
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_an_uneven_batch_is_cut_and_its_ragged_micro_batch_trained_if_the_user_says_so():
     result = plan("--model_name", "tiny", *UNEVEN, "--allow_uneven_batch", world_size=2)
     assert result.config.batch_size == 14  # 7 images per rank: two micro-batches of 3, one of 1
@@ -91,6 +93,7 @@ def test_an_uneven_batch_is_cut_and_its_ragged_micro_batch_trained_if_the_user_s
     assert "7 images per rank in 3 micro-batches of 3" in for_person(result)
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
     # 2048 // 96 is 21, which micro-batches of 4 do not divide: 5 of them are 1920 images.
     result = plan("--device_train_microbatch_size", "4", machine=make_machine(), world_size=96)
@@ -101,6 +104,7 @@ def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
 OF_2048 = ("--batch_size", "2048", "--device_train_microbatch_size")
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("argv", "num_warmup", "num_measured", "num_steps"),
     [
@@ -125,6 +129,7 @@ OF_3 = "--device_train_microbatch_size 3"
 UNEVEN_FLAGS = "--batch_size, or accept it with --allow_uneven_batch"
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("argv", "world_size", "value", "allowed", "flag"),
     [
@@ -246,6 +251,7 @@ def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
     assert plan(*argv, "--no_check_memory").memory.total_gib > 21
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_a_gpu_whose_memory_may_not_suffice_is_tried_with_a_warning():
     argv = ("--batch_size", "128", "--device_train_microbatch_size", "128")
     result = plan(*argv, machine=make_machine())

@@ -173,6 +173,7 @@ def test_a_file_may_hold_what_a_flag_switches_off(tmp_path):
         check(f"--config {path}")
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_a_printed_config_and_other_programs_keys_are_no_wishes(tmp_path, capsys):
     assert train.main([*RUN, "--use_synth_data", "--print_config"]) == 0
     path = str(tmp_path / "run.yaml")

@@ -117,8 +117,11 @@ def test_no_output_of_a_run_holds_the_secret_of_its_place(
     assert cli.main(["publish", str(folder), "--folder", str(results)]) == 0
     assert files_with_secret(tmp_path / "runs", results) == []
     assert SECRET not in "".join(capfd.readouterr())
-    published = (results / "runs" / record["run_id"] / "record.json").read_text()
-    assert json.loads(published)["config"]["remote"] == kept
+    published = results / "runs" / record["run_id"]
+    assert json.loads((published / "record.json").read_text())["config"]["remote"] == kept
+    assert all(str(tmp_path) not in path.read_text() for path in published.iterdir())
+    names = {"record.json", "stdout.log"} | ({"steps.csv"} if program == "benchmark" else set())
+    assert {path.name for path in published.iterdir()} == names
 
 
 @pytest.mark.parametrize(
@@ -201,19 +204,19 @@ def test_what_is_left_of_a_text(text, kept):
     assert redact(kept) == kept
 
 
+# Each kind of secret, and each place of a text.
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("field", "text", "kind"),
     [
-        (f"http://me:{SECRET}@host/a", "user info"),
-        (f"http://host/a?x=1&X-Amz-Signature={SECRET}", "signature"),
-        (f"curl -H 'Authorization: Bearer {SECRET}'", "Authorization"),
-        (f"AKIA{'A1' * 8}", "access key id"),
-        ("-----BEGIN RSA PRIVATE KEY-----", "private key"),
-        (f"hf_{'aB3' * 12}", "token"),
-        (f"ghp_{'aB3' * 12}", "token"),
+        ("config.remote", f"http://me:{SECRET}@host/a", "user info"),
+        ("command[1]", f"http://host/a?x=1&X-Amz-Signature={SECRET}", "signature"),
+        ("line 2", f"curl -H 'Authorization: Bearer {SECRET}'", "Authorization"),
+        ("line 2", f"AKIA{'A1' * 8}", "access key id"),
+        ("line 2", "-----BEGIN RSA PRIVATE KEY-----", "private key"),
+        ("config.remote", f"hf_{'aB3' * 12}", "token"),
+        ("command[1]", f"ghp_{'aB3' * 12}", "token"),
     ],
 )
-@pytest.mark.parametrize("field", ["config.remote", "command[1]", "line 2"])
 def test_a_run_with_a_secret_is_not_published(text, kind, field, tmp_path, capsys):
     record = make_record()
     if field == "config.remote":

@@ -11,10 +11,10 @@ import torch
 import benchmark
 from sdbench.analysis.ladder import RUNGS, describe_flags
 from sdbench.models.blocks import drop_unit_divisions
-from sdbench.record.store import load_record
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
 from tests.marks import quick_and_slow
+from tests.runs import only_record
 from tests.train.written import read_losses
 
 pytestmark = pytest.mark.usefixtures("plain_replay")
@@ -43,9 +43,9 @@ SWITCHES = {
 
 def losses_of(folder, *argv):
     assert benchmark.main([*RUN, *argv, "--results_dir", str(folder)]) == 0
-    (path,) = folder.glob("*/record.json")
-    assert load_record(path)["status"] == "ok"
-    return [float(loss) for loss in read_losses(path.parent)]
+    record = only_record(folder)
+    assert record["status"] == "ok"
+    return [float(loss) for loss in read_losses(folder / record["run_id"])]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,6 @@ def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
     torch._dynamo.utils.counters.clear()
     losses_of(tmp_path, *FAST, *flags.split())
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    (path,) = tmp_path.glob("*/record.json")
-    is_flagged = "graph_breaks" in load_record(path)["summary"]["flags"]
+    is_flagged = "graph_breaks" in only_record(tmp_path)["summary"]["flags"]
     assert is_flagged == breaks
     assert breaks or num_graphs == 3  # the U-Net, the VAE's encoder and the text encoder

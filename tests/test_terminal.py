@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -14,8 +13,7 @@ import termios
 
 import pytest
 
-from tests.report.results_folder import make_record
-from tests.runs import follow_rate
+from tests.report.results_folder import make_record, write_run
 
 COLUMNS = 80
 QUICK = (
@@ -75,9 +73,7 @@ def test_verdicts_and_cautions_have_colours_in_a_terminal(in_terminal, tmp_path)
                 started_utc=f"2026-11-21T00:{number}0:00+00:00",
                 summary__images_per_second=rate,
             )
-            run = tmp_path / side / record["run_id"]
-            run.mkdir(parents=True)
-            (run / "record.json").write_text(json.dumps(follow_rate(record)))
+            write_run(tmp_path / side / record["run_id"], record)
     compare = ("sdbench", "compare")
     assert re.search(r"\x1b\[31mslower\x1b\[0m$", in_terminal(*compare, "old", "new"), re.MULTILINE)
     assert re.search(r"\x1b\[32mfaster\x1b\[0m$", in_terminal(*compare, "new", "old"), re.MULTILINE)

@@ -27,11 +27,8 @@ class ConfigError(ValueError):
     def __init__(self, what: str, *, value: object, allowed: str, flag: str) -> None:
         """Compose the message from its four facts, which are attributes too.
 
-        Args:
-            what: What was wrong, as the start of a sentence without a full stop.
-            value: The value received.
-            allowed: What would have been accepted, with the nearest valid values where known.
-            flag: The flag or flags that change it.
+        `what` starts a sentence and has no full stop; `allowed` has the nearest valid values where
+        they are known; `flag` may name several.
         """
         shown = repr(value)
         if len(shown) > MAX_SHOWN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.lora import LoraSettings
@@ -11,7 +11,7 @@ from sdbench.settings.measuring import LoggingSettings, MeasuringSettings, RunSe
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.parallel import UpdatingSpeedups
 from sdbench.settings.ray import RaySettings
-from sdbench.settings.request import Request, parse
+from sdbench.settings.request import parse
 from sdbench.settings.setting import SPEED, declarations, presets_of
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
@@ -39,12 +39,5 @@ class BenchmarkConfig(
 SETTINGS = declarations(BenchmarkConfig)
 PRESETS = presets_of(SETTINGS)
 SPEED_UPS = {name: declared for name, declared in SETTINGS.items() if declared.group == SPEED}
-
-
-def parse_request(
-    argv: Sequence[str] | None, *, description: str, epilog: str, prog: str | None = None
-) -> Request[BenchmarkConfig]:
-    """Read the command line of benchmark.py; as `request.parse`."""
-    return parse(
-        BenchmarkConfig, argv, description=description, epilog=epilog, prog=prog, takes_file=True
-    )
+# Reads the command line of benchmark.py, as `request.parse`.
+parse_request = functools.partial(parse, BenchmarkConfig, takes_file=True)

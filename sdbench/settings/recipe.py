@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from sdbench.settings.computing import ComputingSpeedups
@@ -29,7 +30,7 @@ from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
 from sdbench.settings.parallel import WHOLE_WEIGHTS, UpdatingSpeedups
 from sdbench.settings.ray import RaySettings
-from sdbench.settings.request import Request, parse
+from sdbench.settings.request import parse
 from sdbench.settings.setting import (
     GIVEN,
     ON,
@@ -390,16 +391,5 @@ class TrainConfig(
     )
 
 
-def parse_request(
-    argv: Sequence[str] | None, *, description: str, epilog: str, prog: str | None = None
-) -> Request[TrainConfig]:
-    """Read the command line of train.py; as `request.parse`."""
-    return parse(
-        TrainConfig,
-        argv,
-        description=description,
-        epilog=epilog,
-        prog=prog,
-        takes_file=True,
-        translate=translate,
-    )
+# Reads the command line of train.py, as `request.parse`.
+parse_request = functools.partial(parse, TrainConfig, takes_file=True, translate=translate)

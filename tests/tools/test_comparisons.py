@@ -1,13 +1,17 @@
-"""The report on engines has medians, ratios to the first side, and the records that it rests on."""
+"""The report on engines has medians and ratios, and the page about links what its record says."""
 
 from __future__ import annotations
 
+import json
 import math
 
 from scipy import stats
 
 from sdbench.launch.child import Outcome
+from sdbench.report.tables import to_markdown
+from tests.report.results_folder import RESULTS
 from tools.compare_engines import format_report, launcher_of
+from tools.compare_links import summarize
 from tools.comparison import in_turn
 
 STEPS_S = {"torch": (1.0, 1.1, 1.2), "ray": (1.02, 1.13, 1.22)}
@@ -57,3 +61,21 @@ def test_ranks_are_started_by_what_belongs_to_the_engine():
     assert launcher_of(["--engine", "ray"], 2)[-2:] == ["--num_ray_workers", "2"]
     assert "torch.distributed.run" in launcher_of(["--engine", "torch"], 2)
     assert "torch.distributed.run" not in launcher_of(["--engine", "torch"], 1)
+
+
+def test_what_a_link_adds_is_set_against_the_prediction():
+    steps_s = {"2 free": [0.1, 0.2, 0.3], "2 100": [1.1, 1.4, 1.6]}
+    result = {
+        "work": {"tiny": {"device_batch": 3}},
+        "gradient_bytes": {"tiny": 10_000_000},
+        "step_time_p50_s": {"tiny": steps_s},
+    }
+    free, slow = [[cell.text for cell in row] for row in summarize(result).rows]
+    assert free == ["tiny", "2", "no limit", "0.2 (0.1 to 0.3)", "30", "", "", ""]
+    # 6 images in 1.4 s. 1/2 of 20 MB are 0.8 s at 100 Mbit/s, and 1.2 s were added.
+    assert slow[2:] == ["100 Mbit/s", "1.4 (1.1 to 1.6)", "4.29", "1.2", "0.8", "1.5"]
+
+
+def test_the_page_has_the_table_of_its_record():
+    result = json.loads((RESULTS / "comparisons/2-core-cpu_links.json").read_text())
+    assert to_markdown(summarize(result)) in (RESULTS / "scaling.md").read_text()
