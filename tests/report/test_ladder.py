@@ -97,6 +97,14 @@ def test_engines_are_compared_at_the_same_settings_only():
     ]
 
 
+def test_a_preset_that_a_flag_changed_is_not_called_by_its_name():
+    changed = make_recipe(100.0, preset="fast", on_gpu=True, attention="eager")
+    (configuration,) = read_configurations([changed])
+    assert configuration.preset is None
+    (configuration,) = read_configurations([make_recipe(100.0, preset="fast", on_gpu=True)])
+    assert configuration.preset == "fast"
+
+
 @functools.cache
 def read_sweep(device):
     return yaml.safe_load((REPOSITORY / "sweeps" / f"ladder_{device}.yaml").read_text())

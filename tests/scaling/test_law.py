@@ -17,6 +17,7 @@ from sdbench.statistics.law import (
     IMAGE,
     LATENCY,
     MICRO_BATCH,
+    NODE,
     OVERHEAD,
     OVERHEAD_WITH_COMMUNICATION,
     Point,
@@ -300,6 +301,18 @@ def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(tabl
     # 0.2 + 0.3 + 0.3 x (63 / 64 - 0.5) + 511e-4
     assert row["step_time_s"] == pytest.approx(0.6964125, rel=1e-4)
     assert "about 50 % of the communication hides" in capsys.readouterr().out
+
+
+def test_communication_within_a_node_has_a_constant_of_its_own():
+    points = []
+    for num_gpus in (1, 2, 4, 8):
+        for device_batch in (16, 32):
+            setup, waited_s = Setup(num_gpus, device_batch, 4), 0.4 * (1 - 1 / num_gpus)
+            seconds = work_s(setup, 0.2, 0.3) + waited_s
+            points.append(Point(setup, setup.images_per_step / seconds, waited_s))
+    law = fit_law(points)
+    assert law.terms == (MICRO_BATCH, OVERHEAD, NODE)
+    assert law.seconds == pytest.approx((0.2, 0.3, 0.4))
 
 
 def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
