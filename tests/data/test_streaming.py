@@ -139,8 +139,9 @@ def test_the_next_part_comes_while_one_is_used(place, s3):
     ("kind", "num_ranks", "num_workers"), [("webdataset", 2, 0), ("parquet", 1, 2)]
 )
 def test_a_resumed_epoch_neither_repeats_nor_drops(
-    kind, num_ranks, num_workers, place, temporary_folder
+    kind, num_ranks, num_workers, place, temporary_folder, monkeypatch
 ):
+    monkeypatch.setattr(remote_files, "PART_BYTES", 2**16)  # in fewer parts, as each takes its time
     where = place(kind)
     options = {"num_ranks": num_ranks, "num_workers": num_workers}
     whole = [list(loader) for loader in open_ranks(where, kind, **options)]
