@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from sdbench.data.pipeline.tokenizer import load_carried_tokenizer
+from sdbench.data.source import EOS_TOKEN_ID
 
 CLIP_SIZE_PX = 16
 SIDE_PX = 64
@@ -91,7 +92,7 @@ def write_clip(folder: Path) -> Path:
     _write_random(CLIPModel, config, folder, seed=4)
     side = {"height": CLIP_SIZE_PX, "width": CLIP_SIZE_PX}
     CLIPImageProcessor(size={"shortest_edge": CLIP_SIZE_PX}, crop_size=side).save_pretrained(folder)
-    load_carried_tokenizer().save_pretrained(folder)
+    load_carried_tokenizer(EOS_TOKEN_ID).save_pretrained(folder)
     return folder
 
 

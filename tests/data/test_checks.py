@@ -66,7 +66,6 @@ def test_the_folders_of_data_below_a_place_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "flag", "value"),
     [
-        ("mds latents", {}, PLACE_FLAGS, "columns caption, jpg"),
         ("mds latents", {"caption_drop_probability": 0.1}, "--caption_drop_probability", 0.1),
         ("mds", {"tokenizer_folder": Path("empty")}, "--model_name", "empty"),
         ("synthetic latents", {"remote": None, "image_size": 70}, "--image_size", 70),

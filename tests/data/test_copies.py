@@ -11,7 +11,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.files import StoredFile, read_whole
 from tests.data import datasets
-from tests.data.datasets import indices
+from tests.data.datasets import copies, indices
 from tests.refusals import refused
 
 FILES = {"webdataset": "00001.tar", "parquet": "0.parquet"}
@@ -35,10 +35,6 @@ def place(kind, tmp_path) -> str:
 def read(kind: str, place: str, local: Path) -> list[int]:
     config = datasets.make_source(kind, place, local=str(local), shuffle=False)
     return indices(list(data.build(config)))
-
-
-def copies(cache: Path) -> list[Path]:
-    return [path for path in cache.glob("*") if path.suffix != ".lock"]
 
 
 def empty(path: Path) -> None:
@@ -100,18 +96,18 @@ def test_a_bad_sample_of_a_copy_is_named_by_its_source(tmp_path, temporary_folde
 def test_a_copy_that_another_process_throws_away_is_refused_for_its_damage(tmp_path):
     path = tmp_path / "shard.mds"
     path.write_text("damaged")
-    copies = []
+    made = []
 
     def load(file):
-        if len(copies) in (1, 2):  # the other process has been here between the copy and this
+        if len(made) in (1, 2):  # the other process has been here between the copy and this
             path.unlink()
-        raise RunError(f"{path.read_text()} {len(copies)}")
+        raise RunError(f"{path.read_text()} {len(made)}")
 
     def copy_again(file):
-        copies.append(file)
+        made.append(file)
         path.write_text("damaged")
 
     with pytest.raises(RunError, match="damaged 3"):
         read_whole(StoredFile(path, source="s3://bucket/shard.mds"), load, copy_again=copy_again)
-    assert len(copies) == 3
+    assert len(made) == 3
     assert not path.exists()

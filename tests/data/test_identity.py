@@ -35,18 +35,16 @@ def folder(tmp_path):
     return path
 
 
-def test_a_copy_of_a_folder_is_known_again(folder, tmp_path):
+def test_a_copy_of_a_folder_is_known_again_and_other_captions_are_another_data_set(
+    folder, tmp_path
+):
     before = describe(folder)
     assert before["num_files"] == 4
     assert before["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
     shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
-    assert describe(tmp_path / "elsewhere" / "copy") == before
-
-
-def test_other_captions_are_another_data_set(folder):
-    found = [describe(folder)["sha256"]]
     (folder / "other.html").write_text("no part of it")
-    assert describe(folder)["sha256"] == found[0]
+    assert describe(tmp_path / "elsewhere" / "copy") == describe(folder) == before
+    found = [before["sha256"]]
     (folder / "b.txt").write_text("another caption")
     found.append(describe(folder)["sha256"])
     (folder / "captions.csv").write_text("file,caption\na.png,a table\nb.png,b\n")

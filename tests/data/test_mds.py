@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import pickle
 import struct
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import verify
 from tests.data import datasets
 from tests.data.datasets import indices, read_epoch, write_shards
+from tests.harm import Harm
 from tests.refusals import printed_refusal, refused
 
 make_config = functools.partial(datasets.make_source, "mds")
@@ -204,16 +204,6 @@ def test_columns_that_hold_no_pictures_or_no_text(columns, value, tmp_path):
         data.check(make_config(tmp_path / "data", device_batch_size=1))
 
 
-class Harm:
-    """Pickled, it makes a folder when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("column", ["jpg", "more"])
 def test_code_in_a_column_is_not_run(column, tmp_path):
     harm = Harm(tmp_path / "harm")
@@ -224,9 +214,7 @@ def test_code_in_a_column_is_not_run(column, tmp_path):
     sizes = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
     assert program.main([*place, *sizes]) == 2
     assert verify.main([str(tmp_path / "data"), "--deep"]) == 1
-    assert not harm.path.exists()
-    pickle.loads(pickle.dumps(harm))
-    assert harm.path.exists()
+    harm.check_not_done()
 
 
 def test_streams_may_name_their_columns_differently(mds_folder, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import select
-from pathlib import Path
 
 import pytest
 
@@ -59,12 +58,8 @@ def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):
 def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path):
     place = upload("mds")
     assert len(indices(list(data.build(make_config("mds", place))))) == 48
-    from streaming import MDSWriter
-
-    other = tmp_path / "other"
-    with MDSWriter(out=str(other), columns={"jpg": "bytes", "caption": "str"}) as writer:
-        for _ in range(8):
-            writer.write({"jpg": datasets.make_png(50), "caption": "other"})
+    rows = [(datasets.make_png(50), "other")] * 8
+    other = datasets.write_shards(tmp_path / "other", {"jpg": "bytes", "caption": "str"}, rows)
     s3.upload(other, place.split("/", 3)[3])
     assert indices(list(data.build(make_config("mds", place)))) == [50] * 8
 
@@ -106,7 +101,7 @@ def test_a_failing_server_is_an_error_and_leaves_nothing(fault, message, s3, upl
         setattr(s3, name, value)
     with pytest.raises(RunError, match=message):
         fetch(url, cache=tmp_path / "cache")
-    assert [path for path in Path(tmp_path).glob("cache/*") if path.suffix != ".lock"] == []
+    assert datasets.copies(tmp_path / "cache") == []
     s3.behave()
     whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
     assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole

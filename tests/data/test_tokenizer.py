@@ -48,6 +48,7 @@ def test_captions_become_these_ids(pad_token_id, from_folder, tmp_path):
     if from_folder:
         CaptionTokenizer(pad_token_id=pad_token_id).for_diffusers().save_pretrained(tmp_path)
     folder = tmp_path if from_folder else None
+    CaptionTokenizer(folder=folder, pad_token_id=pad_token_id, new_token="cat")  # changes no other
     tokenizer = CaptionTokenizer(folder=folder, pad_token_id=pad_token_id)
     found = pickle.loads(pickle.dumps(tokenizer))([caption for caption, _ in CAPTIONS])
     assert found.dtype == np.int64

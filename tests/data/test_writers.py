@@ -152,7 +152,7 @@ def test_only_one_command_writes(tmp_path):
         write_all(output).finish()
 
 
-def test_finishing_finds_what_is_not_there(tmp_path):
+def test_finishing_finds_what_is_not_there_and_that_all_samples_are_bad(tmp_path):
     output = begin(tmp_path / "out")
     with pytest.raises(RunError, match=r"4 of 4 chunks .* the first is 0"):
         output.finish()
@@ -165,10 +165,7 @@ def test_finishing_finds_what_is_not_there(tmp_path):
     assert output.missing_chunks() == [3]
     write_all(output).finish()
     assert (tmp_path / "out" / "shard.00003.mds").read_bytes() == data
-
-
-def test_nothing_but_bad_samples_is_no_data_set(tmp_path):
-    output = begin(tmp_path / "out", num_chunks=1)
+    output = begin(tmp_path / "bad", num_chunks=1)
     output.write_chunk(0, [], bad=["a: no caption."])
     with pytest.raises(RunError, match=r"all 1 samples are bad. a: no caption."):
         output.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,13 +31,18 @@ def hub_out_of_reach(monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "mine"
+    write_tiny_model(folder)
+    change(folder / "tokenizer" / "tokenizer_config.json", pad_token={"content": "<|endoftext|>"})
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(written, tmp_path) -> Path:
     """The tiny model as diffusers saves it, of the seed 9, with the pad token of SD 1."""
-    write_tiny_model(tmp_path / "mine")
-    tokenizer = tmp_path / "mine" / "tokenizer" / "tokenizer_config.json"
-    change(tokenizer, pad_token={"content": "<|endoftext|>"})
-    return tmp_path / "mine"
+    return Path(shutil.copytree(written, tmp_path / "mine"))
 
 
 def change(path: Path, **values) -> None:

@@ -84,9 +84,12 @@ def test_a_disk_without_space_is_a_refusal_and_nothing_is_left(write, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_has_no_pickle_and_every_part(write, tmp_path) -> None:
+def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
+    write, tokenizer, tmp_path
+) -> None:
+    model = build(prediction_type="v_prediction", zero_terminal_snr=True)
     (tmp_path / "model").mkdir()  # an empty one is taken
-    folder = write(build())
+    folder = write(model, sampler="dpm")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     # Some releases of transformers keep the tokenizer in text files, others in one of JSON.
     suffixes = {Path(name).suffix for name in names}
@@ -94,11 +97,6 @@ def test_the_folder_has_no_pickle_and_every_part(write, tmp_path) -> None:
     assert {"model_index.json", UNET_FILE, "tokenizer/tokenizer_config.json"} <= names
     assert (folder / "README.md").read_text() == "# a card\n"
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-
-
-def test_this_suite_loads_the_folder(write, tokenizer) -> None:
-    model = build(prediction_type="v_prediction", zero_terminal_snr=True)
-    folder = write(model, sampler="dpm")
     scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == "DPMSolverMultistepScheduler"
     assert (scheduler["timestep_spacing"], scheduler["steps_offset"]) == ("trailing", 1)

@@ -41,15 +41,11 @@ class CaptionTokenizer:
         """
         self.pad_token_id = pad_token_id
         if folder is None:
-            tokenizer = copy.deepcopy(load_carried_tokenizer())
-            if tokenizer.pad_token_id != pad_token_id:
-                # Each "!" of a caption is then the pad token, as in Stable Diffusion 2.
-                tokenizer.add_special_tokens(
-                    {"pad_token": tokenizer.convert_ids_to_tokens(pad_token_id)}
-                )
+            tokenizer = load_carried_tokenizer(pad_token_id)
         else:
             tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
         if new_token is not None:
+            tokenizer = copy.deepcopy(tokenizer)  # others share the carried one
             tokenizer.add_tokens([new_token])
         self._tokenizer = tokenizer
 
@@ -84,12 +80,12 @@ class CaptionTokenizer:
 
 
 @functools.cache
-def load_carried_tokenizer() -> CLIPTokenizerFast:
+def load_carried_tokenizer(pad_token_id: int) -> CLIPTokenizerFast:
     """Build transformers' tokenizer from the merges in ``clip_vocabulary/``.
 
     The class takes files in every version (its constructor changed with transformers 5), so they
     are written to a temporary folder. That takes 1 s with transformers 4.57 and 0.1 s with 5, hence
-    once per process.
+    once per process. Callers must not change it.
     """
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}
@@ -102,7 +98,11 @@ def load_carried_tokenizer() -> CLIPTokenizerFast:
         # Without a class transformers guesses one from the folder's name, and warns.
         settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": NUM_TOKENS}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        return CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if tokenizer.pad_token_id != pad_token_id:
+        # Each "!" of a caption is then the pad token, as in Stable Diffusion 2.
+        tokenizer.add_special_tokens({"pad_token": tokenizer.convert_ids_to_tokens(pad_token_id)})
+    return tokenizer
 
 
 def read_merges() -> list[str]:
