@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.stop import run_program, stoppable
 from sdbench.settings.kinds import SWITCH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting, shared
@@ -31,6 +32,7 @@ class CountFlags:
     csv: bool = setting(SWITCH, False, "print one row per sub-model and their total as CSV")
 
 
+@stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the number of parameters of a model; returns 2 for a model that cannot be had."""
     try:
@@ -58,4 +60,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -68,36 +68,62 @@ def test_the_package_asks_for_what_requirements_txt_pins(site, repository):
     assert Distribution.at(metadata).metadata.get_all("Provides-Extra") == ["ray"]
 
 
-# As on a machine without requirements-ray.txt: its packages are found in no folder.
-WITHOUT_RAY = """
+# Python finds these packages in no folder, as if they were not installed.
+WITHOUT_PACKAGES = """
 import sys
 from importlib.machinery import PathFinder
 
-class WithoutRay(PathFinder):
+class WithoutPackages(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        is_hidden = name.split(".")[0] in ("ray", "lightning")
+        is_hidden = name.split(".")[0] in {names}
         return None if is_hidden else super().find_spec(name, path, target)
 
-sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutRay
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutPackages
 """
 
 
+@pytest.fixture
+def refused_without(tmp_path, repository):
+    """Run a program of the checkout without these packages; returns what it prints on stderr."""
+
+    def run(names: tuple[str, ...], program: str, *argv: str) -> str:
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES.format(names=names))
+        refusal = subprocess.run(
+            [sys.executable, repository / program, *argv],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{repository}"},
+            capture_output=True,
+            text=True,
+        )
+        assert refusal.returncode == 2, refusal.stderr
+        assert not (tmp_path / "runs").exists()
+        return refusal.stderr
+
+    return run
+
+
 @pytest.mark.slow
-def test_without_the_extra_the_engine_ray_says_how_to_install_it(tmp_path, repository):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
+def test_without_the_extra_the_engine_ray_says_how_to_install_it(refused_without):
     argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
-    refusal = subprocess.run(
-        [sys.executable, repository / "benchmark.py", *argv],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert refusal.returncode == 2, refusal.stderr
-    assert "pip install -r requirements-ray.txt -c constraints.txt" in refusal.stderr
-    assert printed_refusal(refusal.stderr).flag == "--engine"
-    assert not (tmp_path / "runs").exists()
+    printed = refused_without(("ray", "lightning"), "benchmark.py", *argv)
+    assert "pip install -r requirements-ray.txt -c constraints.txt" in printed
+    assert printed_refusal(printed).flag == "--engine"
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("benchmark.py", "psutil"),
+        ("sdbench", "numpy"),
+        ("calculate_number_of_parameters.py", "torch"),
+    ],
+)
+def test_another_python_is_told_to_be_without_the_packages(refused_without, program, package):
+    argv = ("report",) if program == "sdbench" else ()
+    printed = refused_without((package,), program, *argv)
+    assert len(printed.splitlines()) == 1
+    assert printed_refusal(printed).value == sys.executable
 
 
 def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository):

@@ -14,12 +14,15 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from sdbench.base.errors import EXIT_INTERRUPTED
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 
+PACKAGE = Path(__file__).resolve().parents[1]
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 # A terminal or a scheduler signals both launcher and ranks, and the launcher passes the signal on:
@@ -126,10 +129,28 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         if signal.getsignal(number) != signal.SIG_IGN:
             # A signal before main is obeyed when a run begins; a later one has no effect.
             signal.signal(number, lambda number, _: ask_to_stop(number))
-    exit_code = main()
+    try:
+        exit_code = main()
+    except ModuleNotFoundError as error:
+        exit_code = _refuse_without_package(error)
     keep_exit_code(exit_code)
     gc.freeze()  # or Python ends with a search for garbage in all modules: 0.8 s
     sys.exit(exit_code)
+
+
+def _refuse_without_package(error: ModuleNotFoundError) -> int:
+    """Print what to install if a file of this package imports what is not installed."""
+    importer = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if not importer.is_relative_to(PACKAGE) or str(error.name).split(".")[0] == PACKAGE.name:
+        raise error
+    refusal = ConfigError(
+        f"the package {error.name} is not installed for this Python",
+        value=sys.executable,
+        allowed="a Python with the packages of requirements.txt, as make benchmark sets it up",
+        flag="`source .venv/bin/activate`, or `pip install -r requirements.txt -c constraints.txt`",
+    )
+    print(f"error: {refusal}", file=sys.stderr)
+    return refusal.exit_code
 
 
 @contextlib.contextmanager
