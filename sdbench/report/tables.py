@@ -30,6 +30,7 @@ class Field(NamedTuple):
     """A column of a table.
 
     Attributes:
+        name: The heading, with the unit.
         value: Key of the value in a record, or a function of the record.
         digits: Significant figures of a float.
         unknown: Text of None.

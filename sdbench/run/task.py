@@ -35,6 +35,7 @@ class Task(abc.ABC):
         kind: Key of the task in `TASKS` and, where its records have a schema, in
             `store.SCHEMA_FILES`.
         program: The command that starts the task, e.g. ``benchmark.py``.
+        record_name: Name of the record's file in the folder of the run.
         folder_flag: The flag that says where the folder of the run is.
         is_distributed: Whether several ranks can share the work.
         imports: Modules that take long to import, and that `check_ahead` does without.
