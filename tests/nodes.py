@@ -39,11 +39,12 @@ def address_of(index: int) -> str:
     return f"10.77.0.{index + 1}"
 
 
-def limit_links(names: Sequence[str], rate_mbit: int) -> None:
-    """Hold what each node sends, and so what another receives, to a rate."""
+def limit_links(names: Sequence[str], rate_mbit: int | None) -> None:
+    """Hold what each node sends, and so what another receives, to a rate, or let it go."""
     for name in names:
-        words = f"tc -n {name} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit"
-        subprocess.run([*words.split(), "burst", "128kb", "latency", "1s"], check=True)
+        kind = "pfifo" if rate_mbit is None else f"tbf rate {rate_mbit}mbit burst 128kb latency 1s"
+        words = f"tc -n {name} qdisc replace dev eth0 root {kind}"
+        subprocess.run(words.split(), check=True)
 
 
 def _ip(words: str) -> None:

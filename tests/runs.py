@@ -10,8 +10,8 @@ from typing import Any
 
 from sdbench.record.store import load_record
 
-# A quick run. Of several ranks on this machine each would take all cores for itself, and they wait
-# for their threads.
+# A quick run. Each of several ranks on this machine would take all cores for itself, and wait for
+# the threads of the others.
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
     *("--num_threads", "1"),

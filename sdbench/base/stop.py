@@ -140,7 +140,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 def _refuse_without_package(error: ModuleNotFoundError) -> int:
     """Print what to install if a file of this package imports what is not installed."""
-    importer = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    importer = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     if not importer.is_relative_to(PACKAGE) or str(error.name).split(".")[0] == PACKAGE.name:
         raise error
     refusal = ConfigError(

@@ -175,7 +175,11 @@ def compare(
 def _mean_cosine(
     one: np.ndarray, other: np.ndarray, *, of_same_seeds: bool = False
 ) -> tuple[float | None, int]:
-    """The mean cosine of all pairs, or of all but those of one seed, and the number of pairs."""
+    """The mean cosine of all pairs from two sets, and the number of pairs.
+
+    With `of_same_seeds` both sets have the same seeds in the same order, and pairs of one seed are
+    left out.
+    """
     total, num_pairs = one.sum(0) @ other.sum(0), len(one) * len(other)
     if of_same_seeds:
         total, num_pairs = total - (one * other).sum(), num_pairs - len(one)

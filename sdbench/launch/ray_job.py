@@ -273,7 +273,7 @@ class _Driver:
         if self._error is None:
             return self._result.return_value
         failures = getattr(self._error, "worker_failures", {})
-        # Ray wraps the error of a worker's function; without any Ray itself has failed.
+        # Ray wraps the error of a worker's function. If no worker failed, Ray itself has.
         causes = {rank: getattr(one, "_base_exc", one) for rank, one in failures.items()}
         if causes and all(isinstance(cause, RankFailedError) for cause in causes.values()):
             return EXIT_FAILED

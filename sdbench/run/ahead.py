@@ -67,7 +67,7 @@ def _resolve_here(entry: str, request: Any) -> None:
 
     machine, config = inspect_machine(), request.config
     num_gpus = machine.num_devices if machine.device_type == "cuda" else 0
-    # Of a cluster that `connect` starts.
+    # A cluster that `connect` starts has this room.
     room = {"CPU": ray_cluster.NUM_PLACES, **({"GPU": num_gpus} if num_gpus else {})}
     ray_cluster.check_room(config, room)
     has_gpu = "GPU" in ray_cluster.resources_per_worker(config, room)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.data.pipeline import pairs
@@ -59,7 +59,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
     return describe_job(
         plan,
         model,
-        loss=lambda output: StableDiffusion.loss(*output),
+        loss=_loss,
         loader=_build_loader(plan),
         prepare=prepare,
         sharded_blocks=SHARDED_BLOCKS,
@@ -114,3 +114,7 @@ def _build_loader(plan: Plan) -> CheckedLoader:
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,
     )
+
+
+def _loss(output: tuple[Tensor, Tensor]) -> Tensor:
+    return StableDiffusion.loss(*output)

@@ -194,7 +194,7 @@ def write_parquet_latents(folder: Path) -> None:
 def write_folder(
     folder: Path, *, num_samples: int = NUM_SAMPLES, has_captions: bool = True
 ) -> None:
-    """Pictures with a .txt beside each."""
+    """Pictures, each with a caption in a .txt beside it unless told otherwise."""
     folder.mkdir(parents=True)
     for index in range(num_samples):
         (folder / f"{index:03d}.png").write_bytes(make_png(index))

@@ -284,7 +284,6 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--generate_flags=--seed 3",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--lr", "much"), "--lr"),
-        (("--max_duration", "2ba"), "--max_duration"),
     ],
     ids=str,
 )
@@ -292,6 +291,11 @@ def test_mistakes_are_found_before_anything_is_started(started, change, flag) ->
     error = refusal_of("dreambooth", *COMMAND, *change)
     assert error.flag == flag
     assert started == [] and not FOLDER.exists()
+
+
+def test_a_flag_of_train_in_front_of_the_dashes_is_told_where_it_belongs() -> None:
+    error = refusal_of("dreambooth", *COMMAND, "--max_duration", "2ba")
+    assert error.what == "unknown flag before -- (behind it: FLAGS OF train.py ...)"
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry_run",)], ids=["started", "dry_run"])

@@ -1,7 +1,8 @@
 """Every command of the guides that needs no GPU: what is quick is run, the rest is planned.
 
 A command on the full model is planned here (`--print_config` goes through every check that comes
-before the weights are built) and run to its end by the tests marked slow.
+before the weights are built) and run to its end by the tests marked slow, which also train and draw
+with the commands for a model of one's own.
 """
 
 from __future__ import annotations

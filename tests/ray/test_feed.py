@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from unittest.mock import ANY
 
 import pytest
 
@@ -19,7 +18,7 @@ from sdbench.tasks.ray_feed import read_stages
 from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
 from tests.machines import make_cpu_machine
-from tests.refusals import printed_refusal, refused
+from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 from tests.schemas import validate
 
 TINY = ("--engine", "ray", "--model_name", "tiny", "--image_size", "64")
@@ -77,25 +76,35 @@ def test_what_ray_data_does_not_do_is_refused_in_a_rank(argv, flag, capsys, monk
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
+WARMUP_FLAGS = "--num_warmup_batches, --num_workers or --prefetch_factor"
+
+
 @pytest.mark.parametrize(
-    ("argv", "num_ranks", "value"),
+    ("argv", "num_ranks", "flag", "value"),
     [
-        ("--batch_size 3", 2, 3),
-        ("--max_seconds 1", 2, 1),
-        ("--num_warmup_batches 0", 2, 0),
-        ("--image_size 100", None, 100),
-        ("--model_name tinny", None, "tinny"),
-        ("--remote pictures", None, "pictures"),
+        ("--batch_size 3", 2, "--batch_size or --num_ray_workers", 3),
+        ("--max_seconds 1", 2, "--max_seconds or --num_ray_workers", 1),
+        (
+            "--num_warmup_batches 0",
+            2,
+            "--num_warmup_batches, --num_workers or --prefetch_factor",
+            0,
+        ),
+        ("--image_size 100", None, "--image_size", 100),
+        ("--model_name tinny", None, "--model_name", "tinny"),
+        ("--remote pictures", None, f"--use_synth_data, --data_format, {PLACE_FLAGS}", "pictures"),
     ],
 )
-def test_what_no_cluster_can_do_is_refused_ahead_and_by_ranks(argv, num_ranks, value, monkeypatch):
+def test_what_no_cluster_can_do_is_refused_ahead_and_by_ranks(
+    argv, num_ranks, flag, value, monkeypatch
+):
     monkeypatch.setenv("SDBENCH_RAY_RESTARTS", "0")
     words = [*TINY, "--use_synth_data", *argv.split()]
     request = parse(FeedSettings, words, description="", epilog="")
-    with refused(ANY, value=value):
+    with refused(flag, value=value):
         Feed(request, None).check_ahead(Unknown(world_size=num_ranks) if num_ranks else UNKNOWN)
     ranks = Ranks(0, num_ranks or 1, 0, num_ranks or 1)
-    with refused(ANY, value=value):
+    with refused(flag, value=value):
         Feed(request, None).resolve(make_cpu_machine(), ranks)
 
 

@@ -105,9 +105,8 @@ def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp
         for line in process.stdout:
             printed_s = time.monotonic()
             lines.append(line)
-            with contextlib.suppress(psutil.Error):  # one of them has just ended
-                children = psutil.Process(process.pid).children(recursive=True)
-                actors |= {one.name() for one in children if one.name().startswith("ray::")}
+            children = psutil.Process(process.pid).children(recursive=True)
+            actors |= {name for one in children if (name := _name_of(one)).startswith("ray::")}
     ended_s = time.monotonic()
     assert process.returncode == 0, lines
     assert lines[-1].startswith("record: ")
@@ -116,6 +115,12 @@ def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp
     assert any(name.startswith("ray::RayTrainW") for name in actors)
     # Ray Train would wait for it, for up to 12 s where no dashboard answers it.
     assert not any(name.startswith("ray::PlacementG") for name in actors)
+
+
+def _name_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files of rows under concurrent writers and faults."""
+"""A run as a row, and files of rows under concurrent writers and faults."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import fcntl
 import multiprocessing
 import time
 
-from sdbench.record.row import COLUMNS, append_row
-from tests.report.results_folder import make_record
+from sdbench.record.row import COLUMNS, append_row, make_row
+from tests.report.results_folder import make_gpu_record, make_record
 
 
 def read(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_flags_power_and_energy_are_columns():
+    gpu = {"power_w": 650.0, "energy_j": 40960.0}
+    record = make_gpu_record(
+        summary__flags=["drift", "noisy"], summary__stability="drift", summary__gpu=gpu
+    )
+    row = make_row(record)
+    assert (row["flags"], row["stability"], row["power_w"]) == ("drift;noisy", "drift", 650.0)
+    # 10 measured steps of 2048 images: 40960 J over 20480 images.
+    assert row["energy_j_per_image"] == 2.0
 
 
 def append_often(path, writer):

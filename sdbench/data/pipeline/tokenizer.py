@@ -75,8 +75,10 @@ class CaptionTokenizer:
         return padded
 
     def for_diffusers(self) -> CLIPTokenizerFast:
-        """A copy of the tokenizer for diffusers, which pads by itself."""
-        return copy.deepcopy(self._tokenizer)
+        """A copy of the tokenizer for diffusers, which pads and cuts by itself."""
+        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer.backend_tokenizer.no_truncation()  # that of the last call would be saved with it
+        return tokenizer
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def load_carried_tokenizer(pad_token_id: int) -> CLIPTokenizerFast:
 
     The class takes files in every version (its constructor changed with transformers 5), so they
     are written to a temporary folder. That takes 1 s with transformers 4.57 and 0.1 s with 5, hence
-    once per process. Callers must not change it.
+    once per process and pad token. Callers must not change it.
     """
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}
