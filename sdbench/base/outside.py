@@ -81,7 +81,7 @@ def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
 
     A ValueError names the key.
     """
-    # Of lists and mappings, by identity and depth: YAML aliases share them, and their sum is huge.
+    # Sizes of lists and mappings, by identity and depth. YAML aliases share them: the sum is huge.
     sizes: dict[tuple[int, int], int] = {}
 
     def size_of(one: Any, place: str, depth: int) -> int:

@@ -106,7 +106,7 @@ def _measure(job: Job, *, device_type: str, num_values: int) -> float:
         return time.perf_counter() - started_s
 
     run()
-    # Of the slowest rank, so that all repeat it equally often.
+    # The time of the slowest rank, so that all ranks repeat it equally often.
     slowest = torch.tensor([run()], device=device)
     torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
     num_repeats = int(job.timeout_s / 3 / slowest.item())

@@ -95,7 +95,7 @@ class Batches:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for data in batch.values():
-                # Else the next copy could get this memory before the current stream has read it.
+                # Without it the next copy could get this memory before it has been read.
                 data.record_stream(current)
         return batch if self._prepares_ahead else self._prepared(batch)
 

@@ -53,7 +53,7 @@ from sdbench.settings.training import ModelSettings
 
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
 LORA_NAME = "pytorch_lora_weights.safetensors"
-# Of the first figure of "Faster stable diffusion fine-tuning with Ray AIR", and of Ray's own text
+# From the first figure of "Faster stable diffusion fine-tuning with Ray AIR", and from Ray's text
 # (ray-project/ray, doc/source/train/examples/pytorch/dreambooth_finetuning.rst).
 SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.

@@ -28,7 +28,7 @@ MAX_MICRO_BATCH = 256
 MULTIPLE = 4
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
-# As many steps of warm-up as --cuda_graph needs.
+# --cuda_graph needs so many steps of warm-up.
 SHORT = ("--warmup_batches", str(NUM_GRAPH_STEPS), "--measure_batches", "3")
 SHORT += ("--profile_batches", "0", "--no_measure_peak", "--no_profile_trace")
 EPILOG = """\

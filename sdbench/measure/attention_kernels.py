@@ -36,7 +36,7 @@ class AttentionLog:
         """The step is about to begin."""
         import torch
 
-        # Else its first use prints an error if torch is built for GPUs and there is none.
+        # Without it the first use prints an error if torch is built for GPUs and there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", ABOVE_ERRORS)
         # Operators only: reading a GPU's kernels would take seconds.
         self._profiler = torch.autograd.profiler.profile(use_kineto=True, record_shapes=True)

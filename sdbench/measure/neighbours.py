@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# Of the cores of the machine; when it is idle, all processes together use less.
+# Share of the machine's cores. On an idle machine all processes together use less.
 MIN_SHARE = 0.1
 MAX_NAMED = 3
 # The kernel counts in hundredths of a second.

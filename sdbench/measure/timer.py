@@ -176,7 +176,7 @@ class CudaDevice:
 
 
 class Timer:
-    """What the timers of single steps and of periods share: `losses` of the steps so far."""
+    """Base of the timers of single steps and of periods; keeps the `losses` of the steps so far."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.losses = Losses()

@@ -100,7 +100,7 @@ def draw_weights(
         drawing.enter_context(torch.no_grad())
         drawing.enter_context(seeded_generator(weights.seed, device))
         if weights.seed is not None and device.type == "cpu":
-            # As many as the plan gives this rank.
+            # The plan has set the number of threads of this rank.
             threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
             drawing.enter_context(_DrawingByBlocks(weights.seed, threads))
         for part in parts:

@@ -256,7 +256,7 @@ def _threads_per_rank(draft: Draft) -> tuple[int, str]:
     config, ranks, num_cores = draft.config, draft.ranks, draft.machine.num_cpu_cores
     reason = "the rank's share of the cores"
     if config.online_preprocessing:
-        # Those with resources of their own may be elsewhere.
+        # Encoders with resources of their own may be on another machine.
         num_encoders = config.num_encoders if config.encoder_resources is None else 0
         num_cores -= -(-(config.num_decoders + num_encoders) // ranks.num_nodes)
         reason += ", beside decoders and encoders"

@@ -14,7 +14,7 @@ import sdbench
 from sdbench.ranks.ray_cluster import RAY_BEGAN_S
 
 COMPOSER, TORCHRUN = "composer", "torchrun"
-# By file name or module.
+# The launchers, by the name of their file or module.
 LAUNCHERS = {
     COMPOSER: COMPOSER,
     TORCHRUN: TORCHRUN,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Of a longer run every n-th step is drawn.
+# A plot of a longer run has every n-th step.
 MAX_STEPS_DRAWN = 1500
 # Half-life of the smoothed loss, as a share of the steps, and the shortest one in steps.
 SMOOTHING_SHARE = 0.01

@@ -37,7 +37,7 @@ NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
 HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
 PRODUCTS = ("matmul", "matmul_wide")
 CHANNELS_LAST = {"memory_format": "channels_last"}
-# As torch.backends.cudnn.version() has 9.15.1.
+# cuDNN 9.15.1, in the form of torch.backends.cudnn.version().
 SAFE_CUDNN_VERSION = 91501
 CHECKPOINTING = "Chen et al., arXiv 1604.06174"
 # A CUDA graph is captured in this step. The first step sets up what cannot be captured (the

@@ -234,7 +234,7 @@ PATH = Kind("a path", lambda value: Path(_parse_text(value)), "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
-# Of a measured command.
+# How often a command is measured.
 REPEATS = whole_number(1, 1000)
 SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)

@@ -37,7 +37,7 @@ ZERO1 = ("zero1", "hybrid_zero1")
 # With these each rank holds all weights.
 WHOLE_WEIGHTS = ("none", *ZERO1)
 SHARED = (*ZERO1, *FSDP)
-# Of these, sharded within each machine and replicated over the machines.
+# Kinds of `SHARED` that shard within each machine and replicate over the machines.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
 NODE_MIB, SEVERAL_NODES_MIB = 25, 200
 # FSDP that keeps the gathered weights until the step ends.
@@ -328,7 +328,7 @@ class UpdatingSpeedups:
         rungs=(Rung("bf16", "torch DDP communication hooks"),),
     )
 
-    # Of a CPU.
+    # Speed-ups on a CPU.
     cpu_allocator: str | None = speed_up(
         one_of("default", "keep"),
         "what glibc does with freed main memory on a CPU: return it to the system, or keep it for "

@@ -46,7 +46,7 @@ HELP_ALL = "--help_all"
 PRINT_FLAGS = ("--print_config", "--dry_run")
 # The --help of a program with more lists those of every day alone.
 MAX_LISTED = 40
-# Of argcomplete: where the program stands among the words of the line, counted from 1.
+# Variable of argcomplete: the place of the program among the words of the line, from 1.
 TYPED_PLACE = "_ARGCOMPLETE"
 
 

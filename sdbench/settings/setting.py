@@ -141,7 +141,7 @@ class Beside(NamedTuple):
     value: Any = None
 
 
-# By name of another setting: the values that it may have (`GIVEN`: any but None), and why.
+# Values that another setting, by its name, may have (`GIVEN`: any but None), and why.
 Demands = Mapping[str, tuple[Container[Any], str]]
 
 

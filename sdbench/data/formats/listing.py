@@ -26,7 +26,7 @@ MAC_FOLDER = "__MACOSX"
 SIZES_NAME = "sizes.json"
 NUM_KINDS_TOLD = 5
 NUM_NAMES_TOLD = 3
-# Of a folder beside one that is missing.
+# Files of a neighbouring folder that are looked at when a folder is missing.
 MAX_LOOKED_AT = 1000
 
 

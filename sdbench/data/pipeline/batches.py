@@ -42,7 +42,7 @@ class BatchReport:
 
     num_images: int = 0  # bad ones included
     bytes_read: int = 0  # of the stored samples
-    # By phase, in the loading process.
+    # Seconds of the loading process in each phase.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     # A sentence for each sample that could not be used.
     bad: list[str] = field(default_factory=list)
