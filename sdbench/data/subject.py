@@ -31,7 +31,7 @@ class NumPictures(NamedTuple):
     def num_batches(self, batch_size: int) -> int:
         """Return the global batches of an epoch, in which each picture comes at least once.
 
-        If there are class pictures, half of the pictures of a global batch are such.
+        If there are class pictures, they are half of a global batch.
         """
         num_pairs = batch_size // 2 if self.of_class else batch_size
         return -(-max(self) // num_pairs)

@@ -53,7 +53,8 @@ class AdamWInOnePass(AdamWOfMasterWeights):
     def update_in_backward(self) -> None:
         """Update each weight, and free its gradient, as soon as the gradient is complete.
 
-        For steps of one backward pass whose gradients nothing else reads; `step` finds none.
+        For steps of one backward pass whose gradients nothing else reads. `step` then finds no
+        gradient.
         """
         for index, weight in enumerate(self._weights):
 

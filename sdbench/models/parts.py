@@ -24,8 +24,8 @@ def replace_parts(
 ) -> Architecture:
     """Put other parts into a model.
 
-    `parts` has, by part, ``{"pretrained": model}``, whose configuration and weights it gets, or
-    ``{"params": configuration}``, with random weights.
+    `parts` has an entry for each part to replace: ``{"pretrained": model}`` gives it the
+    configuration and weights of that model, ``{"params": configuration}`` random weights.
     """
     unknown = sorted(parts.keys() - CONFIG_FILES.keys())
     if unknown:

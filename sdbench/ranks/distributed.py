@@ -96,8 +96,8 @@ def connect(
 ) -> None:
     """Join the process group of NCCL (``cuda``) or gloo (``cpu``), if there are several ranks.
 
-    They wait for each other so long, and later in each collective `patience_s`, or as long. A
-    missing rank is a RunError.
+    Here ranks wait `timeout_s` for each other, and in each later collective `patience_s`, by
+    default `timeout_s` too. A missing rank is a RunError.
     """
     if ranks.world_size == 1:
         return
