@@ -318,8 +318,8 @@ def _make_sections(
 ) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
-    `folders` are those of the runs, by run id, `ladder` is what `_make_ladder` returns, and `where`
-    is what the folder with all runs is called.
+    `folders` has the folder of each run by run id, `ladder` is what `_make_ladder` returns, and
+    `where` is the name of the folder with all runs.
     """
     ended_well = _ended_well(records)
     times = training_times.collect(

@@ -108,8 +108,8 @@ class WindowPolicy:
 class Losses:
     """One loss per step. Adding one does not wait for the device; reading waits.
 
-    `first_not_finite` is the index of the first loss that is not finite, of those read since
-    `forgive`; else None.
+    `first_not_finite` is the index of the first loss that is not finite among the losses read since
+    `forgive`, or None.
     """
 
     def __init__(self) -> None:

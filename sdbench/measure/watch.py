@@ -90,7 +90,7 @@ class StepWatch:
             records_attention: Whether to train one more step after profiled ones, in which the
                 first rank records the kernels of attention.
             stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
-                current step may take as long as those before it suggest.
+                longest step so far limits the current one.
         """
         self.timer = timer
         self.phases = phases

@@ -59,8 +59,8 @@ PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
 class Architecture:
     """The configurations of one model. Compared by identity, so that it can be a cache's key.
 
-    They are those of diffusers' UNet2DConditionModel, AutoencoderKL and DDPMScheduler and of
-    transformers' CLIPTextModel. Its repr leaves out where the weights come from.
+    The configurations are for diffusers' UNet2DConditionModel, AutoencoderKL and DDPMScheduler and
+    for transformers' CLIPTextModel. The repr leaves out where the weights come from.
 
     Attributes:
         name: Built-in name, folder name or hub id.

@@ -43,7 +43,7 @@ def for_person(plan: Plan) -> str:
 def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) -> str:
     """All settings as YAML that --config accepts, each with a comment that says who chose it.
 
-    `config` are those of the request, completed by the program, which `chosen` tells the reasons.
+    `config` has the settings of the request and those that the program chose, `chosen` its reasons.
     """
     import yaml
 

@@ -41,8 +41,8 @@ def read_values(
     """Read a YAML file, if there is one, and arguments ``key=value``.
 
     ``a.b=value`` changes a nested mapping of the file, and ``${lr}`` may refer to the flag --lr.
-    `names` are those of all settings. Returns the values of the file with these changes, and the
-    values that arguments assign to settings.
+    `names` has the names of all settings. Returns the values of the file with these changes, and
+    the values that arguments assign to settings.
     """
     import yaml
     from omegaconf import OmegaConf

@@ -98,7 +98,7 @@ def parse(
         argv: Arguments without the program's name; None takes those of the process.
         description: Text above the flags in the help.
         epilog: Text below them: the examples.
-        prog: Name of the program; None takes that of the process.
+        prog: Name of the program; None takes the name that the process was started by.
         takes_file: Whether the command has ``--config``, ``--print_config`` and arguments
             ``key=value``.
         translate: Takes from the content of a file what it has in another program's form.

@@ -30,7 +30,7 @@ from sdbench.state.checkpoints import FOLDER_NAME, PREFIX, find_newest, tell_of_
 def open_checkpoint(run: Path, *, flag: str, reads_all: bool = False) -> Checkpoint:
     """Open the checkpoint in a folder, or the newest whole one of the run in it.
 
-    `reads_all` is that of `find_newest`. Of a damaged checkpoint the error names an older one.
+    `reads_all` is passed to `find_newest`. The error for a damaged checkpoint names an older one.
     """
     if (run / DESCRIPTION_NAME).is_file() or run.resolve().parent.name == FOLDER_NAME:
         try:
