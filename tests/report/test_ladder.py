@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 
 import pytest
@@ -14,6 +15,7 @@ from sdbench.analysis.ladder import (
     describe_flags,
     find_ladders,
     find_rung,
+    is_one_rung,
     read_configurations,
 )
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
@@ -24,6 +26,13 @@ from sdbench.settings.setting import of_device
 from tests.report.results_folder import RESULTS, make_recipe, rows_of
 
 REPOSITORY = RESULTS.parent
+
+
+def settle_preset(preset, *, on_gpu):
+    return {name: of_device(value, on_gpu=on_gpu) for name, value in preset.items()}
+
+
+FAST_ON_CPU = settle_preset(PRESETS["fast"], on_gpu=False)
 
 
 def ladder_of(*records):
@@ -60,8 +69,38 @@ def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
     assert (other["alone, over seed"], other["over the one above"]) == ("1.10x", "")
 
 
+def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
+    by_hand = make_recipe(4.0, **FAST_ON_CPU)
+    configurations = read_configurations(
+        [make_recipe(1.0), make_recipe(4.4, preset="fast"), by_hand]
+    )
+    assert [len(one.runs) for one in configurations] == [1, 2]
+    assert configurations[1].preset == "fast"
+    rows = ladder_of(make_recipe(1.0), make_recipe(4.0, preset="fast"))
+    assert rows["--preset fast"]["over seed"] == "4.00x"
+
+
 def at(time, record):
     return {**record, "started_utc": f"2026-11-21T{time}:00+00:00"}
+
+
+def test_three_runs_of_a_rung_have_an_interval():
+    # Logs of the rates: means 0 and ln 2, standard deviation ln 1.01 on either side, three runs
+    # each: standard error ln(1.01) sqrt(2/3) on 4 degrees of freedom, where t is 2.776445.
+    noise = (1 / 1.01, 1.0, 1.01)
+    seed = [make_recipe(one) for one in noise]
+    rung = [make_recipe(2 * one, precision="amp_bf16") for one in noise]
+    rows = ladder_of(
+        *(at(f"1{number}:00", record) for number, record in enumerate(seed)),
+        *(at(f"1{number}:30", record) for number, record in enumerate(rung)),
+    )
+    half = 2.776445 * math.log(1.01) * math.sqrt(2 / 3)
+    low, high = (2 * math.exp(sign * half) for sign in (-1, 1))
+    assert rows["--precision amp_bf16"]["alone, over seed"] == f"2.00x ({low:.2f} to {high:.2f})"
+    assert (f"{low:.2f}", f"{high:.2f}") == ("1.96", "2.05")
+    # One after the other, as python -m sdbench compare has it.
+    rows = ladder_of(*(at("10:00", record) for record in seed), *(at("10:30", one) for one in rung))
+    assert rows["--precision amp_bf16"]["alone, over seed"] == "2.00x (measured apart)"
 
 
 def test_a_gain_without_an_interval_says_why():
@@ -79,6 +118,14 @@ def test_a_gain_without_an_interval_says_why():
         records[-1]["summary"]["matmul_tflops"] = product
     gain = ladder_of(*records)["--attention eager"]["alone, over seed"]
     assert gain == "2.00x (the machine changed)"
+
+
+def test_settings_that_only_work_together_are_one_rung():
+    master = {"precision": "bf16", "master_weights": "fp32"}
+    rows = ladder_of(make_recipe(1.0, on_gpu=True), make_recipe(3.0, on_gpu=True, **master))
+    assert rows["--precision bf16 --master_weights fp32"]["alone, over seed"] == "3.00x"
+    assert is_one_rung({"encoder_batch_size": 64})
+    assert not is_one_rung({"precision": "bf16", "optimizer": "adamw_fused"})
 
 
 def test_engines_are_compared_at_the_same_settings_only():
@@ -133,8 +180,7 @@ def test_each_rung_has_a_cell_in_a_sweep(rung):
 def added_by(cell, *, on_gpu):
     """Settings of a cell that differ from those of the preset seed."""
     preset, seed = (
-        {name: of_device(value, on_gpu=on_gpu) for name, value in PRESETS[preset].items()}
-        for preset in (cell["preset"], "seed")
+        settle_preset(PRESETS[name], on_gpu=on_gpu) for name in (cell["preset"], "seed")
     )
     return dict({**preset, **cell}.items() - seed.items())
 

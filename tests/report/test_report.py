@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -14,11 +16,13 @@ from sdbench.cli import main
 from tests.report.results_folder import (
     BREAKDOWN,
     HOSTILE,
+    RESULTS,
     make_gpu_record,
     make_record,
     make_results,
 )
 
+REPOSITORY = RESULTS.parent
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -221,3 +225,16 @@ def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
 
     for path in (path for path in results.rglob("*") if path.is_file()):
         assert not [value for value in secrets.values() if value.encode() in path.read_bytes()]
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    results = make_results(tmp_path, make_record(), quoted=False)
+    program = (
+        "import sys; from sdbench.cli import main; code = main(sys.argv[1:]); "
+        "print(*sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "report", "--folder", str(results)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "sdbench.analysis.report" in modules
+    assert not modules & {"torch", "pandas", "composer"}

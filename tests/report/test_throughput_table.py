@@ -7,6 +7,7 @@ import pytest
 from sdbench.analysis.quoted import load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
+from sdbench.report.tables import to_captioned_markdown
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 
@@ -79,6 +80,16 @@ def test_flags_are_told_in_words():
     )
 
 
+def test_rows_with_the_same_settings_are_told_apart_by_their_code():
+    older = make_record(config__lr_end_factor=0.5, git__commit="abcdef1234")
+    (table,) = make_tables([make_record(), older, make_record(config__precision="fp32")])
+    assert [rows_of(table)[row]["configuration"] for row in range(3)] == [
+        "amp_bf16, code 977fb62",
+        "amp_bf16, code abcdef1",
+        "fp32",
+    ]
+
+
 def test_a_figure_that_is_the_same_in_all_rows_stays_in_them():
     (table,) = make_tables([with_rate(2.0), with_rate(2.0, config__precision="fp32")])
     assert "px 256" in table.common and "images/s per device" not in table.common
@@ -93,14 +104,41 @@ def within(low, rate, **changes):
 
 
 def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_highest():
+    gpu = {"machine__device_type": "cuda", "machine__device_name": "NVIDIA H100"}
+    on_gpu = within(50.0, 60.0, **gpu, summary__mfu_percent=41.25, summary__gpu={"power_w": 612.5})
     runs = [
+        within(7.0, 8.0, workload__architecture="small", workload__num_trainable_parameters=54),
         within(0.1, 9.0, config__batch_size=8),  # the fastest, of which little is known
         within(0.4, 0.5),
         within(0.6, 0.7, config__engine="torch", ranks__world_size=2),  # of the same CPU
+        within(0.3, 0.8, config__image_size=512),
+        within(0.3, 0.9, config__latents="precomputed"),
+        on_gpu,
+        within(90.0, 99.0, **gpu, ranks__world_size=2),
     ]
-    (row,) = rows_of(make_headline_table(runs))
-    assert row["images/s (95 % interval)"] == "0.7 (0.6 to unbounded, 95 % within-run)"
-    assert (row["machine"], row["best of"]) == ("1 x Intel Xeon Processor, 2 cores", "3")
+    table = make_headline_table(runs)
+    names = ("machine", "work", "images/s (95 % interval)", "best of")
+    cpu = "1 x Intel Xeon Processor, 2 cores"
+    expected = [
+        ("1 x NVIDIA H100", "sd2-base, 256 px, online", "60 (50", "1"),
+        ("2 x NVIDIA H100", "sd2-base, 256 px, online", "99 (90", "1"),
+        (cpu, "sd2-base, 256 px, online", "0.7 (0.6", "3"),
+        (cpu, "sd2-base, 512 px, online", "0.8 (0.3", "1"),
+        (cpu, "sd2-base, 256 px, precomputed", "0.9 (0.3", "1"),
+        (cpu, "small, 256 px, online", "8 (7", "1"),
+    ]
+    assert [tuple(row[name] for name in names) for row in rows_of(table)] == [
+        (machine, work, f"{rate} to unbounded, 95 % within-run)", number)
+        for machine, work, rate, number in expected
+    ]
+    first = rows_of(table)[0]
+    assert (first["MFU, %"], first["power, W"]) == ("41.2", "612.5")
+    assert first["configuration"] == (
+        "fast, engine composer, amp_bf16, no EMA, global batch 2, micro-batch 2"
+    )
+    assert first["run ids"] == on_gpu["run_id"]
+    assert first["command"].startswith("benchmark.py ")
+    assert "command" not in to_captioned_markdown([table])
 
 
 def test_the_headline_prefers_an_interval_between_runs_to_a_narrow_one_within_a_run():
