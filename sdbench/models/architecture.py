@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.conditions import Captions, Condition
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
 from sdbench.base.outside import shorten
+from sdbench.models.family import Family
 from sdbench.models.objective import PREDICTION_TYPES
 
-ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
+ARCHITECTURES_FOLDER = Path(__file__).parent / "sd" / "sizes"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
@@ -101,6 +103,35 @@ class Architecture:
     def random_parts(self) -> tuple[str, ...]:
         """The parts with random weights."""
         return tuple(part for part in WEIGHT_STEMS if self.weights_folder_of(part) is None)
+
+    @property
+    def family(self) -> Family:
+        """What kind of model it is."""
+        from sdbench.models.sd.family import StableDiffusion
+
+        return StableDiffusion()
+
+    @property
+    def captions(self) -> tuple[Captions, ...]:
+        """How captions become token ids, for each text encoder."""
+        return (
+            Captions(pad_token_id=self.tokenizer["pad_token_id"], folder=self.tokenizer_folder),
+        )
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The tensors of an encoded caption."""
+        return (Condition(shape=(77, self.unet["cross_attention_dim"])),)
+
+    @property
+    def tells_sizes(self) -> bool:
+        """Whether the model is told the sizes of each picture, `conditions.SIZES`."""
+        return False
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return self.vae["latent_channels"]
 
     @property
     def latent_factor(self) -> int:

@@ -1,0 +1,46 @@
+"""What a batch has beside pictures or latents: models ask for it, and data sources deliver it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CLIP, T5 = "clip", "t5"
+TEXT_EMBEDDING = "text_embedding"
+# Six numbers in pixels, as SDXL reads them: height and width of the picture before it was resized,
+# top and left of the crop after it was resized, height and width of the crop.
+SIZES, NUM_SIZES = "sizes", 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captions:
+    """How a tokenizer turns captions into token ids. A model has one for each text encoder.
+
+    Attributes:
+        name: Of the tensor of a batch, (B, num_tokens) int64.
+        kind: ``clip`` or ``t5``.
+        num_tokens: Ids of a caption; a longer caption is cut, a shorter one is filled up.
+        pad_token_id: The id that fills a caption up.
+        folder: Of the model's own tokenizer; None: the tokenizer that this package carries.
+    """
+
+    name: str = "input_ids"
+    kind: str = CLIP
+    num_tokens: int = 77
+    pad_token_id: int = 0
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """An encoded caption, or a part of it, as one tensor of a sample.
+
+    Attributes:
+        name: Of the tensor in a batch, and of the column that stores it.
+        shape: Of one sample.
+        dtype: In which it is stored and delivered, ``float16`` or ``float32``.
+    """
+
+    name: str = TEXT_EMBEDDING
+    shape: tuple[int, ...] = (77, 1024)
+    dtype: str = "float16"

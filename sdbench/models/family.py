@@ -1,0 +1,124 @@
+"""`Family`: what a kind of diffusion model is made of, without torch.
+
+Each family has a folder of `sdbench/models/` with its description (a `Family`), its sizes as JSON
+files, and its work in torch (a `Network`). No other module knows a family by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdbench.base.conditions import Captions, Condition
+
+if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
+    from sdbench.models.network import Network
+
+DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
+DDPM, FLOW = "ddpm", "flow"
+# What a configuration says of its class: a key and a value, by class of diffusers or transformers.
+SAID_OF_CLASS = {
+    "CLIPTextModel": ("model_type", "clip_text_model"),
+    "CLIPTextModelWithProjection": ("model_type", "clip_text_model"),
+    "T5EncoderModel": ("model_type", "t5"),
+}
+# A fact about the parts of a model folder: what it is, the value found, the values allowed.
+Fact = tuple[str, Any, Iterable[Any]]
+
+
+class Family:
+    """A kind of diffusion model; a subclass for each, which sets these and overrides methods.
+
+    Attributes:
+        name: As in a record.
+        title: For messages, with its article: ``a Stable Diffusion 1 or 2 model``.
+        pipeline: The class of diffusers that draws with it.
+        denoiser: The part that is trained, a key of `parts`.
+        parts: Sub-models in the order of a model's modules: names as in a folder of diffusers, and
+            classes of diffusers or transformers. The denoiser first, then ``vae``, then encoders.
+        tokenizers: Their names in a folder, in the order of the encoders, and their kinds.
+        objective: ``ddpm`` or ``flow``.
+        network: Place of its `Network`, as ``module:class``.
+        unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
+            values and a reason, by setting.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    pipeline: ClassVar[str]
+    denoiser: ClassVar[str]
+    parts: ClassVar[Mapping[str, str]]
+    tokenizers: ClassVar[Mapping[str, str]]
+    objective: ClassVar[str]
+    network: ClassVar[str]
+    unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """The parts that encode captions, in order."""
+        return tuple(part for part in self.parts if part not in (self.denoiser, "vae"))
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The parts that encode pictures and captions."""
+        return tuple(part for part in self.parts if part != self.denoiser)
+
+    @property
+    def config_files(self) -> dict[str, str]:
+        """The JSON file of each part, the schedule and the tokenizers in a folder of diffusers."""
+        files = {part: f"{part}/config.json" for part in self.parts}
+        files["scheduler"] = "scheduler/scheduler_config.json"
+        return files | {name: f"{name}/tokenizer_config.json" for name in self.tokenizers}
+
+    def weights_stem(self, part: str) -> str:
+        """The name of a part's file of weights, without its ending."""
+        return TRANSFORMERS_STEM if part in self.text_encoders else DIFFUSERS_STEM
+
+    def load_network(self) -> Network:
+        """Import its work in torch."""
+        return resolve_name(self.network)()
+
+    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
+        """What has to hold for the configurations in a folder; extended by subclasses."""
+        facts: list[Fact] = []
+        for part, class_name in self.parts.items():
+            key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
+            what = "type" if key == "model_type" else "class"
+            facts.append((f"{part}'s {what}", configs[part].get(key), (wanted,)))
+        return facts
+
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
+        """What of the denoiser has to be equal to what of another part.
+
+        Each row has a key of the denoiser's configuration, its value, the width that it has to be
+        equal to, in words, and that width.
+        """
+        raise NotImplementedError
+
+    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+        """How captions become token ids, for each text encoder."""
+        raise NotImplementedError
+
+    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+        """The tensors of an encoded caption."""
+        raise NotImplementedError
+
+    @property
+    def tells_sizes(self) -> bool:
+        """Whether it is told the sizes of each picture, `conditions.SIZES`."""
+        return False
+
+    def size_multiple(self, architecture: Architecture) -> int:
+        """The number of pixels that a side of a picture is a multiple of."""
+        raise NotImplementedError
+
+    def max_image_size(self, architecture: Architecture) -> int | None:
+        """The longest side of a picture in pixels; None: any."""
+        return None
+
+    def default_image_size(self, architecture: Architecture) -> int:
+        """Side in pixels that the model was configured for."""
+        raise NotImplementedError

@@ -1,0 +1,64 @@
+"""`Network`: what a family of models computes: encoded captions, predictions, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+Conditions = Mapping[str, Tensor]
+
+
+class Network:
+    """The work of a family in torch; a subclass for each.
+
+    Attributes:
+        sharded_blocks: Classes of the denoiser's blocks. FSDP gathers the weights of one at a time.
+        compiled_blocks: Classes of blocks of all sub-models, which do not contain each other.
+    """
+
+    sharded_blocks: tuple[type[nn.Module], ...]
+    compiled_blocks: tuple[type[nn.Module], ...]
+
+    def encode_text(
+        self, encoders: Sequence[nn.Module], ids: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Encode captions, given as the token ids (B, N) for each encoder, to conditions."""
+        raise NotImplementedError
+
+    def predict(
+        self, denoiser: Any, noised: Tensor, *, times: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """Call the denoiser.
+
+        `noised` (B, C, H/8, W/8) has the type of the denoiser's weights, conditions any. `times`
+        (B,) are those of the schedule, 0 to 1000. Returns a tensor of the shape of `noised`.
+        """
+        raise NotImplementedError
+
+    def set_attention(self, denoiser: Any, kind: str) -> None:
+        """Choose the attention of a denoiser, by a name of `components.ATTENTION`."""
+        raise NotImplementedError
+
+    def fill_buffers(self, denoiser: nn.Module) -> None:
+        """Fill buffers of a denoiser that was made on the meta device; most have none."""
+
+    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
+        """Arguments of the pipeline of diffusers for encoded captions and negative captions.
+
+        Both have the type of the denoiser's weights.
+        """
+        raise NotImplementedError
+
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
+        """Arguments of the pipeline for a scale of classifier-free guidance."""
+        return {"guidance_scale": scale}
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, H/8, W/8) as the pipeline takes them."""
+        return latents
+
+    def unpack(self, latents: Tensor, *, side: int) -> Tensor:
+        """The pipeline's latents as (B, C, side, side)."""
+        return latents
