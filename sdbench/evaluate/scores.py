@@ -23,7 +23,7 @@ from sdbench.ranks.distributed import Ranks
 
 if TYPE_CHECKING:
     from sdbench.models.drawing import DrawingSettings, Tokenize
-    from sdbench.models.stable_diffusion import StableDiffusion
+    from sdbench.models.diffusion import DiffusionModel
 
 
 class ListedPictures(Samples):
@@ -139,7 +139,7 @@ class Scores:
 
 
 def score_model(
-    model: StableDiffusion,
+    model: DiffusionModel,
     reader: BatchReader,
     *,
     networks: Mapping[str, Any],

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from sdbench.models.network import Network
 
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
+# Kinds of objectives, and the class of diffusers that reads the configuration of their schedule.
 DDPM, FLOW = "ddpm", "flow"
+SCHEDULERS = {DDPM: "DDPMScheduler", FLOW: "FlowMatchEulerDiscreteScheduler"}
 # What a configuration says of its class: a key and a value, by class of diffusers or transformers.
 SAID_OF_CLASS = {
     "CLIPTextModel": ("model_type", "clip_text_model"),
@@ -42,6 +44,8 @@ class Family:
         tokenizers: Their names in a folder, in the order of the encoders, and their kinds.
         objective: ``ddpm`` or ``flow``.
         network: Place of its `Network`, as ``module:class``.
+        optional: Parts and tokenizers that a model may lack.
+        pipeline_options: Arguments of the pipeline's constructor beside parts and tokenizers.
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
             values and a reason, by setting.
     """
@@ -54,17 +58,24 @@ class Family:
     tokenizers: ClassVar[Mapping[str, str]]
     objective: ClassVar[str]
     network: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @property
+    def required_parts(self) -> tuple[str, ...]:
+        """The parts that each model has."""
+        return tuple(part for part in self.parts if part not in self.optional)
+
+    @property
+    def scheduler(self) -> str:
+        """The class of diffusers that reads the configuration of its schedule."""
+        return SCHEDULERS[self.objective]
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """The parts that encode captions, in order."""
         return tuple(part for part in self.parts if part not in (self.denoiser, "vae"))
-
-    @property
-    def encoders(self) -> tuple[str, ...]:
-        """The parts that encode pictures and captions."""
-        return tuple(part for part in self.parts if part != self.denoiser)
 
     @property
     def config_files(self) -> dict[str, str]:
@@ -85,6 +96,8 @@ class Family:
         """What has to hold for the configurations in a folder; extended by subclasses."""
         facts: list[Fact] = []
         for part, class_name in self.parts.items():
+            if part not in configs:  # an optional one
+                continue
             key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
             what = "type" if key == "model_type" else "class"
             facts.append((f"{part}'s {what}", configs[part].get(key), (wanted,)))

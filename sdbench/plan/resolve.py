@@ -216,10 +216,10 @@ def _make_class_source(plan: Plan) -> SourceConfig | None:
 
 def _check_tokens(draft: Draft) -> None:
     """Check the words of a token that is learned against the model's vocabulary."""
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 
     config, architecture = draft.config, draft.architecture
-    tokenizer = CaptionTokenizer.of(architecture)
+    tokenizer = CaptionTokenizers.of(architecture).first
     token = config.learned_token
     if token in tokenizer or len(tokenizer.read_word(token)) == 1:
         raise ConfigError(
@@ -236,7 +236,7 @@ def _check_tokens(draft: Draft) -> None:
             allowed="a word that is a single token, such as dog",
             flag="--initial_token",
         )
-    vocabulary_size = architecture.text_encoder["vocab_size"]
+    vocabulary_size = architecture.parts["text_encoder"]["vocab_size"]
     if len(tokenizer) != vocabulary_size:
         raise ConfigError(
             f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",
