@@ -82,7 +82,7 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_
     pipeline = StableDiffusionPipeline(
         unet=model.unet,
         vae=model.vae,
-        scheduler=make_sampler("ddim", model.scheduler.config),
+        scheduler=make_sampler("ddim", model.objective.config),
         **dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor")),
         requires_safety_checker=False,
     )

@@ -22,8 +22,8 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
 if TYPE_CHECKING:
-    from sdbench.models.drawing import DrawingSettings, Tokenize
     from sdbench.models.diffusion import DiffusionModel
+    from sdbench.models.drawing import DrawingSettings, Tokenize
 
 
 class ListedPictures(Samples):

@@ -156,9 +156,7 @@ def make_card(
     for heading, facts in redact_values(sections).items():
         rows = [f"| {_cell(what)} | {_cell(value)} |\n" for what, value in facts.items()]
         tables += f"\n## {heading}\n\n| what | value |\n|---|---|\n{''.join(rows)}"
-    return (
-        CARD.format(name=name, told=told, pipeline=family.pipeline, loading=loading) + tables
-    )
+    return CARD.format(name=name, told=told, pipeline=family.pipeline, loading=loading) + tables
 
 
 def _cell(value: Any) -> str:

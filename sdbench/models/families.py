@@ -15,10 +15,13 @@ SIZES_FOLDER = "sizes"
 @functools.cache
 def families() -> dict[str, Family]:
     """The families by name; Stable Diffusion 1 and 2 come first."""
-    here = Path(__file__).parent
-    names = [one.name for one in pkgutil.iter_modules([str(here)]) if one.ispkg]
+    names = [path.parent.name for path in Path(__file__).parent.glob("*/family.py")]
     found = [pkgutil.resolve_name(f"{__package__}.{name}.family:FAMILY") for name in names]
-    return {family.name: family for family in sorted(found, key=lambda one: len(one.parts))}
+    return {family.name: family for family in sorted(found, key=_num_parts_and_name)}
+
+
+def _num_parts_and_name(family: Family) -> tuple[int, str]:
+    return len(family.parts), family.name
 
 
 @functools.cache

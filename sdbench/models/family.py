@@ -7,6 +7,7 @@ files, and its work in torch (a `Network`). No other module knows a family by it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,27 @@ SAID_OF_CLASS = {
 Fact = tuple[str, Any, Iterable[Any]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings:
+    """How rectified flow is trained; the names are those of settings.
+
+    Attributes:
+        time_sampling: ``uniform`` or ``logit_normal``, the distribution of times before the shift.
+        time_mean: Mean of the logit of a time that is logit-normal.
+        time_std: Its standard deviation.
+        time_shift: A number, 1 for none; or ``resolution``: that of Flux.1 for the image's size.
+        flow_weighting: Of the squared error: ``none``, ``sigma_sqrt`` or ``cosmap``.
+        guidance_embedding: The scale of guidance that a network with an input for it is told.
+    """
+
+    time_sampling: str = "uniform"
+    time_mean: float = 0.0
+    time_std: float = 1.0
+    time_shift: float | str = 1.0
+    flow_weighting: str = "none"
+    guidance_embedding: float = 1.0
+
+
 class Family:
     """A kind of diffusion model; a subclass for each, which sets these and overrides methods.
 
@@ -43,6 +65,7 @@ class Family:
             classes of diffusers or transformers. The denoiser first, then ``vae``, then encoders.
         tokenizers: Their names in a folder, in the order of the encoders, and their kinds.
         objective: ``ddpm`` or ``flow``.
+        flow: How its rectified flow is trained unless a run says otherwise.
         network: Place of its `Network`, as ``module:class``.
         optional: Parts and tokenizers that a model may lack.
         pipeline_options: Arguments of the pipeline's constructor beside parts and tokenizers.
@@ -57,6 +80,7 @@ class Family:
     parts: ClassVar[Mapping[str, str]]
     tokenizers: ClassVar[Mapping[str, str]]
     objective: ClassVar[str]
+    flow: ClassVar[FlowSettings] = FlowSettings()
     network: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
@@ -101,7 +125,8 @@ class Family:
             key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
             what = "type" if key == "model_type" else "class"
             facts.append((f"{part}'s {what}", configs[part].get(key), (wanted,)))
-        return facts
+        others = {path.name for path in folder.glob("text_encoder*")} - self.parts.keys()
+        return facts + [("further text encoder", name, (None,)) for name in sorted(others)]
 
     def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
         """What of the denoiser has to be equal to what of another part.
@@ -122,6 +147,10 @@ class Family:
     @property
     def tells_sizes(self) -> bool:
         """Whether it is told the sizes of each picture, `conditions.SIZES`."""
+        return False
+
+    def takes_guidance(self, architecture: Architecture) -> bool:
+        """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""
         return False
 
     def size_multiple(self, architecture: Architecture) -> int:

@@ -40,9 +40,7 @@ def lora_weights(weights: Mapping[str, Tensor], lora: Lora) -> dict[str, dict[st
     }
 
 
-def write_for_diffusers(
-    weights: LoraWeights, file: Path, *, lora: Lora, family: Family
-) -> None:
+def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora, family: Family) -> None:
     """Write a file as diffusers' training scripts do, by its pipeline; alpha is in its metadata."""
     arguments: dict[str, Any] = {}
     for part, layers in lora.layers:

@@ -38,6 +38,7 @@ from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 from sdbench.models.blocks import checkpoint_activations
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.lora import Lora
+from sdbench.settings.training import DENOISER
 
 REPLAYS_FOLDER = "replayed-steps"
 
@@ -68,7 +69,7 @@ class Step:
     Attributes:
         on_cuda: Whether to allocate as on CUDA.
         encodes_images: Whether images are encoded in the step, and captions with them.
-        trained: The denoiser, with or without ``text_encoder``; or only ``vae``.
+        trained: `DENOISER`, with or without ``text_encoder``; or only ``vae``.
         learns_token: Only a new token of ``text_encoder`` and LoRA are trained, in fp32.
     """
 
@@ -80,7 +81,7 @@ class Step:
     vae_attention: str = "sdpa"
     on_cuda: bool = False
     encodes_images: bool = True
-    trained: tuple[str, ...]
+    trained: tuple[str, ...] = (DENOISER,)
     lora: Lora | None = None
     learns_token: bool = False
     activation_checkpointing: str = "none"
@@ -97,7 +98,7 @@ class Step:
             vae_attention=config.attention_of_vae,
             on_cuda=on_cuda,
             encodes_images=config.step_has_encoders and not config.has_subject,
-            trained=architecture.modules_of(config.trained_parts),
+            trained=config.trained_parts,
             lora=Lora.of(config, architecture),
             learns_token=config.learned_token is not None,
             activation_checkpointing=config.activation_checkpointing,
@@ -279,7 +280,7 @@ def _count_flops(step: Step) -> int:
 def _replay_step(step: Step) -> StepProfile:
     with FakeTensorMode():
         model = build_replayed(step, device="cpu")
-        modules = [model.get_submodule(name) for name in step.trained]
+        modules = [model.get_submodule(name) for name in step.architecture.modules_of(step.trained)]
         timeline, trained_start = _replay(model, modules, step)
         gathered = functools.partial(
             _num_gathered_bytes, kinds=step.architecture.family.load_network().sharded_blocks

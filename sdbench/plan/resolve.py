@@ -216,10 +216,10 @@ def _make_class_source(plan: Plan) -> SourceConfig | None:
 
 def _check_tokens(draft: Draft) -> None:
     """Check the words of a token that is learned against the model's vocabulary."""
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
     config, architecture = draft.config, draft.architecture
-    tokenizer = CaptionTokenizers.of(architecture).first
+    tokenizer = CaptionTokenizer.of(architecture)
     token = config.learned_token
     if token in tokenizer or len(tokenizer.read_word(token)) == 1:
         raise ConfigError(

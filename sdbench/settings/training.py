@@ -19,7 +19,6 @@ from sdbench.settings.kinds import (
 from sdbench.settings.setting import GIVEN, Beside, Rule, Situation, setting
 from sdbench.settings.subject import OF_PICTURES, OF_SUBJECT
 
-
 # The part that predicts, in `trained_parts`: a U-Net or a transformer, as the model has it.
 DENOISER = "denoiser"
 

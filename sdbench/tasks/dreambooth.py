@@ -23,7 +23,6 @@ from sdbench.plan.resolve import Plan
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
-
 # The table of numbers of captions, and the tables with a row for each picture.
 CAPTION = "caption"
 OF_PICTURES = ("latent_mean", "latent_logvar", SIZES)

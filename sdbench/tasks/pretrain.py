@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.data.pipeline import pairs
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.diffusion import DiffusionModel, PhaseObserver, build_model
@@ -31,7 +31,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
     config = plan.config
     initial_token_id = None
     if config.learned_token is not None:
-        (initial_token_id,) = CaptionTokenizers.of(plan.architecture).first.read_word(config.initial_token)
+        (initial_token_id,) = CaptionTokenizer.of(plan.architecture).read_word(config.initial_token)
     model = build_model(
         plan.architecture,
         seed=seed_of_weights(config),

@@ -155,10 +155,10 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     file of its own as well.
     """
     from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+    from sdbench.models.diffusion import build_model
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
-    from sdbench.models.diffusion import build_model
     from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
@@ -304,7 +304,9 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
         parts = {part: {"pretrained": encoders} for part in replaced}
         with blamed_on("--encoders"):
             architecture = replace_parts(architecture, parts)
-    if config.wants_latents and not set(architecture.encoders).isdisjoint(architecture.random_parts):
+    if config.wants_latents and not set(architecture.encoders).isdisjoint(
+        architecture.random_parts
+    ):
         raise ConfigError(
             "the VAE and the text encoders that made the latents are not known, and random ones "
             "would draw noise",

@@ -237,10 +237,9 @@ class Train(TrainingTask):
             parts = [part for part in parts if part not in trained]
         inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
         if has_encoders and architecture.captions[0].folder is None:
-            from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+            from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
-            tokenizer = CaptionTokenizers.of(architecture).first
-            inputs["exclamation_mark"] = tokenizer.read_word("!")
+            inputs["exclamation_mark"] = CaptionTokenizer.of(architecture).read_word("!")
         return inputs
 
     def _settings(self) -> dict[str, Any]:
