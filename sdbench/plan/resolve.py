@@ -21,6 +21,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
+from sdbench.data.identity import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
@@ -181,18 +182,30 @@ def _count_workers(draft: Draft) -> tuple[int, str]:
 
 def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
-    return SourceConfig.from_settings(
+    source = SourceConfig.from_settings(
         config,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         pin_memory=draft.on_gpu,
-        tokenizer_folder=architecture.tokenizer_folder,
-        pad_token_id=architecture.tokenizer["pad_token_id"],
-        text_embedding_dim=architecture.unet["cross_attention_dim"],
+        captions=architecture.captions,
+        conditions=architecture.conditions,
+        latent_channels=architecture.latent_channels,
+        tells_sizes=architecture.tells_sizes,
         num_images=subject.NUM_SYNTHETIC_INSTANCES if config.has_subject else None,
         caption=config.instance_prompt,
         new_token=config.learned_token,
+    )
+    check_latents(source, architecture)
+    return source
+
+
+def check_latents(source: SourceConfig, architecture: Architecture) -> None:
+    """Refuse precomputed latents that are said to be those of another model."""
+    check_maker(
+        source,
+        family=architecture.family.name,
+        identify_vae=lambda: architecture.identify_weights(("vae",)).get("vae"),
     )
 
 
