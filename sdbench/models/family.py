@@ -7,6 +7,7 @@ files, and its work in torch (a `Network`). No other module knows a family by it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +30,27 @@ SAID_OF_CLASS = {
 Fact = tuple[str, Any, Iterable[Any]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings:
+    """How rectified flow is trained; the names are those of settings.
+
+    Attributes:
+        time_sampling: ``uniform`` or ``logit_normal``, the distribution of times before the shift.
+        time_mean: Mean of the logit of a time that is logit-normal.
+        time_std: Its standard deviation.
+        time_shift: A number, 1 for none; or ``resolution``: that of Flux.1 for the image's size.
+        flow_weighting: Of the squared error: ``none``, ``sigma_sqrt`` or ``cosmap``.
+        guidance_embedding: The scale of guidance that a network with an input for it is told.
+    """
+
+    time_sampling: str = "uniform"
+    time_mean: float = 0.0
+    time_std: float = 1.0
+    time_shift: float | str = 1.0
+    flow_weighting: str = "none"
+    guidance_embedding: float = 1.0
+
+
 class Family:
     """A kind of diffusion model; a subclass for each, which sets these and overrides methods.
 
@@ -41,6 +63,7 @@ class Family:
             classes of diffusers or transformers. The denoiser first, then ``vae``, then encoders.
         tokenizers: Their names in a folder, in the order of the encoders, and their kinds.
         objective: ``ddpm`` or ``flow``.
+        flow: How its rectified flow is trained unless a run says otherwise.
         network: Place of its `Network`, as ``module:class``.
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
             values and a reason, by setting.
@@ -53,6 +76,7 @@ class Family:
     parts: ClassVar[Mapping[str, str]]
     tokenizers: ClassVar[Mapping[str, str]]
     objective: ClassVar[str]
+    flow: ClassVar[FlowSettings] = FlowSettings()
     network: ClassVar[str]
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
@@ -109,6 +133,10 @@ class Family:
     @property
     def tells_sizes(self) -> bool:
         """Whether it is told the sizes of each picture, `conditions.SIZES`."""
+        return False
+
+    def takes_guidance(self, architecture: Architecture) -> bool:
+        """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""
         return False
 
     def size_multiple(self, architecture: Architecture) -> int:
