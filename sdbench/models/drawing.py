@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
-from sdbench.models.objective import SAMPLERS, check_sampler
+from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler, kind_of
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -42,22 +42,26 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 class DrawingSettings:
     """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
 
-    The sampler is a key of `objective.SAMPLERS`. Guidance leads from the negative prompt to the
-    prompt; up to a scale of 1 there is none.
+    The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
+    from the negative prompt to the prompt; up to a scale of 1 there is none.
     """
 
     image_size: int
-    sampler: str = "ddim"
+    sampler: str | None = None
     num_steps: int = 25
     guidance_scale: float = 7.5
     negative_prompt: str = ""
     batch_size: int = 4
 
 
-def make_sampler(name: str, schedule: Mapping[str, Any]) -> Any:
-    """Make a sampler for the noise schedule of a training; a ConfigError as `check_sampler`."""
+def make_sampler(name: str | None, schedule: Mapping[str, Any]) -> Any:
+    """Make a sampler for the noise schedule of a training; a ConfigError as `check_sampler`.
+
+    Without a name it is that of `default_sampler`.
+    """
+    name = name or default_sampler(schedule)
     check_sampler(name, schedule)
-    kind = getattr(diffusers, SAMPLERS[name])
+    kind = getattr(diffusers, SAMPLERS[kind_of(schedule)][name])
     known = inspect.signature(kind.__init__).parameters
     options = {key: value for key, value in SAMPLER_OPTIONS.items() if key in known}
     return kind.from_config(schedule, **options)

@@ -93,8 +93,10 @@ class ExportFlags:
         "of a run on precomputed latents: diffusers folder or hub id of the VAE and text encoder "
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
-    scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
+    scheduler: str | None = setting(
+        row_of("sdbench.models.objective:sampler_names"),
+        None,
+        "what diffusers draws with by default (default: ddim, or flow_euler with rectified flow)",
     )
 
 
@@ -158,6 +160,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
+    from sdbench.models.objective import check_sampler, default_sampler
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.train.job import make_objective
@@ -165,13 +168,17 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
 
     config, weights = trained.config, trained.weights
     architecture = _find_architecture(config, flags.encoders)
+    objective = make_objective(config)
+    schedule = objective.schedule(architecture.scheduler)
+    sampler = flags.scheduler or default_sampler(schedule)
+    check_sampler(sampler, schedule)
     lora = Lora.of(config)
     model = build_stable_diffusion(
         architecture,
         seed=seed_of_weights(config),
         trained=config.trained_parts,
         lora=lora,
-        objective=make_objective(config),
+        objective=objective,
     )
     learned = {}
     if config.learned_token is not None:
@@ -196,8 +203,8 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         trained=weights,
         tokenizer=tokenizer.for_diffusers(),
         dtype=flags.dtype,
-        sampler=flags.scheduler,
-        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts),
+        sampler=sampler,
+        card=_make_card(trained, sampler=sampler, random_parts=random_parts),
         learned=learned,
     )
     return folder
