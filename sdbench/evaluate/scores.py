@@ -158,6 +158,7 @@ def score_model(
     of ranks.
     """
     from sdbench.models.drawing import draw_share
+    from sdbench.models.objective import default_sampler
 
     num_images = min(num_images, reader.num_samples)
     scores = Scores(networks)
@@ -186,7 +187,7 @@ def score_model(
     how = {
         "num_bad_samples": num_images - len(prompts),
         "image_size": settings.image_size,
-        "sampler": settings.sampler,
+        "sampler": settings.sampler or default_sampler(model.scheduler.config),
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,
     }

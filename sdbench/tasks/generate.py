@@ -23,7 +23,7 @@ from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.objective import check_sampler
+from sdbench.models.objective import check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -75,8 +75,10 @@ class GenerateFlags:
     image_size: int | None = setting(
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
-    scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "sampler that removes the noise"
+    scheduler: str | None = setting(
+        row_of("sdbench.models.objective:sampler_names"),
+        None,
+        "sampler that removes the noise (default: ddim, or flow_euler with rectified flow)",
     )
     num_steps: int = setting(POSITIVE, 25, "denoising steps", diffusers=("--num_inference_steps",))
     guidance_scale: float = setting(
@@ -151,11 +153,14 @@ class Generate(Task):
         flags, _ = settle(self.request, machine=machine, ranks=ranks)
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
-        check_sampler(flags.scheduler, self._architecture.parts["scheduler"])
+        schedule = self._architecture.parts["scheduler"]
+        sampler = flags.scheduler or default_sampler(schedule)
+        check_sampler(sampler, schedule)
         default_dtype = "fp16" if machine.device_type == "cuda" else "fp32"
         self._flags = dataclasses.replace(
             flags,
             image_size=flags.image_size or self._architecture.default_image_size,
+            scheduler=sampler,
             dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)

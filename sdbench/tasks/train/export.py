@@ -93,8 +93,10 @@ class ExportFlags:
         "of a run on precomputed latents: diffusers folder or hub id of the VAE and text encoder "
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
-    scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
+    scheduler: str | None = setting(
+        row_of("sdbench.models.objective:sampler_names"),
+        None,
+        "what diffusers draws with by default (default: ddim, or flow_euler with rectified flow)",
     )
 
 
@@ -159,19 +161,24 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
+    from sdbench.models.objective import check_sampler, default_sampler
     from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
 
     config, weights = trained.config, trained.weights
     architecture = _find_architecture(config, flags.encoders)
+    objective = make_objective(config)
+    schedule = objective.schedule(architecture.parts["scheduler"])
+    sampler = flags.scheduler or default_sampler(schedule)
+    check_sampler(sampler, schedule)
     lora = Lora.of(config, architecture)
     model = build_model(
         architecture,
         seed=seed_of_weights(config),
         trained=config.trained_parts,
         lora=lora,
-        objective=make_objective(config),
+        objective=objective,
     )
     learned = {}
     if config.learned_token is not None:
@@ -199,12 +206,9 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
             for name, tokenizer in zip(architecture.tokenizers, tokenizers, strict=True)
         },
         dtype=flags.dtype,
-        sampler=flags.scheduler,
+        sampler=sampler,
         card=_make_card(
-            trained,
-            family=architecture.family,
-            sampler=flags.scheduler,
-            random_parts=random_parts,
+            trained, family=architecture.family, sampler=sampler, random_parts=random_parts
         ),
         learned=learned,
     )
