@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdbench.base.conditions import NUM_SIZES, SIZES, Condition
 from sdbench.base.escape import as_utf8
-from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR, SourceConfig
+from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.settings.data import KEEP
 
 if TYPE_CHECKING:
@@ -29,35 +30,47 @@ SKIP_ADVICE = (
 
 
 class SampleType(Enum):
-    """The kind of a sample; the value names the parts that are stored."""
+    """The kind of a sample; the value names the first part that is stored."""
 
-    IMAGES = ("image", "caption")
+    IMAGES = "image"  # with a caption
     # Mean and log-variance of the VAE, from which each step samples a latent.
-    MOMENTS = ("moments", "text_embedding")
-    LATENTS = ("latent", "text_embedding")
+    MOMENTS = "moments"
+    LATENTS = "latent"
+
+    @classmethod
+    def of(cls, parts: Iterable[str]) -> SampleType:
+        """Return the kind of a sample by the names of its parts, of which the first decides."""
+        return cls(next(iter(parts)))
+
+    def arrays(self, config: SourceConfig) -> list[Condition]:
+        """Describe a sample's stored arrays, the latents first; none for images, which are files.
+
+        Latents are float16 in our own columns, and any floating type elsewhere.
+        """
+        if self is SampleType.IMAGES:
+            return []
+        num_channels = config.latent_channels * (2 if self is SampleType.MOMENTS else 1)
+        side = config.image_size // VAE_FACTOR
+        latents = Condition(name=self.value, shape=(num_channels, side, side))
+        return [latents, *config.beside_latents]
 
     def array_shapes(self, config: SourceConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a sample's stored arrays; empty for images, which are files."""
-        if self is SampleType.IMAGES:
-            return {}
-        num_channels = NUM_LATENT_CHANNELS * (2 if self is SampleType.MOMENTS else 1)
-        side = config.image_size // VAE_FACTOR
-        shapes = (num_channels, side, side), (NUM_TOKENS, config.text_embedding_dim)
-        return dict(zip(self.value, shapes, strict=True))
+        """Return the shapes of the arrays that `arrays` describes."""
+        return {array.name: array.shape for array in self.arrays(config)}
 
     def batch_tensors(self, config: SourceConfig) -> dict[str, tuple[tuple[int, ...], str]]:
         """Map each tensor of a batch to its shape for one sample and its dtype."""
         if self is SampleType.IMAGES:
             size = config.image_size
-            return {
-                "image": ((3, size, size), config.image_dtype),
-                "input_ids": ((NUM_TOKENS,), "int64"),
-            }
+            ids = {one.name: ((one.num_tokens,), "int64") for one in config.captions}
+            sizes = {SIZES: ((NUM_SIZES,), "float32")} if config.tells_sizes else {}
+            return {"image": ((3, size, size), config.image_dtype), **ids, **sizes}
         tensors = {}
-        for name, (first, *others) in self.array_shapes(config).items():
-            parts = DELIVERED_NAMES.get(name, (name,))
+        for array in self.arrays(config):
+            parts = DELIVERED_NAMES.get(array.name, (array.name,))
+            first, *others = array.shape
             for part in parts:
-                tensors[part] = ((first // len(parts), *others), "float16")
+                tensors[part] = ((first // len(parts), *others), array.dtype)
         return tensors
 
 
@@ -72,9 +85,10 @@ class ImageSample(NamedTuple):
 class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
-    `arrays` has ``text_embedding`` (77, D) and either ``moments`` (8, S / 8, S / 8), the VAE's mean
-    and log-variance in its output order, or ``latent`` (4, S / 8, S / 8), a sample from them times
-    the scaling factor. They have any floating type, and may be views of a file.
+    `arrays` has what `SourceConfig.beside_latents` names, and either ``moments``
+    (2 C, S / 8, S / 8), the VAE's mean and log-variance in its output order, or ``latent``
+    (C, S / 8, S / 8), a sample from them times the scaling factor. They have any floating type, and
+    may be views of a file.
     """
 
     name: str

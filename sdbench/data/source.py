@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
+from sdbench.base.conditions import NUM_SIZES, SIZES, Captions, Condition
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
@@ -15,9 +15,8 @@ NUM_TOKENS = 77
 VOCABULARY_SIZE = 49408
 BOS_TOKEN_ID = 49406
 EOS_TOKEN_ID = 49407
-# The VAE divides each side by 8 and gives 4 channels of means and 4 of log-variances.
+# The VAE divides each side by 8.
 VAE_FACTOR = 8
-NUM_LATENT_CHANNELS = 4
 
 # The length that MosaicML's diffusion-benchmark gives its synthetic data set: with its global
 # batch of 2,048 an epoch has 48 full batches.
@@ -39,9 +38,11 @@ class SourceConfig(DataSettings):
     # [-1, 1], four times the bytes).
     image_dtype: str = "uint8"
     pin_memory: bool = False  # copy batches to page-locked memory, for asynchronous transfer
-    tokenizer_folder: Path | None = None  # of a CLIP tokenizer; None: the built-in vocabulary
-    pad_token_id: int = 0  # fills captions up to 77 tokens: 0 for SD 2, 49407 for SD 1
-    text_embedding_dim: int = 1024  # of the text encoder; used only by precomputed latents
+    captions: tuple[Captions, ...] = (Captions(),)  # how they become token ids
+    # What a caption is encoded to, and channels of latents; used only by precomputed latents.
+    conditions: tuple[Condition, ...] = (Condition(),)
+    latent_channels: int = 4
+    tells_sizes: bool = False  # whether a batch has the sizes of its pictures
     num_images: int | None = None  # of an epoch of synthetic data; None: `NUM_SYNTHETIC_IMAGES`
     caption: str | None = None  # of every sample, in place of its own
     new_token: str | None = None  # a word to add to the tokenizer as one token
@@ -54,6 +55,12 @@ class SourceConfig(DataSettings):
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}
         return cls(**{**values, **others})
+
+    @property
+    def beside_latents(self) -> tuple[Condition, ...]:
+        """What an encoded sample has beside its latents: the conditions, and any sizes."""
+        sizes = Condition(name=SIZES, shape=(NUM_SIZES,), dtype="float32")
+        return (*self.conditions, sizes) if self.tells_sizes else self.conditions
 
     @property
     def global_batch_size(self) -> int:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sdbench
 from sdbench.base.cache import private_folder
@@ -83,7 +83,7 @@ def check_model(job: Job) -> Seen:
     )
     counts = count_parameters(architecture)
     job.architecture = architecture
-    job.num_trainable, num_parameters = counts["unet"], sum(counts.values())
+    job.num_trainable, num_parameters = counts[architecture.family.denoiser], sum(counts.values())
     found = f"{architecture.name}, {job.num_trainable:,} of {num_parameters:,} parameters trained"
     yield OK, found
 
@@ -215,9 +215,11 @@ def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
     from sdbench.data.samples import MissingLatentError
 
     first = _find_first_part(place, data_format)
-    options = {}
+    options: dict[str, Any] = {}
     if job.architecture is not None:
-        options["text_embedding_dim"] = job.architecture.unet["cross_attention_dim"]
+        options["conditions"] = job.architecture.conditions
+        options["latent_channels"] = job.architecture.latent_channels
+        options["tells_sizes"] = job.architecture.tells_sizes
     # A cache of its own: a copy of an earlier run would not show that the place answers.
     with tempfile.TemporaryDirectory(prefix="sdbench-doctor-") as cache:
         options["local"] = cache if is_url(place) else None

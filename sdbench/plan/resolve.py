@@ -21,9 +21,11 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
+from sdbench.data.identity import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
+from sdbench.models.objective import check_objective
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
@@ -89,6 +91,7 @@ def resolve(
 
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = find_model(plan.config, model_parts)
+    _check_objective(plan)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
@@ -138,6 +141,7 @@ def check_ahead(
     others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
     if all(map(is_beside_program, (plan.config.model_name, *others))):
         plan.architecture = find_model(plan.config, model_parts)
+        _check_objective(plan)
         with contextlib.suppress(UnknownError):
             _resolve_image_size(plan)
         if plan.config.learned_token is not None:
@@ -156,6 +160,12 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
             f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
             f"{num_samples} samples do not fill a batch and are left out of it{others}."
         )
+
+
+def _check_objective(draft: Draft) -> None:
+    family = draft.architecture.family
+    takes_guidance = family.takes_guidance(draft.architecture)
+    check_objective(family.objective, draft.config, takes_guidance=takes_guidance)
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -181,18 +191,30 @@ def _count_workers(draft: Draft) -> tuple[int, str]:
 
 def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
-    return SourceConfig.from_settings(
+    source = SourceConfig.from_settings(
         config,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         pin_memory=draft.on_gpu,
-        tokenizer_folder=architecture.tokenizer_folder,
-        pad_token_id=architecture.tokenizer["pad_token_id"],
-        text_embedding_dim=architecture.unet["cross_attention_dim"],
+        captions=architecture.captions,
+        conditions=architecture.conditions,
+        latent_channels=architecture.latent_channels,
+        tells_sizes=architecture.tells_sizes,
         num_images=subject.NUM_SYNTHETIC_INSTANCES if config.has_subject else None,
         caption=config.instance_prompt,
         new_token=config.learned_token,
+    )
+    check_latents(source, architecture)
+    return source
+
+
+def check_latents(source: SourceConfig, architecture: Architecture) -> None:
+    """Refuse precomputed latents that are said to be those of another model."""
+    check_maker(
+        source,
+        family=architecture.family.name,
+        identify_vae=lambda: architecture.identify_weights(("vae",)).get("vae"),
     )
 
 
@@ -236,7 +258,7 @@ def _check_tokens(draft: Draft) -> None:
             allowed="a word that is a single token, such as dog",
             flag="--initial_token",
         )
-    vocabulary_size = architecture.text_encoder["vocab_size"]
+    vocabulary_size = architecture.parts["text_encoder"]["vocab_size"]
     if len(tokenizer) != vocabulary_size:
         raise ConfigError(
             f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sdbench import data
+from sdbench.base.conditions import Condition
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import Progress
 from sdbench.base.units import counted
 from sdbench.data.identity import describe_data_or_warn
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import NUM_TOKENS, SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program
@@ -75,16 +76,18 @@ class Feed(Task):
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
         self._settings, self._chosen = _resolve(self.request, machine, ranks)
-        options: dict[str, Any] = {}
+        states = Condition(shape=(NUM_TOKENS, self._settings.text_embedding_dim))
+        options: dict[str, Any] = {"conditions": (states,)}
         if self._settings.engine == RAY:
             architecture = self._architecture = _find_model(self._settings)
             options = {
                 "num_workers": 0,
                 "rank": ranks.rank,
                 "world_size": ranks.world_size,
-                "tokenizer_folder": architecture.tokenizer_folder,
-                "pad_token_id": architecture.tokenizer["pad_token_id"],
-                "text_embedding_dim": architecture.text_encoder["hidden_size"],
+                "captions": architecture.captions,
+                "conditions": architecture.conditions,
+                "latent_channels": architecture.latent_channels,
+                "tells_sizes": architecture.tells_sizes,
             }
         self._source = SourceConfig.from_settings(
             self._settings,

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from sdbench import data
+from sdbench.base.conditions import Condition
 from sdbench.data.source import SourceConfig
 
 NUM_SAMPLES = 49
@@ -80,7 +81,7 @@ def make_source(kind: str, place: Path | str | None, **changes) -> SourceConfig:
         "latents": "precomputed" if kind.endswith("latents") else "online",
         "remote": None if place is None else str(place),
         "image_size": IMAGE_SIZE,
-        "text_embedding_dim": EMBEDDING_SHAPE[1],
+        "conditions": (Condition(shape=EMBEDDING_SHAPE),),
         "device_batch_size": 4,
         "seed": 3,
     }

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sdbench import data
+from sdbench.base.conditions import Condition
 from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
@@ -67,7 +68,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def source_of(place: Path | str | None, data_format: str = "parquet", **changes) -> SourceConfig:
-    of_tiny = {"device_batch_size": BATCH_SIZE, "text_embedding_dim": 32}
+    of_tiny = {"device_batch_size": BATCH_SIZE, "conditions": (Condition(shape=(77, 32)),)}
     return datasets.make_source(data_format, place, **of_tiny, **changes)
 
 
@@ -101,8 +102,8 @@ def encode_here(encoder, source: SourceConfig, *, num_epochs: int) -> list[dict]
         )
         moments = [encoder.encode_images(part) for part in images]
         mean, logvar = torch.from_numpy(np.concatenate(moments)).chunk(2, dim=1)
-        texts = np.concatenate([encoder.encode_captions(part) for part in input_ids])
-        texts = torch.from_numpy(texts)
+        texts = [encoder.encode_captions({"input_ids": part}) for part in input_ids]
+        texts = torch.from_numpy(np.concatenate([part["text_embedding"] for part in texts]))
         encoded.append({"latent_mean": mean, "latent_logvar": logvar, "text_embedding": texts})
     return encoded
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 
+from sdbench.base.conditions import T5, Captions
 from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
+# A class of transformers.
+BYT5 = "ByT5Tokenizer"
 # How the files of a format may end; ``.tar.gz`` and ``.tgz`` are gzip files.
 ENDINGS = {"webdataset": (".tar", ".tar.gz", ".tgz"), "parquet": (".parquet", ".parq")}
 
@@ -105,17 +109,33 @@ def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
             )
 
 
-def check_tokenizer_folder(folder: Path | None) -> None:
-    """Check that a CLIP tokenizer can be loaded from `folder`, if one is given."""
+def check_tokenizer_folder(captions: Captions) -> None:
+    """Check that the tokenizer of captions can be loaded from its folder, if one is given."""
+    folder = captions.folder
     if folder is None or (folder / "tokenizer.json").is_file():
         return
-    if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+    if captions.kind == T5:
+        is_there = names_byt5(folder)
+        allowed = f"tokenizer.json, or the files of a {BYT5}, which has no vocabulary"
+    else:
+        is_there = all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+        allowed = "tokenizer.json, or vocab.json with merges.txt"
+    if not is_there:
         raise ConfigError(
             "The model folder holds no tokenizer",
             value=str(folder),
-            allowed="tokenizer.json, or vocab.json with merges.txt",
+            allowed=allowed,
             flag="--model_name",
         )
+
+
+def names_byt5(folder: Path) -> bool:
+    """Return whether a folder says that its tokenizer is that of ByT5, whose tokens are bytes."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("tokenizer_class") == BYT5
 
 
 def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:

@@ -27,7 +27,7 @@ from sdbench.data.formats.mds_entries import (
     parse_index,
     read_bounds,
 )
-from sdbench.data.latent_columns import find_columns, find_image_columns
+from sdbench.data.latent_columns import columns_of, find_image_columns
 from sdbench.data.remote import cache_folder, is_url
 from sdbench.data.remote_files import fetch
 from sdbench.data.samples import SampleType
@@ -89,7 +89,7 @@ def check(config: SourceConfig) -> int:
         _check_hashes(place, wanted=config.validate_hash)
         check_files(place)
         if config.wants_latents:
-            column, _ = columns.values()
+            column, *_ = columns.values()
             num_samples += _count_with_latents(place, column, config=config)
         else:
             num_samples += place.num_samples
@@ -236,10 +236,8 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> dict[str, str]:
 
     Arrays without a fixed shape are checked when they are read.
     """
-    columns = find_columns(
-        place.columns, wants_latents=config.wants_latents, image_size=config.image_size
-    )
-    shapes = SampleType(tuple(columns)).array_shapes(config)
+    columns = columns_of(place.columns, config)
+    shapes = SampleType.of(columns).array_shapes(config)
     for shard in place.shards:
         for part, column in columns.items():
             encoding = encodings_of(shard)[column]

@@ -35,7 +35,7 @@ from sdbench.data.formats.mds_index import (
     keep_index,
     locate_mds,
 )
-from sdbench.data.latent_columns import find_columns
+from sdbench.data.latent_columns import LATENTS, columns_of
 from sdbench.data.pipeline.transforms import to_rgb
 from sdbench.data.remote import errors_named
 from sdbench.data.samples import (
@@ -82,10 +82,9 @@ class MdsSamples(Samples):
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         # Data sets that are streamed together may name their columns differently.
-        wanted = {"wants_latents": config.wants_latents, "image_size": config.image_size}
-        self._columns = [find_columns(shard.column_names, **wanted) for _, shard in shards]
+        self._columns = [columns_of(shard.column_names, config) for _, shard in shards]
         self.columns = self._columns[0]
-        self.sample_type = SampleType(tuple(self.columns))
+        self.sample_type = SampleType.of(self.columns)
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
@@ -107,7 +106,7 @@ class MdsSamples(Samples):
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         for key, value in values.items():
             if value is None:
-                kind = BadSampleError if key == "text_embedding" else MissingLatentError
+                kind = MissingLatentError if key in LATENTS else BadSampleError
                 raise kind(f"{name}, {columns[key]}: no value.")
         if self.sample_type is SampleType.IMAGES:
             return ImageSample(name, values["image"], clean_caption(values["caption"]))
@@ -250,8 +249,7 @@ def open_samples(config: SourceConfig) -> MdsSamples:
     present = None
     if config.missing_latents == LEAVE_OUT:
         (place,) = locate_mds(config)
-        columns = find_columns(place.columns, wants_latents=True, image_size=config.image_size)
-        column, _ = columns.values()
+        column, *_ = columns_of(place.columns, config).values()
         present = find_present(place, column)
     return MdsSamples(shards, config=config, present=present)
 

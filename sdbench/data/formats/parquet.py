@@ -1,4 +1,4 @@
-"""Samples of parquet files: rows of images with captions, or of latents with text embeddings.
+"""Samples of parquet files: rows of images with captions, or of latents with encoded captions.
 
 A row group is read as a whole, and its values stay in Arrow's memory until they are asked for.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.checks import bad_place, wrong_type
 from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
-from sdbench.data.latent_columns import check_array, find_columns
+from sdbench.data.latent_columns import LATENTS, check_array, columns_of
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
 from sdbench.data.samples import (
@@ -53,10 +53,8 @@ class ParquetSamples(Samples):
         for number, (path, footer) in enumerate(zip(self._files, self._footers, strict=True)):
             schema = footer.schema.to_arrow_schema()
             if number == 0:
-                self.columns = find_columns(
-                    schema.names, wants_latents=config.wants_latents, image_size=config.image_size
-                )
-                self.sample_type = SampleType(tuple(self.columns))
+                self.columns = columns_of(schema.names, config)
+                self.sample_type = SampleType.of(self.columns)
                 self._shapes = self.sample_type.array_shapes(config)
             _check_columns(schema, self.columns, shapes=self._shapes, path=path)
             for group in range(footer.num_row_groups):
@@ -104,7 +102,7 @@ class ParquetSamples(Samples):
             arrays[part] = _to_array(values[part], place, shape=shape, dtypes=dtypes)
             # Latents come first and fix the type: 77 x 512 numbers of 4 bytes are as long as 77 x
             # 1024 of 2, so bytes of a text embedding are float16 only beside float16 latents.
-            if arrays[part].dtype.itemsize > 2:
+            if part in LATENTS and arrays[part].dtype.itemsize > 2:
                 dtypes = dtypes[1:]
         return LatentSample(name, arrays)
 
@@ -305,7 +303,7 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
             reason = str(error)
     raise ConfigError(
         f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
-        value=f"{config.image_size} px, embeddings of width {config.text_embedding_dim}",
+        value=f"{config.image_size} px, embeddings of width {config.conditions[0].shape[-1]}",
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from sdbench.base.conditions import CLIP, SIZES, Captions, Condition
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import SharedBatches
@@ -20,9 +21,7 @@ from sdbench.data.samples import Samples, SampleType
 from sdbench.data.source import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
-    NUM_LATENT_CHANNELS,
     NUM_SYNTHETIC_IMAGES,
-    NUM_TOKENS,
     VAE_FACTOR,
     VOCABULARY_SIZE,
     SourceConfig,
@@ -37,14 +36,18 @@ LATENT_STD = 1 / 0.18215
 # Any small posterior deviation will do, as it is only sampled from: exp(-10 / 2) = 0.007.
 LATENT_LOGVAR = -10.0
 
+# T5's end of a caption, and the tokens of bytes in ByT5, which its other vocabularies have as well.
+T5_EOS_TOKEN_ID = 1
+T5_BYTES = (3, 259)
+
 
 class SyntheticImageCaptionDataset(Dataset):
     """Noise images with random captions, or noise latents with random text embeddings.
 
     Token ids are drawn from the whole vocabulary, 0 to 49407, so that every row of the embedding
-    table may be read; each caption begins with bos (49406) and ends with eos (49407). Images are
-    uniform over all pixel values. Sample `i` is number `i % 64` of the samples drawn; each rank
-    draws its own.
+    table may be read; each caption begins with bos (49406) and ends with eos (49407). Those of T5
+    are bytes that end with eos. Images are uniform over all pixel values. Sample `i` is number
+    `i % 64` of the samples drawn; each rank draws its own.
     """
 
     def __init__(
@@ -56,34 +59,37 @@ class SyntheticImageCaptionDataset(Dataset):
         num_images: int = NUM_SYNTHETIC_IMAGES,
         image_dtype: str = "uint8",
         wants_latents: bool = False,
-        text_embedding_dim: int = 1024,
+        captions: Sequence[Captions] = (Captions(),),
+        conditions: Sequence[Condition] = (Condition(),),
+        latent_channels: int = 4,
+        tells_sizes: bool = False,
     ) -> None:
         """Draw the samples, which `seed` and `rank` decide.
 
         An epoch has `num_images` over all ranks. Images are ``uint8``, or ``float32`` in [-1, 1];
-        latents and text embeddings are float16.
+        latents are float16. The last four arguments are as in `SourceConfig`.
         """
         self.num_images = num_images
         generator = np.random.default_rng([seed, rank])
         if wants_latents:
             side = image_size // VAE_FACTOR
-            shape = (NUM_DISTINCT, NUM_LATENT_CHANNELS, side, side)
+            shape = (NUM_DISTINCT, latent_channels, side, side)
             mean = generator.standard_normal(shape) * LATENT_STD
-            texts = generator.standard_normal((NUM_DISTINCT, NUM_TOKENS, text_embedding_dim))
             samples = {
                 "latent_mean": mean.astype(np.float16),
                 "latent_logvar": np.full(shape, LATENT_LOGVAR, dtype=np.float16),
-                "text_embedding": texts.astype(np.float16),
+                **{one.name: _draw_condition(one, generator) for one in conditions},
             }
         else:
             shape = (NUM_DISTINCT, 3, image_size, image_size)
             image = generator.integers(0, 256, size=shape, dtype=np.uint8)
-            input_ids = generator.integers(0, VOCABULARY_SIZE, size=(NUM_DISTINCT, NUM_TOKENS))
-            input_ids[:, 0] = BOS_TOKEN_ID
-            input_ids[:, -1] = EOS_TOKEN_ID
+            ids = {one.name: _draw_ids(one, generator) for one in captions}
             if image_dtype == "float32":
                 image = to_float(image)
-            samples = {"image": image, "input_ids": input_ids}
+            samples = {"image": image, **ids}
+        if tells_sizes:
+            whole = (image_size, image_size, 0, 0, image_size, image_size)
+            samples[SIZES] = np.tile(np.float32(whole), (NUM_DISTINCT, 1))
         self.samples = {name: torch.from_numpy(values) for name, values in samples.items()}
 
     def __len__(self) -> int:
@@ -91,6 +97,26 @@ class SyntheticImageCaptionDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: values[index % NUM_DISTINCT] for name, values in self.samples.items()}
+
+
+def _draw_ids(captions: Captions, generator: np.random.Generator) -> np.ndarray:
+    shape = (NUM_DISTINCT, captions.num_tokens)
+    if captions.kind == CLIP:
+        ids = generator.integers(0, VOCABULARY_SIZE, size=shape)
+        ids[:, 0] = BOS_TOKEN_ID
+        ids[:, -1] = EOS_TOKEN_ID
+        return ids
+    ids = generator.integers(*T5_BYTES, size=shape)
+    ids[:, -1] = T5_EOS_TOKEN_ID
+    return ids
+
+
+def _draw_condition(condition: Condition, generator: np.random.Generator) -> np.ndarray:
+    """Draw normal numbers: float32 as such, as T5's states would take gigabytes in float64."""
+    shape = (NUM_DISTINCT, *condition.shape)
+    if condition.dtype == "float32":
+        return generator.standard_normal(shape, dtype=np.float32)
+    return generator.standard_normal(shape).astype(condition.dtype)
 
 
 class SyntheticBatchReader(BatchReader):
@@ -103,7 +129,10 @@ class SyntheticBatchReader(BatchReader):
             rank=config.rank,
             image_dtype=config.image_dtype,
             wants_latents=config.wants_latents,
-            text_embedding_dim=config.text_embedding_dim,
+            captions=config.captions,
+            conditions=config.conditions,
+            latent_channels=config.latent_channels,
+            tells_sizes=config.tells_sizes,
         )
         super().__init__(Samples([config.num_images or NUM_SYNTHETIC_IMAGES]), config=config)
         self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES

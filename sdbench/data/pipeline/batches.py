@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import check_array, check_finite
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import SharedBatches
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.pipeline.transforms import decode_image, to_float
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.pipeline.transforms import decode_picture, to_float
 from sdbench.data.samples import (
     DELIVERED_NAMES,
     SKIP_ADVICE,
@@ -168,6 +169,7 @@ class SampleBatchReader(BatchReader):
 class ImageBatchReader(SampleBatchReader):
     """Makes ``{image: (B, 3, S, S) uint8 or float32, input_ids: (B, 77) int64}``.
 
+    Models with several text encoders have ids for each, and some are told ``sizes``, (B, 6).
     Images are channels_last in memory, as decoders write them: separating the channels took a
     seventh of the time of an image.
     """
@@ -176,12 +178,10 @@ class ImageBatchReader(SampleBatchReader):
         super().__init__(samples, config=config)
         size = config.image_size
         layout = {"image": ((size, size, 3), torch.uint8)}
+        if config.tells_sizes:
+            layout |= {SIZES: ((NUM_SIZES,), torch.float32)}
         self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
-        self._tokenizer = CaptionTokenizer(
-            folder=config.tokenizer_folder,
-            pad_token_id=config.pad_token_id,
-            new_token=config.new_token,
-        )
+        self._tokenize = CaptionTokenizers(config.captions, new_token=config.new_token)
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str:
         with report.phase("read"):
@@ -194,7 +194,7 @@ class ImageBatchReader(SampleBatchReader):
         check_whole(sample, empty_captions=config.empty_captions)
         report.bytes_read += len(sample.image) + len(sample.caption)
         try:
-            decoded = decode_image(
+            decoded, sizes = decode_picture(
                 sample.image,
                 image_size=config.image_size,
                 crop=(x, y) if config.crop == "random" else None,
@@ -206,6 +206,8 @@ class ImageBatchReader(SampleBatchReader):
             raise undecodable(sample.name, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded.transpose(1, 2, 0)
+            if config.tells_sizes:
+                self._arrays[SIZES][position] = sizes
         return "" if drop < config.caption_drop_probability else sample.caption
 
     def _finish(
@@ -216,15 +218,16 @@ class ImageBatchReader(SampleBatchReader):
             with report.phase("transform"):
                 tensors["image"] = torch.from_numpy(to_float(tensors["image"].numpy()))
         with report.phase("tokenize"):
-            tensors["input_ids"] = torch.from_numpy(self._tokenizer(captions))
+            for name, ids in self._tokenize(captions).items():
+                tensors[name] = torch.from_numpy(ids)
         return tensors
 
 
 class LatentBatchReader(SampleBatchReader):
-    """Makes ``{latent_mean, latent_logvar | latent: (B, 4, S / 8, S / 8), text_embedding}``.
+    """Makes ``{latent_mean, latent_logvar | latent: (B, C, S / 8, S / 8), text_embedding}``.
 
-    All are float16; ``text_embedding`` is (B, 77, D). Each value is copied once, from the file's
-    pages into the batch.
+    Latents are float16, and what is beside them has the shapes and types that the model asks for.
+    Each value is copied once, from the file's pages into the batch.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
@@ -250,7 +253,7 @@ class LatentBatchReader(SampleBatchReader):
                     copy = self._arrays[part][position]
                     with np.errstate(over="ignore"):
                         copy[:] = stored[number * length : (number + 1) * length]
-                    # Checks the copy, which is aligned, in the processor's cache, and float16.
+                    # Checks the copy, which is aligned, in the processor's cache, and narrow.
                     check_finite(f"{sample.name}, {name}", copy)
 
 

@@ -1,8 +1,8 @@
-"""Captions to token ids, by transformers' fast CLIP tokenizer.
+"""Captions to token ids, by transformers' tokenizers for CLIP and T5.
 
-It takes the tokenizer folder of a model if there is one, else the vocabulary in
-``clip_vocabulary/``, so that no network is needed. The fast and the slow class differ on some
-non-Latin captions.
+They take the tokenizer folder of a model if there is one. Else CLIP's vocabulary is in
+``clip_vocabulary/`` and T5's tokens are bytes, as ByT5 has them, so that no network is needed. The
+fast and the slow class of CLIP differ on some non-Latin captions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import CLIPTokenizerFast
+from transformers import ByT5Tokenizer, CLIPTokenizerFast, T5TokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from sdbench.base.conditions import CLIP, T5, Captions
+from sdbench.data.formats.checks import names_byt5
 from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_TOKENS, VOCABULARY_SIZE
 
 END_OF_WORD = "</w>"
@@ -29,21 +31,29 @@ EOS_TOKEN = "<|endoftext|>"
 
 
 class CaptionTokenizer:
-    """A callable that turns captions into 77 token ids each: bos, the caption, eos, padding."""
+    """A callable that turns captions into `num_tokens` ids each: the caption, eos and padding.
+
+    CLIP's begin with bos.
+    """
 
     def __init__(
-        self, *, folder: Path | None = None, pad_token_id: int, new_token: str | None = None
+        self,
+        *,
+        folder: Path | None = None,
+        pad_token_id: int,
+        new_token: str | None = None,
+        kind: str = CLIP,
+        num_tokens: int = NUM_TOKENS,
     ) -> None:
         """Load the tokenizer of a folder, or build the one with the built-in vocabulary.
 
         `pad_token_id` follows eos: SD 2 pads with "!", id 0, and SD 1 with eos, id 49407. A
-        `new_token` is a word that becomes one token, after the last of the vocabulary.
+        `new_token` is a word that becomes one token, after the last of the vocabulary. `kind` is
+        one of `sdbench.base.conditions`.
         """
         self.pad_token_id = pad_token_id
-        if folder is None:
-            tokenizer = load_carried_tokenizer(pad_token_id)
-        else:
-            tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+        self.num_tokens = num_tokens
+        tokenizer = (_load_t5 if kind == T5 else _load_clip)(folder, pad_token_id)
         if new_token is not None:
             tokenizer = copy.deepcopy(tokenizer)  # others share the carried one
             tokenizer.add_tokens([new_token])
@@ -51,9 +61,19 @@ class CaptionTokenizer:
 
     @classmethod
     def of(cls, architecture: Any, *, new_token: str | None = None) -> CaptionTokenizer:
-        """Return the tokenizer of a model, which its `Architecture` describes."""
-        folder, settings = architecture.tokenizer_folder, architecture.tokenizer
-        return cls(folder=folder, pad_token_id=settings["pad_token_id"], new_token=new_token)
+        """Return the first tokenizer of a model, which its `Architecture` describes."""
+        return cls.of_captions(architecture.captions[0], new_token=new_token)
+
+    @classmethod
+    def of_captions(cls, captions: Captions, *, new_token: str | None = None) -> CaptionTokenizer:
+        """Return the tokenizer that a description of captions asks for."""
+        return cls(
+            folder=captions.folder,
+            pad_token_id=captions.pad_token_id,
+            new_token=new_token,
+            kind=captions.kind,
+            num_tokens=captions.num_tokens,
+        )
 
     def read_word(self, word: str) -> list[int]:
         """Return the tokens of a word."""
@@ -66,19 +86,64 @@ class CaptionTokenizer:
         return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
-        """Return (B, 77) int64; a longer caption is cut so that eos is still the last id."""
-        padded = np.full((len(captions), NUM_TOKENS), self.pad_token_id, dtype=np.int64)
+        """Return (B, num_tokens) int64; a longer caption is cut so that eos is the last id."""
+        padded = np.full((len(captions), self.num_tokens), self.pad_token_id, dtype=np.int64)
         if captions:
-            encoded = self._tokenizer(list(captions), truncation=True, max_length=NUM_TOKENS)
+            encoded = self._tokenizer(list(captions), truncation=True, max_length=self.num_tokens)
             for row, ids in zip(padded, encoded["input_ids"], strict=True):
                 row[: len(ids)] = ids
         return padded
 
-    def for_diffusers(self) -> CLIPTokenizerFast:
+    def for_diffusers(self) -> Any:
         """A copy of the tokenizer for diffusers, which pads and cuts by itself."""
         tokenizer = copy.deepcopy(self._tokenizer)
-        tokenizer.backend_tokenizer.no_truncation()  # that of the last call would be saved with it
+        if tokenizer.is_fast:
+            # That of the last call would be saved with it.
+            tokenizer.backend_tokenizer.no_truncation()
+        if not isinstance(tokenizer, CLIPTokenizerFast):
+            tokenizer.model_max_length = self.num_tokens
         return tokenizer
+
+
+class CaptionTokenizers:
+    """A callable that turns captions into the token ids of each text encoder of a model."""
+
+    def __init__(self, captions: Sequence[Captions], *, new_token: str | None = None) -> None:
+        """Make the tokenizers; those of CLIP get the `new_token`, as `CaptionTokenizer` says."""
+        self._names = [one.name for one in captions]
+        self.tokenizers = tuple(
+            CaptionTokenizer.of_captions(one, new_token=new_token if one.kind == CLIP else None)
+            for one in captions
+        )
+
+    @classmethod
+    def of(cls, architecture: Any, *, new_token: str | None = None) -> CaptionTokenizers:
+        """Return the tokenizers of a model, which its `Architecture` describes."""
+        return cls(architecture.captions, new_token=new_token)
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return (B, num_tokens) int64 by the names of `Captions`."""
+        return {
+            name: tokenizer(captions)
+            for name, tokenizer in zip(self._names, self.tokenizers, strict=True)
+        }
+
+
+def _load_clip(folder: Path | None, pad_token_id: int) -> CLIPTokenizerFast:
+    if folder is None:
+        return load_carried_tokenizer(pad_token_id)
+    return CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def _load_t5(folder: Path | None, pad_token_id: int) -> ByT5Tokenizer | T5TokenizerFast:
+    """Load a tokenizer of T5, whose padding is the id 0 in each.
+
+    The class is chosen here, by the name in the folder: no code from the folder is run.
+    """
+    if folder is None:
+        return ByT5Tokenizer()
+    chosen = ByT5Tokenizer if names_byt5(folder) else T5TokenizerFast
+    return chosen.from_pretrained(folder, local_files_only=True)
 
 
 @functools.cache

@@ -58,7 +58,21 @@ def decode_image(
     read_avif: bool = False,
     phase: Phase = contextlib.nullcontext,
 ) -> np.ndarray:
-    """Decode an image file to (3, image_size, image_size) uint8, RGB.
+    """Decode an image file to (3, image_size, image_size) uint8, RGB, as `decode_picture` does."""
+    options = {"image_size": image_size, "crop": crop, "flip": flip, "read_avif": read_avif}
+    return decode_picture(data, **options, phase=phase)[0]
+
+
+def decode_picture(
+    data: bytes,
+    *,
+    image_size: int,
+    crop: tuple[float, float] | None = None,
+    flip: bool = False,
+    read_avif: bool = False,
+    phase: Phase = contextlib.nullcontext,
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Decode an image file to (3, image_size, image_size) uint8, RGB, and its `conditions.SIZES`.
 
     The array is channels_last in memory. `crop` says where the largest square is cut out along each
     side, from 0 (left, top) to 1; None is the centre. `phase` makes the contexts of the phases
@@ -76,7 +90,9 @@ def decode_image(
     with phase("transform"):
         cut_out = _cut_out if isinstance(decoded, Decoded) else _cut_out_fast
         array = cut_out(decoded, image_size=image_size, crop=crop)
-        return array[:, :, ::-1] if flip else array
+        whole = decoded.size if isinstance(decoded, Decoded) else (*decoded.shape[:0:-1],)
+        sizes = find_sizes(*whole, image_size=image_size, crop=crop, flip=flip)
+        return (array[:, :, ::-1] if flip else array), sizes
 
 
 def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
@@ -123,6 +139,20 @@ def find_square(
     if crop is None:
         return (width - side) // 2, (height - side) // 2, side
     return round(crop[0] * (width - side)), round(crop[1] * (height - side)), side
+
+
+def find_sizes(
+    width: int, height: int, *, image_size: int, crop: tuple[float, float] | None, flip: bool
+) -> tuple[int, ...]:
+    """Return the `conditions.SIZES` of an upright picture, as diffusers' script for SDXL does.
+
+    It mirrors a picture before it crops it.
+    """
+    left, top, side = find_square(width, height, crop=crop)
+    if flip:
+        left = width - side - left
+    corner = (round(pixels * image_size / side) for pixels in (top, left))
+    return height, width, *corner, image_size, image_size
 
 
 def _decode_fast(data: bytes) -> torch.Tensor:

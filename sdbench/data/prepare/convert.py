@@ -12,7 +12,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data import read_columns
-from sdbench.data.identity import identify_data
+from sdbench.data.identity import identify_data, tell_maker
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
     MAX_SAMPLES_PER_SHARD,
@@ -131,6 +131,7 @@ def _open(flags: ConvertFlags) -> Conversion:
             "empty_captions": source.empty_captions,
             "num_samples": num_samples,
             "samples_per_shard": samples_per_shard,
+            **(tell_maker(flags.place) if flags.wants_latents else {}),
         },
         data=identify_data([source]),
         accepts_changes=flags.changed_inputs == "accept",

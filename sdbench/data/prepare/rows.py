@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sdbench.base.conditions import Condition
 from sdbench.data import detect_format, open_samples, read_columns
 from sdbench.data.latent_columns import (
     array_columns,
@@ -26,7 +27,7 @@ from sdbench.data.samples import (
     check_whole,
     undecodable,
 )
-from sdbench.data.source import VAE_FACTOR, SourceConfig
+from sdbench.data.source import NUM_TOKENS, VAE_FACTOR, SourceConfig
 
 
 class ImageRowReader:
@@ -66,7 +67,7 @@ class ImageRowReader:
 
 
 class LatentRowReader:
-    """Encoded images of one or more resolutions with their encoded captions, as float16."""
+    """Encoded images of one or more resolutions with their encoded captions."""
 
     num_dropped = 0
 
@@ -94,12 +95,12 @@ class LatentRowReader:
                 missing = error
                 continue
             assert isinstance(sample, LatentSample)
-            for part, shape in samples.sample_type.array_shapes(config).items():
-                column = name_column(part, image_size=config.image_size)
+            for array in samples.sample_type.arrays(config):
+                column = name_column(array.name, image_size=config.image_size)
                 place = f"{sample.name}, {column}"
-                check_array(place, sample.arrays[part], shape=shape)
+                check_array(place, sample.arrays[array.name], shape=array.shape)
                 with np.errstate(over="ignore"):
-                    row[column] = np.array(sample.arrays[part], dtype=np.float16)
+                    row[column] = np.array(sample.arrays[array.name], dtype=array.dtype)
                 check_finite(place, row[column])
         if missing is not None:
             raise missing
@@ -130,7 +131,8 @@ def describe_source(
     }
     if flags is None:
         return SourceConfig(**options)
-    return SourceConfig.from_settings(flags, **options)
+    states = Condition(shape=(NUM_TOKENS, flags.text_embedding_dim))
+    return SourceConfig.from_settings(flags, conditions=(states,), **options)
 
 
 def open_rows(config: SourceConfig) -> RowReader:

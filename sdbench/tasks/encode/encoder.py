@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdbench.base.conditions import SIZES
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_columns, check_finite
+from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
-from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, make_encoder
+from sdbench.models.diffusion import MEMORY_FORMATS, encode_images, make_encoder
 from sdbench.models.weights import ENCODER_DTYPES
 
 CAPTION_COLUMN = "caption"
@@ -85,51 +86,58 @@ class Step(BatchReport):
 
 
 class Encoder:
-    """VAE and text encoder on one device."""
+    """VAE and text encoders on one device."""
 
     def __init__(
         self, architecture: Architecture, *, encoder_dtype: str, seed: int, device: str
     ) -> None:
-        """Build both encoders; `seed` is for random weights."""
+        """Build the encoders; `seed` is for random weights."""
         self._device = device
+        self._captions, self._conditions = architecture.captions, architecture.conditions
+        self._network = architecture.family.load_network()
         if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.
             torch.backends.cudnn.allow_tf32 = False
         options = {"memory_format": MEMORY_FORMAT, "attention": ATTENTION, "device": device}
         dtype = ENCODER_DTYPES[encoder_dtype]
-        self._vae, self._text_encoder = (
+        self._vae, *self._text_encoders = (
             make_encoder(part, architecture, seed=seed, dtype=dtype, **options)
-            for part in ("vae", "text_encoder")
+            for part in ("vae", *architecture.family.text_encoders)
         )
 
     @torch.inference_mode()
     def encode_images(self, images: Tensor) -> np.ndarray:
-        """Encode images (B, 3, S, S) to mean and log-variance, float16 (B, 8, S/8, S/8)."""
+        """Encode images (B, 3, S, S) to mean and log-variance, float16 (B, 2 C, S/8, S/8)."""
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
         )
-        return _as_float16(torch.cat([mean, logvar], dim=1))
+        return _as_array(torch.cat([mean, logvar], dim=1), "float16")
 
     @torch.inference_mode()
-    def encode_captions(self, input_ids: Tensor) -> np.ndarray:
-        """Encode captions given as token ids (B, 77): float16 (B, 77, D)."""
-        return _as_float16(self._text_encoder(input_ids.to(self._device))[0])
+    def encode_captions(self, batch: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Encode the token ids of a batch to the model's conditions."""
+        ids = [batch[one.name].to(self._device) for one in self._captions]
+        encoded = self._network.encode_text(self._text_encoders, ids)
+        return {one.name: _as_array(encoded[one.name], one.dtype) for one in self._conditions}
 
 
-def _as_float16(values: Tensor) -> np.ndarray:
+def _as_array(values: Tensor, dtype: str) -> np.ndarray:
     # Contiguous, as writers take the bytes and channels_last latents are not.
-    return values.half().contiguous().cpu().numpy()
+    return values.to(getattr(torch, dtype)).contiguous().cpu().numpy()
 
 
 def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) -> EncodedBatch:
     """Encode a batch; the times of loading and encoding go to `step`."""
     columns, tensors, report = {}, batch.tensors, batch.report
     if batch.keys:
-        image_column, text_column = array_columns(SampleType.MOMENTS, job.config)
         with step.phase("vae"):
-            columns[image_column] = encoder.encode_images(tensors["image"])
+            arrays = {SampleType.MOMENTS.value: encoder.encode_images(tensors["image"])}
         with step.phase("text"):
-            columns[text_column] = encoder.encode_captions(tensors["input_ids"])
+            arrays |= encoder.encode_captions(tensors)
+        if SIZES in tensors:
+            arrays[SIZES] = tensors[SIZES].numpy()
+        for name, values in arrays.items():
+            columns[name_column(name, image_size=job.config.image_size)] = values
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             step.seconds[name] += seconds

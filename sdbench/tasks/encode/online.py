@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from sdbench import data
+from sdbench.base.conditions import SIZES
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder
 from sdbench.data.samples import SampleType
-from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
+from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class EncodeStage(Stage):
-    """Encodes a `Batch` of images to one of moments and text embeddings."""
+    """Encodes a `Batch` of images to one of moments and encoded captions."""
 
     def __init__(
         self,
@@ -64,25 +65,32 @@ class EncodeStage(Stage):
         """Encode a batch in parts of `batch_size`, and fill it up."""
         if not content.keys:
             return content.fill_up()
-        moments = self._encode(self._encoder.encode_images, content.tensors["image"])
-        mean, logvar = moments.split(NUM_LATENT_CHANNELS, dim=1)
+        encoded = [self._encode(part) for part in self._split(content.tensors)]
+        tensors = {
+            name: torch.from_numpy(np.concatenate([part[name] for part in encoded]))
+            for name in encoded[0]
+        }
+        mean, logvar = tensors.pop("moments").chunk(2, dim=1)
         tensors = {
             "latent_mean": mean.contiguous(),
             "latent_logvar": logvar.contiguous(),
-            "text_embedding": self._encode(
-                self._encoder.encode_captions, content.tensors["input_ids"]
-            ),
+            **tensors,
         }
+        if SIZES in content.tensors:
+            tensors[SIZES] = content.tensors[SIZES]
         names = [f"sample {key.index}" for key in content.keys]
         kept, bad = find_finite(tensors, names, is_error=self._is_error)
         content.report.bad += bad
         return content._replace(tensors=tensors).take(kept).fill_up()
 
-    def _encode(
-        self, encode: Callable[[torch.Tensor], np.ndarray], values: torch.Tensor
-    ) -> torch.Tensor:
-        parts = values.split(self._batch_size)
-        return torch.from_numpy(np.concatenate([encode(part) for part in parts]))
+    def _split(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        for first in range(0, len(tensors["image"]), self._batch_size):
+            part = slice(first, first + self._batch_size)
+            yield {name: values[part] for name, values in tensors.items()}
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        moments = self._encoder.encode_images(tensors["image"])
+        return {"moments": moments, **self._encoder.encode_captions(tensors)}
 
 
 class OnlineLoader(CheckedLoader):

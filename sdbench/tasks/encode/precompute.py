@@ -18,7 +18,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.identity import identify_data
+from sdbench.data.identity import FAMILY, RANDOM, WEIGHTS, identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
@@ -45,6 +45,7 @@ from sdbench.settings.training import ModelSettings
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
     from sdbench.tasks.encode.encoder import EncodedBatch, Step
 
 EPILOG = """\
@@ -205,8 +206,8 @@ class Precompute(Task):
         self._on_gpu = _connect(draft)
         self._keeps_memory = not self._on_gpu and can_keep_freed_memory()
         _choose(draft, on_gpu=self._on_gpu)
-        config = draft.config
-        architecture = find_model(config)
+        architecture = find_model(draft.config)
+        _choose_dtype(draft, architecture, on_gpu=self._on_gpu)
         default_size = default_image_size(architecture, on_gpu=self._on_gpu)
         draft.choose_if_open("image_size", default_size, f"default of {architecture.name}")
         config = draft.config
@@ -217,9 +218,10 @@ class Precompute(Task):
             latents=ONLINE,
             device_batch_size=1,
             shuffle=False,
-            tokenizer_folder=architecture.tokenizer_folder,
-            pad_token_id=architecture.tokenizer["pad_token_id"],
-            text_embedding_dim=architecture.text_encoder["hidden_size"],
+            captions=architecture.captions,
+            conditions=architecture.conditions,
+            latent_channels=architecture.latent_channels,
+            tells_sizes=architecture.tells_sizes,
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
         self._reader = data.open_batches(source)
@@ -269,13 +271,19 @@ class Precompute(Task):
         """The facts that decide the content of each shard, which a resume must share."""
         config, architecture = self._config, self._job.architecture
         place = config.remote or config.local
+        encoders = architecture.family.encoders
+        random = [part for part in encoders if architecture.weights_folder_of(part) is None]
         return {
             "command": "precompute",
             "source": None if place is None else identify(place),
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
             "num_samples": self._job.num_samples,
-            "weights": architecture.identify_weights(("vae", "text_encoder")),
+            FAMILY: architecture.family.name,
+            WEIGHTS: {
+                **architecture.identify_weights(encoders),
+                **dict.fromkeys(random, f"{RANDOM}, seed {config.seed}"),
+            },
             **{name: getattr(config, name) for name in FACTS_OF_JOB},
         }
 
@@ -424,13 +432,31 @@ def _choose(draft: Draft, *, on_gpu: bool) -> None:
         )
     draft.choose("data_format", data_format, "the place of the data")
     on_ray = config.engine == RAY
-    dtype = draft.machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=on_ray)
-    draft.choose_if_open("encoder_dtype", dtype, "the device")
     draft.choose_if_open("batch_size", GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE, "the device")
     # Without a GPU the cores are for the encoders.
     cores_per_rank = draft.machine.num_cpu_cores // draft.ranks.local_world_size
     num_workers = min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu and not on_ray else 0
     draft.choose_if_open("num_workers", num_workers, "the cores")
+
+
+def _choose_dtype(draft: Draft, architecture: Architecture, *, on_gpu: bool) -> None:
+    """Choose the type of the encoders, or refuse one that the model cannot have."""
+    given, on_ray = draft.config.encoder_dtype, draft.config.engine == RAY
+    dtype, reason = draft.machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=on_ray), None
+    allowed: tuple[Any, ...] = (dtype,)
+    if "encoder_dtype" in architecture.family.unsuitable:
+        allowed, reason = architecture.family.unsuitable["encoder_dtype"]
+        if given not in (None, *allowed):
+            raise ConfigError(
+                f"{architecture.name} cannot have encoders of this type: {reason}",
+                value=given,
+                allowed=" | ".join(map(str, allowed)),
+                flag="--encoder_dtype",
+            )
+    is_fast = dtype in allowed
+    draft.choose_if_open(
+        "encoder_dtype", dtype if is_fast else allowed[0], "the device" if is_fast else reason
+    )
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
