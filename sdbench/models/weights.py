@@ -125,7 +125,6 @@ def draw_weights(
 
 def initialize_text_encoder(encoder: Any) -> Callable[[nn.Module], object]:
     """What draws the modules of a text encoder of transformers, for `draw_weights`."""
-
     # T5's embedding and CLIP's projection are drawn, alone, when the whole model is asked for,
     # which is no part of `draw_weights`.
     own = [layer for layer in encoder.children() if isinstance(layer, (nn.Embedding, nn.Linear))]

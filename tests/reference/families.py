@@ -1,9 +1,11 @@
 """One training step of SDXL, SD3 and Flux.1, written from papers and diffusers' training scripts.
 
 An independent reference for tests: it calls the modules of diffusers and transformers, and nothing
-of `sdbench.models`. SDXL: arXiv 2307.01952, examples/text_to_image/train_text_to_image_sdxl.py. SD3:
-arXiv 2403.03206, examples/dreambooth/train_dreambooth_sd3.py. Flux.1:
-examples/dreambooth/train_dreambooth_flux.py. Each function takes latents that are scaled and shifted.
+of `sdbench.models`. Each function takes latents that are scaled and shifted. The sources:
+
+- SDXL: arXiv 2307.01952, examples/text_to_image/train_text_to_image_sdxl.py of diffusers
+- SD3: arXiv 2403.03206, examples/dreambooth/train_dreambooth_sd3.py
+- Flux.1: examples/dreambooth/train_dreambooth_flux.py
 """
 
 from __future__ import annotations

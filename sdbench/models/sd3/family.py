@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
-from sdbench.models.family import FLOW, Fact, Family
+from sdbench.models.family import FLOW, Fact, Family, FlowSettings
 from sdbench.models.t5_captions import read_by_t5
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 # Tokens of T5 that it was trained with (arXiv 2403.03206) and that diffusers' example trains with.
 NUM_T5_TOKENS = 77
+# Width of the zeros that stand for T5's states in a model without T5, that of T5-XXL.
+T5_WIDTH = 4096
 
 
 class StableDiffusion3(Family):
-    """Stable Diffusion 3."""
+    """Stable Diffusion 3; T5 may be left out, and its states are zeros then."""
 
     name = "sd3"
     title = "a Stable Diffusion 3 model"
@@ -34,7 +36,9 @@ class StableDiffusion3(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP, "tokenizer_3": T5}
     objective = FLOW
+    flow = FlowSettings(time_sampling="logit_normal")
     network = "sdbench.models.sd3.network:StableDiffusion3Network"
+    optional = ("text_encoder_3", "tokenizer_3")
     unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}
 
     def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
@@ -51,12 +55,12 @@ class StableDiffusion3(Family):
 
     def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
         """The transformer reads states of T5's width, pooled text of both CLIPs, and latents."""
-        transformer, vae, first, second, t5 = (configs[part] for part in self.parts)
+        transformer, vae, first, second, t5 = (configs.get(part) for part in self.parts)
         pooled = first.get("projection_dim", 0) + second.get("projection_dim", 0)
         return [
             (
                 *("joint_attention_dim", transformer.get("joint_attention_dim")),
-                *("third text encoder's states", t5.get("d_model")),
+                *("third text encoder's states", T5_WIDTH if t5 is None else t5.get("d_model")),
             ),
             (
                 *("pooled_projection_dim", transformer.get("pooled_projection_dim")),
@@ -70,21 +74,24 @@ class StableDiffusion3(Family):
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
         """77 tokens of each tokenizer."""
-        return (
+        clips = (
             architecture.clip_captions("tokenizer"),
             architecture.clip_captions("tokenizer_2", name="input_ids_2"),
-            read_by_t5(architecture, "tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS),
         )
+        if "text_encoder_3" not in architecture.parts:
+            return clips
+        t5 = read_by_t5(architecture, "tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS)
+        return (*clips, t5)
 
     def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
         """States of CLIP's tokens, then T5's, which overflow in fp16; and CLIP's pooled text."""
-        first, _, third = self.captions(architecture)
+        first, _, *t5 = self.captions(architecture)
         transformer = architecture.parts["transformer"]
-        num_tokens = first.num_tokens + third.num_tokens
-        pooled = (transformer["pooled_projection_dim"],)
+        num_tokens = first.num_tokens + (t5[0].num_tokens if t5 else NUM_T5_TOKENS)
+        states = (num_tokens, transformer["joint_attention_dim"])
         return (
-            Condition(shape=(num_tokens, transformer["joint_attention_dim"]), dtype="float32"),
-            Condition(name=POOLED_EMBEDDING, shape=pooled),
+            Condition(shape=states, dtype="float32" if t5 else "float16"),
+            Condition(name=POOLED_EMBEDDING, shape=(transformer["pooled_projection_dim"],)),
         )
 
     def size_multiple(self, architecture: Architecture) -> int:

@@ -18,6 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
 from sdbench.models.joint_attention import set_joint_attention
 from sdbench.models.network import Conditions, Network
+from sdbench.models.sd3.family import NUM_T5_TOKENS, T5_WIDTH
 from sdbench.models.sdxl.network import encode_by_clip
 
 
@@ -33,11 +34,14 @@ class StableDiffusion3Network(Network):
     ) -> dict[str, Tensor]:
         """States (B, 77 + N, 4096) of both CLIPs side by side, then T5's, and pooled text.
 
-        Zeros fill CLIP's states up to T5's width.
+        Zeros fill CLIP's states up to T5's width, and stand for T5's states without T5.
         """
         clips = [encode_by_clip(*pair) for pair in zip(encoders[:2], ids[:2], strict=True)]
         states, pooled = (torch.cat(both, dim=-1) for both in zip(*clips, strict=True))
-        t5_states = encoders[2](ids[2])[0]
+        if len(encoders) > len(clips):
+            t5_states = encoders[2](ids[2])[0]
+        else:
+            t5_states = states.new_zeros(len(states), NUM_T5_TOKENS, T5_WIDTH)
         padded = nn.functional.pad(states, (0, t5_states.shape[-1] - states.shape[-1]))
         return {
             TEXT_EMBEDDING: torch.cat([padded, t5_states], dim=-2),
