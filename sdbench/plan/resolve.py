@@ -91,7 +91,7 @@ def resolve(
 
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = find_model(plan.config, model_parts)
-    _check_objective(plan)
+    _suit_family(plan)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
@@ -141,7 +141,8 @@ def check_ahead(
     others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
     if all(map(is_beside_program, (plan.config.model_name, *others))):
         plan.architecture = find_model(plan.config, model_parts)
-        _check_objective(plan)
+        with contextlib.suppress(UnknownError):
+            _suit_family(plan)
         with contextlib.suppress(UnknownError):
             _resolve_image_size(plan)
         if plan.config.learned_token is not None:
@@ -162,10 +163,23 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
         )
 
 
-def _check_objective(draft: Draft) -> None:
+def _suit_family(draft: Draft) -> None:
+    """Refuse settings that the model's family cannot have, and choose others for its presets."""
     family = draft.architecture.family
     takes_guidance = family.takes_guidance(draft.architecture)
     check_objective(family.objective, draft.config, takes_guidance=takes_guidance)
+    for name, (allowed, reason) in family.unsuitable.items():
+        value = getattr(draft.config, name, allowed[0])
+        if value is None or value in allowed:
+            continue
+        if draft.request.is_users(name):
+            raise ConfigError(
+                reason,
+                value=value,
+                allowed=f"{' | '.join(map(str, allowed))} with {draft.architecture.name}",
+                flag=f"--{name}",
+            )
+        draft.choose(name, allowed[0], reason)
 
 
 def _resolve_image_size(draft: Draft) -> None:
