@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench import __version__, data
+from sdbench.base.conditions import Condition
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import as_utf8
 from sdbench.base.files import write_json
@@ -25,7 +26,7 @@ from sdbench.data.formats.listing import name_some
 from sdbench.data.formats.mds_index import MdsPlace, locate_mds, parse_streams
 from sdbench.data.remote import is_url
 from sdbench.data.remote_files import describe_unchecked
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import NUM_TOKENS, SourceConfig
 from sdbench.record.provenance import git_state
 
 # Hidden, because no format reads hidden files as samples.
@@ -33,6 +34,8 @@ PROVENANCE_NAME = ".made_by.json"
 # What it says of the model that encoded the samples: the name of its family, and the checksum of
 # the files of each of its parts. One that begins with this word stands for random weights.
 FAMILY, WEIGHTS, RANDOM = "family", "weights", "random"
+# And the arrays of a sample, where they are not those of Stable Diffusion 1 or 2.
+ENCODED = "encoded"
 # Files of a data set whose names are kept with a run; the hashes are of all files.
 MAX_NAMED = 1000
 
@@ -287,7 +290,50 @@ def check_maker(
 def tell_maker(place: str) -> dict[str, Any]:
     """Return what a data set says of the model that encoded it, for a copy of it."""
     facts = read_provenance(Path(place)) or {}
-    return {name: facts[name] for name in (FAMILY, WEIGHTS) if name in facts}
+    return {name: facts[name] for name in (FAMILY, WEIGHTS, ENCODED) if name in facts}
+
+
+def tell_encoded(source: SourceConfig) -> dict[str, Any]:
+    """Return what a data set has to say of its arrays, for `read_encoded`."""
+    plain = _plain(source.conditions[0].shape[-1])
+    said = {name: getattr(source, name) for name in plain}
+    if said == plain:
+        return {}
+    conditions = [dataclasses.asdict(condition) for condition in source.conditions]
+    return {ENCODED: {**said, "conditions": conditions}}
+
+
+def _plain(width: int) -> dict[str, Any]:
+    """Options of a `SourceConfig` for Stable Diffusion 1 and 2."""
+    states = Condition(shape=(NUM_TOKENS, width))
+    return {"latent_channels": 4, "tells_sizes": False, "conditions": (states,)}
+
+
+def read_encoded(place: str | None, *, width: int) -> dict[str, Any]:
+    """Return options of a `SourceConfig` for the encoded samples at a place.
+
+    Where it does not say what they are, they are those of Stable Diffusion, with this width.
+    """
+    facts = {} if place is None else read_provenance(Path(place)) or {}
+    if ENCODED not in facts:
+        return _plain(width)
+    try:
+        said = facts[ENCODED]
+        conditions = tuple(
+            Condition(name=one["name"], shape=tuple(one["shape"]), dtype=one["dtype"])
+            for one in said["conditions"]
+        )
+        return {
+            "latent_channels": int(said["latent_channels"]),
+            "tells_sizes": bool(said["tells_sizes"]),
+            "conditions": conditions,
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise bad_place(
+            f"The note of how the data set was made does not describe its arrays ({error!r})",
+            value=str(Path(place or "") / PROVENANCE_NAME),
+            allowed="the file as the suite wrote it, or no file",
+        ) from None
 
 
 def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:

@@ -18,7 +18,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.identity import FAMILY, RANDOM, WEIGHTS, identify_data
+from sdbench.data.identity import FAMILY, RANDOM, WEIGHTS, identify_data, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
@@ -284,6 +284,7 @@ class Precompute(Task):
                 **architecture.identify_weights(encoders),
                 **dict.fromkeys(random, f"{RANDOM}, seed {config.seed}"),
             },
+            **tell_encoded(self._job.config),
             **{name: getattr(config, name) for name in FACTS_OF_JOB},
         }
 
