@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from sdbench.models.components import count_parameters
 
-    counts = count_parameters(architecture)
-    total, trainable = sum(counts.values()), counts["unet"]
+    counts, denoiser = count_parameters(architecture), architecture.family.denoiser
+    total, trainable = sum(counts.values()), counts[denoiser]
     if flags.csv:
         print("sub_model,total,trainable")
         for part, number in counts.items():
-            print(f"{part},{number},{number if part == 'unet' else 0}")
+            print(f"{part},{number},{number if part == denoiser else 0}")
         print(f"total,{total},{trainable}")
     else:
         print(f"Model has {total / 1e6} M parameters and {trainable / 1e6} M trainable_params")

@@ -13,7 +13,7 @@ import pytest
 import benchmark
 from sdbench.measure.timer import StepTimer
 from sdbench.measure.watch import StepWatch
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
 from sdbench.tasks import pretrain
 from tests.refusals import printed_refusal, refusal_of
 from tests.report.results_folder import make_results
@@ -174,7 +174,7 @@ def test_a_run_that_ends_badly_keeps_the_steps_before(tmp_path, monkeypatch, eng
     def loss(output):
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return StableDiffusion.loss(*output)
+        return DiffusionModel.loss(*output)
 
     monkeypatch.setattr(wandb, "init", lambda **_: SimpleNamespace(log=log))
     monkeypatch.setattr(pretrain, "_loss", loss)

@@ -45,6 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     record = run("--prompts", PROMPTS, "--folder", "out")
     assert (record["kind"], record["status"]) == ("generate", "ok")
+    assert record["config"]["scheduler"] == record["job"]["scheduler"] == "ddim"
     assert (record["summary"]["num_pictures"], record["summary"]["num_drawn"]) == (3, 3)
     with Path("out", "prompts.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -82,7 +83,7 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_
     pipeline = StableDiffusionPipeline(
         unet=model.unet,
         vae=model.vae,
-        scheduler=make_sampler("ddim", model.scheduler.config),
+        scheduler=make_sampler("ddim", model.objective.config),
         **dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor")),
         requires_safety_checker=False,
     )
@@ -160,6 +161,7 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
     [
         ("--image_size", "100"),
         ("--scheduler", "heun"),
+        ("--scheduler", "flow_euler"),
         ("--lora", "nothing.safetensors"),
         ("--lora", "nothing.safetensors:nan"),
         ("--dtype", "fp16"),

@@ -10,6 +10,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.plan.describe import for_person
 from sdbench.plan.resolve import check_ahead, resolve
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings import recipe
 from sdbench.settings.config import parse_request
 from sdbench.settings.rules import UNKNOWN, Unknown
 from tests.machines import make_cpu_machine, make_machine
@@ -220,6 +221,24 @@ def test_what_no_machine_can_run_is_refused_without_one(argv, world_size, value)
 )
 def test_what_some_machine_may_run_is_not_refused_without_one(argv, world_size):
     plan_ahead(argv, world_size)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        ("--time_sampling uniform", "--time_sampling"),
+        ("--time_shift resolution", "--time_shift"),
+        ("--guidance_embedding 1", "--guidance_embedding"),
+    ],
+)
+def test_a_model_with_a_schedule_of_noise_has_no_settings_of_rectified_flow(argv, flag):
+    words = ("--model_name", "tiny", "--max_duration", "1ba", *argv.split())
+    request = recipe.parse_request(words, description="", epilog="")
+    ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    with refused(f"{flag} or --model_name"):
+        check_ahead(request, ranks=UNKNOWN)
+    with refused(f"{flag} or --model_name"):
+        resolve(request, machine=make_cpu_machine(), ranks=ranks)
 
 
 def plan_ahead(argv, world_size):

@@ -25,6 +25,7 @@ HELD_OUT = "--validation_remote a"
 VALIDATED = f"--validate_every_batches 9 {HELD_OUT}"
 SCORED = f"--score_every_batches 9 {HELD_OUT}"
 PRECOMPUTED = "--latents precomputed"
+LOGIT_NORMAL = "--time_sampling logit_normal"
 PROMPTS = "--sample_prompts a"
 SAMPLED = f"--sample_every_batches 9 {PROMPTS}"
 
@@ -45,6 +46,8 @@ def check(argv: str = "", world_size: int = 1) -> TrainConfig:
         ("--fid_network a", "score_every_batches", SCORED),
         ("--text_encoder_lr 2", "train_text_encoder or --learned_token", "--train_text_encoder"),
         ("--kl_weight 2", "train", "--train vae"),
+        ("--time_mean 1", "time_sampling", LOGIT_NORMAL),
+        ("--time_std 2", "time_sampling", LOGIT_NORMAL),
         ("--lr_end_factor 0.5", "lr_schedule", "--lr_schedule linear"),
         ("--ema_half_life_batches 9", "use_ema", "--use_ema"),
         ("--ema_warmup", "use_ema", "--use_ema"),
@@ -83,6 +86,9 @@ def test_a_flag_without_an_effect_is_refused(argv, others, needed):
         ),
         (f"{SAMPLED} {PRECOMPUTED}", "latents or --sample_every_batches", "precomputed"),
         ("--train vae --noise_offset 0.1", "noise_offset or --train", 0.1),
+        ("--train vae --time_shift resolution", "time_shift or --train", "resolution"),
+        ("--train vae --flow_weighting cosmap", "flow_weighting or --train", "cosmap"),
+        ("--train vae --guidance_embedding 0", "guidance_embedding or --train", 0.0),
         ("--train vae --lora_rank 4", "lora_rank or --train", 4),
         (f"--train_text_encoder {PRECOMPUTED}", "latents or --train_text_encoder", "precomputed"),
         (
@@ -181,3 +187,21 @@ def test_a_printed_config_and_other_programs_keys_are_no_wishes(tmp_path, capsys
     check(f"--config {path}")
     Path(path).write_text("experiment: {num_eval_images: 10, save_only_most_recent: false}\n")
     check(f"--config {path}")
+
+
+def test_settings_of_rectified_flow_are_numbers_or_words():
+    config = check(f"{LOGIT_NORMAL} --time_mean -0.5 --time_std 2 --time_shift 3")
+    assert (config.time_sampling, config.time_mean, config.time_std) == ("logit_normal", -0.5, 2.0)
+    assert config.time_shift == 3.0
+    assert check("--time_shift resolution").time_shift == "resolution"
+    assert check().time_shift is check().flow_weighting is check().guidance_embedding is None
+    for argv, flag, value in (
+        ("--time_shift 0", "--time_shift", "0"),
+        ("--time_shift size", "--time_shift", "size"),
+        ("--time_mean nan", "--time_mean", "nan"),
+        ("--time_std 0", "--time_std", "0"),
+        ("--flow_weighting mode", "--flow_weighting", "mode"),
+        ("--guidance_embedding -1", "--guidance_embedding", "-1"),
+    ):
+        with refused(flag, value=value):
+            check(argv)

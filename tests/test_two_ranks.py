@@ -18,7 +18,7 @@ import benchmark
 from sdbench.engines import load_engine
 from sdbench.measure import hardware
 from sdbench.measure.phases import PHASES, PhaseClock
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.runs import only_record
 
@@ -49,7 +49,7 @@ def run(results, *argv):
 def spy(folder):
     """Have this rank write what it drew and saw in each forward pass, and set its clock."""
     rank, now_s = int(os.environ["RANK"]), [0.0]
-    forward, init = StableDiffusion.forward, DistributedDataParallel.__init__
+    forward, init = DiffusionModel.forward, DistributedDataParallel.__init__
 
     def spied_forward(self, batch):
         prediction, target = forward(self, batch)
@@ -68,7 +68,7 @@ def spy(folder):
         init(self, *args, **kwargs)
         self.register_comm_hook(None, send_slowly)
 
-    StableDiffusion.forward = spied_forward
+    DiffusionModel.forward = spied_forward
     DistributedDataParallel.__init__ = slow_init
     PhaseClock.__init__.__kwdefaults__["clock"] = lambda: now_s[0]
 

@@ -16,8 +16,8 @@ from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainedModule
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.blocks import SHARDED_BLOCKS
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.models.diffusion import DiffusionModel, build_model
+from sdbench.models.sd.network import StableDiffusionNetwork
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.setting import BF16
 from sdbench.tasks.validation import (
@@ -40,8 +40,8 @@ def place(rank: int = 0, world_size: int = 1) -> Ranks:
     return Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
 
 
-def build(*, encoders: bool = False, precision: str = "fp32") -> StableDiffusion:
-    return build_stable_diffusion(TINY, seed=3, encoders=encoders, precision=precision)
+def build(*, encoders: bool = False, precision: str = "fp32") -> DiffusionModel:
+    return build_model(TINY, seed=3, encoders=encoders, precision=precision)
 
 
 def samples() -> dict[str, torch.Tensor]:
@@ -147,13 +147,13 @@ def test_images_are_encoded_without_chance(picture_folder) -> None:
     assert first == measure() and first["num_samples"] == 3
 
 
-def as_job(model: StableDiffusion) -> SimpleNamespace:
+def as_job(model: DiffusionModel) -> SimpleNamespace:
     """What is read of a job."""
     weights = {f"unet.{name}": weight for name, weight in model.unet.named_parameters()}
     return SimpleNamespace(
         model=model,
         trained={"unet": TrainedModule(model.unet, lr=1e-4, weight_decay=0.0)},
-        sharded_blocks=SHARDED_BLOCKS,
+        sharded_blocks=StableDiffusionNetwork.sharded_blocks,
         trained_weights=lambda: weights,
     )
 

@@ -83,7 +83,7 @@ def check_model(job: Job) -> Seen:
     )
     counts = count_parameters(architecture)
     job.architecture = architecture
-    job.num_trainable, num_parameters = counts["unet"], sum(counts.values())
+    job.num_trainable, num_parameters = counts[architecture.family.denoiser], sum(counts.values())
     found = f"{architecture.name}, {job.num_trainable:,} of {num_parameters:,} parameters trained"
     yield OK, found
 

@@ -22,8 +22,8 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
 if TYPE_CHECKING:
+    from sdbench.models.diffusion import DiffusionModel
     from sdbench.models.drawing import DrawingSettings, Tokenize
-    from sdbench.models.stable_diffusion import StableDiffusion
 
 
 class ListedPictures(Samples):
@@ -139,7 +139,7 @@ class Scores:
 
 
 def score_model(
-    model: StableDiffusion,
+    model: DiffusionModel,
     reader: BatchReader,
     *,
     networks: Mapping[str, Any],
@@ -158,6 +158,7 @@ def score_model(
     of ranks.
     """
     from sdbench.models.drawing import draw_share
+    from sdbench.models.objective import default_sampler
 
     num_images = min(num_images, reader.num_samples)
     scores = Scores(networks)
@@ -186,7 +187,7 @@ def score_model(
     how = {
         "num_bad_samples": num_images - len(prompts),
         "image_size": settings.image_size,
-        "sampler": settings.sampler,
+        "sampler": settings.sampler or default_sampler(model.scheduler.config),
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,
     }

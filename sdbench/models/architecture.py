@@ -1,7 +1,7 @@
 """`resolve_architecture`: finds the architecture and the weights of a model by its name.
 
-A name is that of a file in `architectures/`, a local diffusers folder, or a hub id. Only a hub id
-needs the network. torch is not imported here.
+A name is that of a file in the folder ``sizes`` of a family, a local diffusers folder, or a hub id.
+Only a hub id needs the network. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import Captions, Condition
+from sdbench.base.conditions import CLIP, T5, Captions, Condition
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
 from sdbench.base.outside import shorten
-from sdbench.models.family import Family
-from sdbench.models.objective import PREDICTION_TYPES
+from sdbench.models.families import (
+    built_in_files,
+    detect_family,
+    families,
+    family_of_file,
+    said_pipeline,
+)
+from sdbench.models.family import Fact, Family
+from sdbench.settings.training import DENOISER
 
-ARCHITECTURES_FOLDER = Path(__file__).parent / "sd" / "sizes"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
@@ -37,52 +43,37 @@ DRAWING = 2
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
 
-CONFIG_FILES = {
-    "unet": "unet/config.json",
-    "vae": "vae/config.json",
-    "text_encoder": "text_encoder/config.json",
-    "scheduler": "scheduler/scheduler_config.json",
-    "tokenizer": "tokenizer/tokenizer_config.json",
-}
-WEIGHT_STEMS = {
-    "unet": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-    "text_encoder": "model",
-}
-# Conditioning inputs of a U-Net that Stable Diffusion 1 and 2 do not have.
-OTHER_CONDITIONS = (
-    *("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim"),
-)
-# The pad tokens of Stable Diffusion 2 and 1, with their ids in CLIP's vocabulary.
-PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
+# Of each CLIP text encoder, its `max_position_embeddings`.
+NUM_CLIP_TOKENS = 77
+# The pad tokens of tokenizers, with their ids: CLIP's as Stable Diffusion 2 and 1 have them, T5's.
+PAD_TOKEN_IDS = {CLIP: {"!": 0, "<|endoftext|>": 49407}, T5: {"<pad>": 0}}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture:
     """The configurations of one model. Compared by identity, so that it can be a cache's key.
 
-    The configurations are for diffusers' UNet2DConditionModel, AutoencoderKL and DDPMScheduler and
-    for transformers' CLIPTextModel. The repr leaves out where the weights come from.
+    The repr leaves out where the weights come from.
 
     Attributes:
         name: Built-in name, folder name or hub id.
+        family: What kind of model it is.
         weights_folder: Local diffusers folder with safetensors weights; None: random weights.
         part_folders: The same for parts that come from elsewhere, by part.
-        tokenizer_folder: Folder of the model's own tokenizer; None: CLIP's.
+        tokenizer_folders: Folders of the model's own tokenizers, by name; others are carried ones.
         revision: Commit of the hub repository that the model came from.
-        tokenizer: `pad_token_id`, the id that fills a caption up to 77 tokens.
+        parts: For each sub-model the configuration of its class, for ``scheduler`` that of a
+            scheduler of diffusers, and for each tokenizer `pad_token_id`, the id that fills a
+            caption up.
     """
 
     name: str = field(repr=False)
+    family: Family = field(repr=False)
     weights_folder: Path | None = field(default=None, repr=False)
     part_folders: Mapping[str, Path | None] = field(default_factory=dict, repr=False)
-    tokenizer_folder: Path | None = field(default=None, repr=False)
+    tokenizer_folders: Mapping[str, Path] = field(default_factory=dict, repr=False)
     revision: str | None = field(default=None, repr=False)
-    unet: dict[str, Any]
-    vae: dict[str, Any]
-    text_encoder: dict[str, Any]
-    scheduler: dict[str, Any]
-    tokenizer: dict[str, Any]
+    parts: Mapping[str, dict[str, Any]]
 
     def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
         """Checksums of the weight files of parts; parts with random weights are left out."""
@@ -100,59 +91,91 @@ class Architecture:
         return self.part_folders.get(part, self.weights_folder)
 
     @property
-    def random_parts(self) -> tuple[str, ...]:
-        """The parts with random weights."""
-        return tuple(part for part in WEIGHT_STEMS if self.weights_folder_of(part) is None)
+    def modules(self) -> tuple[str, ...]:
+        """The names of its sub-models: the denoiser, the VAE, the text encoders in order."""
+        return tuple(part for part in self.family.parts if part in self.parts)
+
+    def modules_of(self, roles: Iterable[str]) -> tuple[str, ...]:
+        """The names of sub-models, of which `DENOISER` may be named by its role."""
+        return tuple(self.family.denoiser if role == DENOISER else role for role in roles)
 
     @property
-    def family(self) -> Family:
-        """What kind of model it is."""
-        from sdbench.models.sd.family import StableDiffusion
+    def text_encoders(self) -> tuple[str, ...]:
+        """The sub-models that encode captions, in order."""
+        return tuple(part for part in self.modules if part in self.family.text_encoders)
 
-        return StableDiffusion()
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The sub-models that encode pictures and captions."""
+        return tuple(part for part in self.modules if part != self.family.denoiser)
+
+    @property
+    def tokenizers(self) -> tuple[str, ...]:
+        """The names of its tokenizers, in the order of the text encoders."""
+        return tuple(name for name in self.family.tokenizers if name in self.parts)
+
+    @property
+    def random_parts(self) -> tuple[str, ...]:
+        """The sub-models with random weights."""
+        return tuple(part for part in self.modules if self.weights_folder_of(part) is None)
 
     @property
     def captions(self) -> tuple[Captions, ...]:
         """How captions become token ids, for each text encoder."""
-        return (
-            Captions(pad_token_id=self.tokenizer["pad_token_id"], folder=self.tokenizer_folder),
+        return self.family.captions(self)
+
+    def captions_by(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
+        """How one of the tokenizers makes the tensor `name` of a batch."""
+        return Captions(
+            name=name,
+            kind=self.family.tokenizers[tokenizer],
+            num_tokens=num_tokens,
+            pad_token_id=self.parts[tokenizer]["pad_token_id"],
+            folder=self.tokenizer_folders.get(tokenizer),
         )
+
+    def clip_captions(self, tokenizer: str, *, name: str = "input_ids") -> Captions:
+        """77 tokens of one of CLIP's tokenizers."""
+        return self.captions_by(tokenizer, name=name, num_tokens=NUM_CLIP_TOKENS)
+
+    def t5_captions(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
+        """Tokens of one of T5's tokenizers."""
+        return self.captions_by(tokenizer, name=name, num_tokens=num_tokens)
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """The tensors of an encoded caption."""
-        return (Condition(shape=(77, self.unet["cross_attention_dim"])),)
+        return self.family.conditions(self)
 
     @property
     def tells_sizes(self) -> bool:
         """Whether the model is told the sizes of each picture, `conditions.SIZES`."""
-        return False
+        return self.family.tells_sizes
 
     @property
     def latent_channels(self) -> int:
         """Channels of the latents."""
-        return self.vae["latent_channels"]
+        return self.parts["vae"]["latent_channels"]
 
     @property
     def latent_factor(self) -> int:
         """Pixels per latent along a side: the VAE halves between blocks, 2^3 = 8 with four."""
-        return 2 ** (len(self.vae["block_out_channels"]) - 1)
+        return 2 ** (len(self.parts["vae"]["block_out_channels"]) - 1)
 
     @property
     def default_image_size(self) -> int:
-        """Side in pixels that the U-Net was configured for, 64 x 8 = 512 for SD2-base."""
-        return self.unet["sample_size"] * self.latent_factor
+        """Side in pixels that the model was configured for, 64 x 8 = 512 for SD2-base."""
+        return self.family.default_image_size(self)
 
     def check_image_size(self, size: int) -> None:
-        """Raise a ConfigError unless the side of a square image, in pixels, suits VAE and U-Net.
-
-        It is a multiple of 8 (VAE) x 8 (U-Net, four blocks) = 64 for SD.
-        """
-        multiple = self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
-        if size > 0 and size % multiple == 0:
+        """Raise a ConfigError unless the side of a square image, in pixels, suits the model."""
+        multiple, largest = self.family.size_multiple(self), self.family.max_image_size(self)
+        if size > 0 and size % multiple == 0 and size <= (largest or size):
             return
         below = max(size // multiple, 1) * multiple
         nearest = f"{below}" if size < multiple else f"{below} or {below + multiple}"
+        if largest is not None and size > largest:
+            nearest = f"{largest}, the largest"
         raise ConfigError(
             f"the image size does not fit {self.name}",
             value=size,
@@ -162,8 +185,8 @@ class Architecture:
 
 
 def built_in_names() -> list[str]:
-    """Names of the architectures in `architectures/`."""
-    return sorted(path.stem for path in ARCHITECTURES_FOLDER.glob("*.json"))
+    """Names of the built-in architectures."""
+    return sorted(built_in_files())
 
 
 def is_beside_program(model_name: str) -> bool:
@@ -182,7 +205,7 @@ def resolve_architecture(
 
     Raises:
         ConfigError: There is no such model, a part of it is missing, its weights are in a format
-            that can carry code, or it is not a Stable Diffusion 1 or 2.
+            that can carry code, or it is of no family of this suite.
     """
     names = built_in_names()
     is_folder = os.path.isdir(model_name)  # False also for a text that cannot be a path
@@ -197,13 +220,20 @@ def resolve_architecture(
         return _load_built_in(model_name)
     if is_folder:
         folder = Path(model_name).resolve()
-        if (folder / "checkpoints").is_dir() and not (folder / "unet").exists():
+        if (folder / "checkpoints").is_dir() and not (folder / "vae").exists():
             raise _refusal(
                 "this is the folder of a run of train.py, and not a model",
                 model_name,
                 f"its model; export it first: `python -m sdbench export {shlex.quote(model_name)}`",
             )
         return _load_folder(folder, name=folder.name, random_weights=random_weights)
+    if os.path.isfile(model_name):
+        raise _refusal(
+            "this is a single file, and the parts of a model are read from a folder",
+            model_name,
+            "a folder; diffusers makes one of a .safetensors file: `from_single_file` of the "
+            "model's pipeline, then `save_pretrained`",
+        )
     if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
         meant = nearest(model_name, names)
         allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
@@ -236,43 +266,77 @@ def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG
 
 
 def _read_built_in(name: str) -> dict[str, Any]:
-    return json.loads((ARCHITECTURES_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(built_in_files()[name].read_text(encoding="utf-8"))
 
 
 @functools.cache
 def _load_built_in(name: str) -> Architecture:
-    content = _read_built_in(name)
-    return Architecture(name=name, **{part: content[part] for part in CONFIG_FILES})
+    content, family = _read_built_in(name), family_of_file(built_in_files()[name])
+    parts = {part: content[part] for part in family.config_files if part in content}
+    return Architecture(name=name, family=family, parts=parts)
 
 
 def _load_folder(
     folder: Path, *, name: str, random_weights: bool, revision: str | None = None
 ) -> Architecture:
-    parts = {part: _read_part(folder, file) for part, file in CONFIG_FILES.items()}
-    for part, stem in WEIGHT_STEMS.items() if not random_weights else ():
-        files = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
-        if not any((folder / part / file).is_file() for file in files):
+    family = _find_family(folder)
+    absent = [part for part in family.optional if not (folder / part).exists()]
+    files = {part: file for part, file in family.config_files.items() if part not in absent}
+    parts = {part: _read_part(folder, file, files.values()) for part, file in files.items()}
+    for part in family.parts if not random_weights else ():
+        if part not in parts:
+            continue
+        stem = family.weights_stem(part)
+        weights = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
+        if not any((folder / part / file).is_file() for file in weights):
             raise _refusal(
                 "the model folder has no safetensors weights, and other formats can carry code",
                 str(folder / part),
-                " or ".join(files),
+                " or ".join(weights),
             )
         for file in (folder / part).glob("*.safetensors"):
             _check_whole(file)
-    token = parts["tokenizer"].get("pad_token")
-    token = token["content"] if isinstance(token, dict) else token
-    _check_parts(parts, pad_token=token, folder=folder)
-    parts["tokenizer"] = {"pad_token_id": PAD_TOKEN_IDS[token]}
+    tokenizers = {part: kind for part, kind in family.tokenizers.items() if part in parts}
+    pad_tokens = {part: _pad_token(parts[part]) for part in tokenizers}
+    facts = family.facts(parts, folder)
+    facts += [
+        (f"pad token of the {part}", token, PAD_TOKEN_IDS[tokenizers[part]])
+        for part, token in pad_tokens.items()
+    ]
+    _check_facts(facts, family=family, folder=folder)
+    parts |= {
+        part: {"pad_token_id": PAD_TOKEN_IDS[tokenizers[part]][token]}
+        for part, token in pad_tokens.items()
+    }
     return Architecture(
         name=name,
+        family=family,
         weights_folder=None if random_weights else folder,
-        tokenizer_folder=folder / "tokenizer",
+        tokenizer_folders={part: folder / part for part in tokenizers},
         revision=revision,
-        **parts,
+        parts=parts,
     )
 
 
-def _read_part(folder: Path, file: str) -> dict[str, Any]:
+def _find_family(folder: Path) -> Family:
+    """The family of a folder, by its parts; a ConfigError if its model_index.json has another."""
+    family, said = detect_family(folder), said_pipeline(folder)
+    pipelines = [one.pipeline for one in families().values()]
+    if said in pipelines and said != family.pipeline:
+        raise _refusal(
+            f"the parts of {folder} are not those of the pipeline that its model_index.json names",
+            said,
+            f"{family.pipeline}, or the parts of a {said}",
+        )
+    return family
+
+
+def _pad_token(tokenizer: Mapping[str, Any]) -> Any:
+    token = tokenizer.get("pad_token")
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _read_part(folder: Path, file: str, files: Iterable[str]) -> dict[str, Any]:
     try:
         # Schedulers are saved with -Infinity, which is out of the bounds of `sdbench.base.outside`.
         content = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -283,7 +347,7 @@ def _read_part(folder: Path, file: str) -> dict[str, Any]:
         raise _refusal(
             f"the model folder has no {file} that can be read ({error})",
             str(folder),
-            f"a folder as diffusers saves it, with {', '.join(CONFIG_FILES.values())}",
+            f"a folder as diffusers saves it, with {', '.join(files)}",
         ) from error
 
 
@@ -302,32 +366,11 @@ def _check_whole(file: Path) -> None:
         ) from None
 
 
-def _check_parts(parts: dict[str, dict[str, Any]], *, pad_token: Any, folder: Path) -> None:
-    unet, vae, text_encoder = parts["unet"], parts["vae"], parts["text_encoder"]
-    # Schedulers that were saved before the key existed mean "epsilon".
-    prediction_type = parts["scheduler"].get("prediction_type", "epsilon")
-    # Not equal in SDXL, whose U-Net reads the concatenated states of two text encoders.
-    width = (text_encoder.get("hidden_size"),)
-    latent_channels = (vae.get("latent_channels"),)
-    second_encoder = "text_encoder_2" if (folder / "text_encoder_2").exists() else None
-    facts = [
-        ("second text encoder", second_encoder, (None,)),
-        ("U-Net class", unet.get("_class_name"), ("UNet2DConditionModel",)),
-        ("VAE class", vae.get("_class_name"), ("AutoencoderKL",)),
-        ("text encoder type", text_encoder.get("model_type"), ("clip_text_model",)),
-        ("prediction type", prediction_type, PREDICTION_TYPES),
-        ("U-Net's cross_attention_dim", unet.get("cross_attention_dim"), width),
-        ("pad token", pad_token, PAD_TOKEN_IDS),
-        # Nine in inpainting models.
-        ("U-Net's in_channels", unet.get("in_channels"), latent_channels),
-        ("U-Net's out_channels", unet.get("out_channels"), latent_channels),
-        # Inputs of U-Nets of other families, beside time and text.
-        *((f"U-Net's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
-    ]
+def _check_facts(facts: Iterable[Fact], *, family: Family, folder: Path) -> None:
     for what, value, allowed in facts:
         if value not in allowed:
             raise _refusal(
-                f"the {what} of {folder} is not that of a Stable Diffusion 1 or 2 model",
+                f"the {what} of {folder} is not that of {family.title}",
                 value,
                 " or ".join("none" if one is None else str(one) for one in allowed),
             )
@@ -342,13 +385,15 @@ def _download(
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
-    weights = [
-        f"{part}/{stem}{end}"
-        for part, stem in WEIGHT_STEMS.items()
-        for end in (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
-    ]
-    wanted = [*CONFIG_FILES.values(), "tokenizer/*.json", "tokenizer/*.txt"]
-    wanted += [] if random_weights else weights
+    wanted = []
+    for family in families().values():
+        wanted += [*family.config_files.values()]
+        wanted += [f"{name}/*.{end}" for name in family.tokenizers for end in ("json", "txt")]
+        # In one file, or in several with an index.
+        stems = [] if random_weights else [f"{p}/{family.weights_stem(p)}" for p in family.parts]
+        ends = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
+        wanted += [f"{stem}{end}" for stem in stems for end in ends]
+    wanted = [*dict.fromkeys(["model_index.json", *wanted])]
     try:
         return _fetch(model_name, revision=revision, allow_patterns=wanted)
     except RevisionNotFoundError as error:

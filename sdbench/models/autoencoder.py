@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
-from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, sample_latents, to_pixels
+from sdbench.models.diffusion import MEMORY_FORMATS, encode_images, sample_latents, to_pixels
 from sdbench.models.weights import PRECISIONS, Weights, autocast
 
 
 class Autoencoder(nn.Module):
-    """The VAE of a Stable Diffusion model, alone.
+    """The VAE of a diffusion model, alone.
 
     The loss is the mean squared error of the pixels in [-1, 1], plus `kl_weight` times the mean
     over latents of their divergence from a standard normal distribution. The divergence brings the
@@ -78,7 +78,7 @@ def build_autoencoder(
     kl_weight: float,
     device: str | torch.device = "cpu",
 ) -> Autoencoder:
-    """Build a VAE that is ready to train; arguments are as for `build_stable_diffusion`."""
+    """Build a VAE that is ready to train; arguments are as for `build_model`."""
     numbers, layout = PRECISIONS[precision], MEMORY_FORMATS[memory_format]
     weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
     model = Autoencoder(

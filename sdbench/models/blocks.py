@@ -1,4 +1,4 @@
-"""Faster implementations of blocks of the U-Net and VAE."""
+"""Faster implementations of blocks of denoiser and VAE."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from sdbench.models.weights import change_class
 
-# The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
-SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
-# Blocks of all sub-models, which do not contain each other.
-COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
 # A step of SD2 has 25 different kinds and shapes, all compiled for `Module._call_impl`. A smaller
 # last micro-batch, a validation (evaluation mode, no gradients) and its smaller last batch add as
 # many each: 100. torch keeps 8 by default and at most 256 (accumulated_recompile_limit), and runs
@@ -186,12 +180,16 @@ def fuse_group_norms(model: nn.Module) -> None:
 
 
 def checkpoint_activations(
-    unet: Any, *, which: str, recompute: Callable[[], AbstractContextManager[Any]] | None = None
+    denoiser: Any,
+    *,
+    which: str,
+    transformers: tuple[type[nn.Module], ...],
+    recompute: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Recompute activations of a U-Net in the backward pass instead of keeping them.
+    """Recompute activations of a denoiser in the backward pass instead of keeping them.
 
-    `which` is ``none``, ``transformer`` (the transformer blocks, with most of the activations) or
-    ``full`` (these and the residual blocks). `recompute` makes the context around each recomputed
+    `which` is ``none``, ``transformer`` (the blocks in `transformers`, with most of the
+    activations) or ``full`` (all blocks). `recompute` makes the context around each recomputed
     block; not with torch.compile.
     """
     if which == "none":
@@ -199,19 +197,19 @@ def checkpoint_activations(
     settings: dict[str, Any] = {"use_reentrant": False}
     if recompute is not None:
         settings["context_fn"] = lambda: (contextlib.nullcontext(), recompute())
-    unet.enable_gradient_checkpointing(
+    denoiser.enable_gradient_checkpointing(
         gradient_checkpointing_func=functools.partial(torch.utils.checkpoint.checkpoint, **settings)
     )
     if which == "transformer":
-        for module in unet.modules():
+        for module in denoiser.modules():
             if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = isinstance(module, Transformer2DModel)
+                module.gradient_checkpointing = isinstance(module, transformers)
 
 
-def compile_blocks(model: nn.Module, *, mode: str) -> None:
+def compile_blocks(model: nn.Module, *, kinds: tuple[type[nn.Module], ...], mode: str) -> None:
     """Compile each block of a sub-model in place; blocks of one kind and shape share their code."""
     torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for module in model.modules():
-        if isinstance(module, COMPILED_BLOCKS):
+        if isinstance(module, kinds):
             module.compile(mode=mode, dynamic=False)

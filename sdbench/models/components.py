@@ -1,4 +1,4 @@
-"""Makes U-Net, VAE and text encoder, with saved or random weights, and counts the weights."""
+"""Makes the sub-models of a model, with saved or random weights, and counts the weights."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+import transformers
 from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,
     XFormersAttnProcessor,
 )
 from torch.nn.attention import SDPBackend
-from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.weights import Weights, draw_weights
 
-# diffusers' attention processors of the U-Net. The one head of the VAE is too wide, 512, for flash
+# diffusers' attention processors of a U-Net. The one head of the VAE is too wide, 512, for flash
 # attention and cuDNN: VAE and text encoder have eager attention, or the kernel that torch chooses.
 ATTENTION: dict[str, Callable[[], Any]] = {
     "eager": AttnProcessor,
@@ -33,7 +33,12 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 # How weights are read from a folder.
 SAFE = {"use_safetensors": True, "local_files_only": True}
-PARTS = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, "text_encoder": CLIPTextModel}
+
+
+def class_of_part(part: str, architecture: Architecture) -> Any:
+    """The class of a sub-model, of diffusers or transformers."""
+    library = transformers if part in architecture.text_encoders else diffusers
+    return getattr(library, architecture.family.parts[part])
 
 
 def make_part(
@@ -43,23 +48,30 @@ def make_part(
     attention: str = "sdpa",
     weights: Weights | None = None,
 ) -> Any:
-    """Make a sub-model, one of `PARTS`, with an attention of `ATTENTION`.
+    """Make a sub-model, one of `Architecture.modules`, with an attention of `ATTENTION`.
 
     Its weights are loaded from the folder of the architecture, or drawn if it has none; without a
     seed neither is done. Without `weights` it has shapes only, on the meta device.
     """
     folder = architecture.weights_folder_of(part)
     loads = weights is not None and weights.seed is not None and folder is not None
-    is_text_encoder = part == "text_encoder"
-    kind = attention if part == "unet" or attention == "eager" else "sdpa"
+    is_denoiser = part == architecture.family.denoiser
+    is_text_encoder = part in architecture.text_encoders
+    kind = attention if is_denoiser or attention == "eager" else "sdpa"
+    model_class = class_of_part(part, architecture)
+    options: dict[str, Any] = {}
+    if is_text_encoder:
+        # T5 adds a bias to the scores, and transformers has it in eager attention alone.
+        options["attn_implementation"] = kind if model_class._supports_sdpa else "eager"
     if loads:
-        # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
-        options = {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
         if is_text_encoder:
-            options = {"dtype": torch.float32, "attn_implementation": kind}
-        model = PARTS[part].from_pretrained(folder / part, **SAFE, **options)
+            options["dtype"] = torch.float32
+        else:
+            # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
+            options |= {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
+        model = model_class.from_pretrained(folder / part, **SAFE, **options)
     else:
-        config = getattr(architecture, part)
+        config = architecture.parts[part]
         refusing = refuse_errors(
             f"no {part} can be made from the configuration of the model",
             value=architecture.name,
@@ -67,11 +79,13 @@ def make_part(
         )
         with torch.device("meta"), refusing:
             if is_text_encoder:
-                config = CLIPTextConfig(**config, attn_implementation=kind)
-                model = CLIPTextModel(config)
+                model = model_class(model_class.config_class(**config, **options))
             else:
-                model = PARTS[part].from_config(config)
-    if not is_text_encoder:
+                model = model_class.from_config(config)
+    network = architecture.family.load_network()
+    if is_denoiser:
+        network.set_attention(model, kind)
+    elif not is_text_encoder:
         model.set_attn_processor(ATTENTION[kind]())
     if loads:
         weights.place(model)
@@ -85,5 +99,5 @@ def count_parameters(architecture: Architecture) -> dict[str, int]:
     """Count the weights of each sub-model by their shapes."""
     return {
         part: sum(weight.numel() for weight in make_part(part, architecture).parameters())
-        for part in PARTS
+        for part in architecture.modules
     }

@@ -12,12 +12,11 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
-from sdbench.models.objective import SAMPLERS, check_sampler
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
+from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler, kind_of
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
@@ -29,8 +28,8 @@ SAMPLER_OPTIONS = {
     "clip_sample": False,
 }
 
-# Captions to token ids, (B, 77) int64.
-Tokenize = Callable[[Sequence[str]], np.ndarray]
+# Captions to token ids, (B, N) int64, by the names of the tensors in a batch.
+Tokenize = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
 
 # As in open-diffusion: more would be too small in one grid.
 MAX_PICTURES_OF_GRID = 64
@@ -42,29 +41,33 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 class DrawingSettings:
     """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
 
-    The sampler is a key of `objective.SAMPLERS`. Guidance leads from the negative prompt to the
-    prompt; up to a scale of 1 there is none.
+    The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
+    from the negative prompt to the prompt; up to a scale of 1 there is none.
     """
 
     image_size: int
-    sampler: str = "ddim"
+    sampler: str | None = None
     num_steps: int = 25
     guidance_scale: float = 7.5
     negative_prompt: str = ""
     batch_size: int = 4
 
 
-def make_sampler(name: str, schedule: Mapping[str, Any]) -> Any:
-    """Make a sampler for the noise schedule of a training; a ConfigError as `check_sampler`."""
+def make_sampler(name: str | None, schedule: Mapping[str, Any]) -> Any:
+    """Make a sampler for the noise schedule of a training; a ConfigError as `check_sampler`.
+
+    Without a name it is that of `default_sampler`.
+    """
+    name = name or default_sampler(schedule)
     check_sampler(name, schedule)
-    kind = getattr(diffusers, SAMPLERS[name])
+    kind = getattr(diffusers, SAMPLERS[kind_of(schedule)][name])
     known = inspect.signature(kind.__init__).parameters
     options = {key: value for key, value in SAMPLER_OPTIONS.items() if key in known}
     return kind.from_config(schedule, **options)
 
 
 def draw(
-    model: StableDiffusion,
+    model: DiffusionModel,
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
@@ -78,52 +81,56 @@ def draw(
     diffusers' pipeline gives the same picture for ``torch.Generator().manual_seed(seed)``. No other
     random numbers are drawn. `check` is called after each step of the sampler, and may raise.
     """
-    assert model.text_encoder is not None and len(prompts) == len(seeds)
-    pipeline = StableDiffusionPipeline(
-        unet=model.unet,
-        scheduler=make_sampler(settings.sampler, model.scheduler.config),
-        vae=model.vae,
-        # Prompts are encoded and latents decoded here, each in its encoder's type.
-        text_encoder=None,
-        tokenizer=None,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    assert model.text_encoders and len(prompts) == len(seeds)
+    network, denoiser = model.network, model.denoiser
+    pipeline = make_pipeline(model, make_sampler(settings.sampler, model.objective.config))
     pipeline.set_progress_bar_config(disable=True)
-    device = next(model.unet.parameters()).device
+    device = next(denoiser.parameters()).device
     side = settings.image_size // pipeline.vae_scale_factor
-    shape = (model.unet.config.in_channels, side, side)
+    shape = (model.latent_channels, side, side)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     was_training = model.training
 
+    def encode(texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        ids = {name: torch.from_numpy(some).to(device) for name, some in tokenize(texts).items()}
+        states = model.encode_captions(ids, batch_size=len(texts))
+        return {name: state.to(denoiser.dtype) for name, state in states.items()}
+
     model.eval()
     try:
         with torch.no_grad(), model.autocast(device):
-            states, negative_states = (
-                model.text_states({"input_ids": torch.from_numpy(tokenize(texts)).to(device)})
-                for texts in (prompts, [settings.negative_prompt] * len(prompts))
-            )
+            negative_prompts = [settings.negative_prompt] * len(prompts)
             latents = pipeline(
-                prompt_embeds=states.to(model.unet.dtype),
-                negative_prompt_embeds=negative_states.to(model.unet.dtype),
-                latents=noise.to(device, model.unet.dtype),
+                **network.pipeline_arguments(encode(prompts), encode(negative_prompts)),
+                **network.guidance_arguments(settings.guidance_scale),
+                latents=network.pack(noise.to(device, denoiser.dtype)),
                 height=settings.image_size,
                 width=settings.image_size,
                 num_inference_steps=settings.num_steps,
-                guidance_scale=settings.guidance_scale,
                 callback_on_step_end=lambda *_: check() or {},
                 output_type="latent",
             ).images
-            images = model.decode(latents.float())
+            images = model.decode(network.unpack(latents, side=side).float())
     finally:
         model.train(was_training)
     return VaeImageProcessor().postprocess(images, output_type="pil")
 
 
+def make_pipeline(model: DiffusionModel, sampler: Any) -> Any:
+    """The pipeline of diffusers around denoiser and VAE of a model.
+
+    Prompts are encoded and latents decoded by the model, each in its encoder's type.
+    """
+    family = model.family
+    parts = dict.fromkeys((*family.parts, *family.tokenizers))
+    parts |= {family.denoiser: model.denoiser, "vae": model.vae}
+    pipeline = getattr(diffusers, family.pipeline)
+    return pipeline(**parts, scheduler=sampler, **family.pipeline_options)
+
+
 def draw_samples(
-    model: StableDiffusion, prompts: Sequence[str], *, ranks: Ranks, **options: Any
+    model: DiffusionModel, prompts: Sequence[str], *, ranks: Ranks, **options: Any
 ) -> list[Image.Image]:
     """Generate a picture for each prompt, on all ranks together; all ranks return all pictures."""
     drawn: dict[int, np.ndarray] = {}
@@ -133,7 +140,7 @@ def draw_samples(
 
 
 def draw_share(
-    model: StableDiffusion,
+    model: DiffusionModel,
     prompts: Sequence[str],
     *,
     seed: int,

@@ -1,4 +1,4 @@
-"""Writes a trained model as a folder that diffusers' StableDiffusionPipeline loads: safetensors."""
+"""Writes a trained model as a folder that a pipeline of diffusers loads: safetensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizerFast
 
 from sdbench.base.errors import RunError
 from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.base.secrets import redact_values
+from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_sampler
+from sdbench.models.family import Family
 from sdbench.models.learned_token import LEARNED_FILE_NAME
-from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.models.weights import ENCODER_DTYPES
 
 CARD_NAME = "README.md"
@@ -36,7 +37,7 @@ pipeline_tag: text-to-image
 {told}
 
 ```python
-from diffusers import StableDiffusionPipeline
+from diffusers import {pipeline}
 
 {loading}
 pipeline("a prompt").images[0].save("picture.png")
@@ -45,11 +46,11 @@ pipeline("a prompt").images[0].save("picture.png")
 
 
 def export(
-    model: StableDiffusion,
+    model: DiffusionModel,
     folder: Path,
     *,
     trained: Mapping[str, Tensor],
-    tokenizer: CLIPTokenizerFast,
+    tokenizers: Mapping[str, Any],
     dtype: str = "fp32",
     sampler: str = "ddim",
     card: str,
@@ -58,20 +59,20 @@ def export(
     """Write a model for diffusers atomically: the folder is whole or not there.
 
     The model must have its encoders and not be sharded; it is not changed. `trained` replaces
-    weights, by the name ``<module>.<parameter>``; `learned` has the rows (D,) of learned tokens, by
-    token, for a separate file. A weight that is not finite in `dtype` (fp32, fp16 or bf16) is a
-    RunError.
+    weights, by the name ``<module>.<parameter>``; `tokenizers` are those of transformers, by their
+    names in the folder; `learned` has the rows (D,) of learned tokens, by token, for a separate
+    file. A weight that is not finite in `dtype` (fp32, fp16 or bf16) is a RunError.
     `sampler`, a key of `objective.SAMPLERS`, becomes diffusers' default; `card` is README.md.
     """
-    assert model.vae is not None and model.text_encoder is not None
+    assert model.vae is not None and model.text_encoders
     check_folder(folder)
     weights = model.state_dict() | trained
-    # Made from the configurations, without what training has changed in the modules.
+    family = model.family
     with torch.device("meta"):
-        modules: dict[str, nn.Module] = {
-            "unet": UNet2DConditionModel.from_config(model.unet.config),
-            "vae": AutoencoderKL.from_config(model.vae.config),
-            "text_encoder": CLIPTextModel(model.text_encoder.config),
+        modules = {
+            name: _make_alike(module, name, family)
+            for name, module in model.named_children()
+            if name in family.parts
         }
     for part, module in modules.items():
         own = {
@@ -80,19 +81,24 @@ def export(
             if name.startswith(f"{part}.")
         }
         module.load_state_dict(own, assign=True)
-    pipeline = StableDiffusionPipeline(
-        **modules,
-        scheduler=make_sampler(sampler, model.scheduler.config),
-        tokenizer=tokenizer,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
+    absent = dict.fromkeys((*family.parts, *family.tokenizers))
+    pipeline = getattr(diffusers, family.pipeline)(
+        **absent | modules | dict(tokenizers),
+        scheduler=make_sampler(sampler, model.objective.config),
+        **family.pipeline_options,
     )
     with in_one_piece(folder, card=card) as partial:
         pipeline.save_pretrained(partial, safe_serialization=True)
         if learned:
             rows = {token: convert(token, row, dtype=dtype) for token, row in learned.items()}
             save_file(rows, partial / LEARNED_FILE_NAME)
+
+
+def _make_alike(module: Any, part: str, family: Family) -> nn.Module:
+    """The module as its configuration says, without what training has changed in it."""
+    if part in family.text_encoders:
+        return getattr(transformers, family.parts[part])(module.config)
+    return getattr(diffusers, family.parts[part]).from_config(module.config)
 
 
 @contextlib.contextmanager
@@ -126,6 +132,7 @@ def make_card(
     sections: Mapping[str, Mapping[str, Any]],
     commit: str | None,
     sampler: str | None,
+    family: Family,
     lora_file: str | None = None,
 ) -> str:
     """The model card: where a model comes from, in Markdown without secrets.
@@ -135,20 +142,21 @@ def make_card(
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (
-        f"A Stable Diffusion model {trained}, with the sampler {sampler}. It has no safety checker."
+        f"{family.title[0].upper()}{family.title[1:]} {trained}, with the sampler {sampler}. "
+        "It has no safety checker."
     )
-    loading = 'pipeline = StableDiffusionPipeline.from_pretrained("{}"{})'
+    loading = 'pipeline = {}.from_pretrained("{}"{})'
     if lora_file is None:
-        loading = loading.format("THIS_FOLDER", ", local_files_only=True")
+        loading = loading.format(family.pipeline, "THIS_FOLDER", ", local_files_only=True")
     else:
-        told = f"LoRA for a Stable Diffusion model, {trained}."
-        loading = loading.format("THE_MODEL", "")
+        told = f"LoRA for {family.title}, {trained}."
+        loading = loading.format(family.pipeline, "THE_MODEL", "")
         loading += f'\npipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")'
     tables = ""
     for heading, facts in redact_values(sections).items():
         rows = [f"| {_cell(what)} | {_cell(value)} |\n" for what, value in facts.items()]
         tables += f"\n## {heading}\n\n| what | value |\n|---|---|\n{''.join(rows)}"
-    return CARD.format(name=name, told=told, loading=loading) + tables
+    return CARD.format(name=name, told=told, pipeline=family.pipeline, loading=loading) + tables
 
 
 def _cell(value: Any) -> str:

@@ -7,6 +7,7 @@ files, and its work in torch (a `Network`). No other module knows a family by it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from sdbench.models.network import Network
 
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
+# Kinds of objectives, and the class of diffusers that reads the configuration of their schedule.
 DDPM, FLOW = "ddpm", "flow"
+SCHEDULERS = {DDPM: "DDPMScheduler", FLOW: "FlowMatchEulerDiscreteScheduler"}
 # What a configuration says of its class: a key and a value, by class of diffusers or transformers.
 SAID_OF_CLASS = {
     "CLIPTextModel": ("model_type", "clip_text_model"),
@@ -27,6 +30,27 @@ SAID_OF_CLASS = {
 }
 # A fact about the parts of a model folder: what it is, the value found, the values allowed.
 Fact = tuple[str, Any, Iterable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings:
+    """How rectified flow is trained; the names are those of settings.
+
+    Attributes:
+        time_sampling: ``uniform`` or ``logit_normal``, the distribution of times before the shift.
+        time_mean: Mean of the logit of a time that is logit-normal.
+        time_std: Its standard deviation.
+        time_shift: A number, 1 for none; or ``resolution``: that of Flux.1 for the image's size.
+        flow_weighting: Of the squared error: ``none``, ``sigma_sqrt`` or ``cosmap``.
+        guidance_embedding: The scale of guidance that a network with an input for it is told.
+    """
+
+    time_sampling: str = "uniform"
+    time_mean: float = 0.0
+    time_std: float = 1.0
+    time_shift: float | str = 1.0
+    flow_weighting: str = "none"
+    guidance_embedding: float = 1.0
 
 
 class Family:
@@ -41,7 +65,10 @@ class Family:
             classes of diffusers or transformers. The denoiser first, then ``vae``, then encoders.
         tokenizers: Their names in a folder, in the order of the encoders, and their kinds.
         objective: ``ddpm`` or ``flow``.
+        flow: How its rectified flow is trained unless a run says otherwise.
         network: Place of its `Network`, as ``module:class``.
+        optional: Parts and tokenizers that a model may lack.
+        pipeline_options: Arguments of the pipeline's constructor beside parts and tokenizers.
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
             values and a reason, by setting.
     """
@@ -53,18 +80,26 @@ class Family:
     parts: ClassVar[Mapping[str, str]]
     tokenizers: ClassVar[Mapping[str, str]]
     objective: ClassVar[str]
+    flow: ClassVar[FlowSettings] = FlowSettings()
     network: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @property
+    def required_parts(self) -> tuple[str, ...]:
+        """The parts that each model has."""
+        return tuple(part for part in self.parts if part not in self.optional)
+
+    @property
+    def scheduler(self) -> str:
+        """The class of diffusers that reads the configuration of its schedule."""
+        return SCHEDULERS[self.objective]
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """The parts that encode captions, in order."""
         return tuple(part for part in self.parts if part not in (self.denoiser, "vae"))
-
-    @property
-    def encoders(self) -> tuple[str, ...]:
-        """The parts that encode pictures and captions."""
-        return tuple(part for part in self.parts if part != self.denoiser)
 
     @property
     def config_files(self) -> dict[str, str]:
@@ -85,10 +120,13 @@ class Family:
         """What has to hold for the configurations in a folder; extended by subclasses."""
         facts: list[Fact] = []
         for part, class_name in self.parts.items():
+            if part not in configs:  # an optional one
+                continue
             key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
             what = "type" if key == "model_type" else "class"
             facts.append((f"{part}'s {what}", configs[part].get(key), (wanted,)))
-        return facts
+        others = {path.name for path in folder.glob("text_encoder*")} - self.parts.keys()
+        return facts + [("further text encoder", name, (None,)) for name in sorted(others)]
 
     def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
         """What of the denoiser has to be equal to what of another part.
@@ -109,6 +147,10 @@ class Family:
     @property
     def tells_sizes(self) -> bool:
         """Whether it is told the sizes of each picture, `conditions.SIZES`."""
+        return False
+
+    def takes_guidance(self, architecture: Architecture) -> bool:
+        """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""
         return False
 
     def size_multiple(self, architecture: Architecture) -> int:

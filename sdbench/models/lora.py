@@ -16,10 +16,11 @@ from sdbench.models.weights import Weights, change_class, seeded_generator
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-# Sub-models that may have LoRA, each with the flag of its layers.
-LAYERS_FLAGS = {"unet": "--lora_layers", "text_encoder": "--lora_text_encoder_layers"}
-# Added to the seed of a model; those of U-Net, VAE and text encoder are the seed itself, 1 and 2.
-SEED_OFFSETS = {"unet": 3, "text_encoder": 4}
+    from sdbench.models.architecture import Architecture
+
+TEXT_ENCODER = "text_encoder"
+# Added to the seed of a model, for the denoiser and for the text encoder; see also `diffusion`.
+SEED_OFFSET, TEXT_SEED_OFFSET = 3, 4
 # peft has it in the names of its weights.
 ADAPTER = "default"
 # In the names of weights in layers with LoRA: the frozen weight, and the two matrices.
@@ -38,13 +39,13 @@ class Lora:
     layers: tuple[tuple[str, tuple[str, ...]], ...]
 
     @staticmethod
-    def of(config: Any) -> Lora | None:
+    def of(config: Any, architecture: Architecture) -> Lora | None:
         """The LoRA of a training run; None if all weights are trained."""
         if config.lora_rank is None:
             return None
-        layers = {"unet": config.lora_layers}
+        layers = {architecture.family.denoiser: config.lora_layers}
         if config.train_text_encoder:
-            layers["text_encoder"] = config.lora_text_encoder_layers
+            layers[TEXT_ENCODER] = config.lora_text_encoder_layers
         return Lora(
             rank=config.lora_rank,
             alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
@@ -60,8 +61,11 @@ class Lora:
         tensors. A name without linear layers is a ConfigError.
         """
         for part, layers in self.layers:
-            _check_layers(parts[part], layers, flag=LAYERS_FLAGS[part])
-            self._add(parts[part], layers, seed=None if seed is None else seed + SEED_OFFSETS[part])
+            is_text = part == TEXT_ENCODER
+            flag = "--lora_text_encoder_layers" if is_text else "--lora_layers"
+            _check_layers(parts[part], layers, flag=flag)
+            offset = TEXT_SEED_OFFSET if is_text else SEED_OFFSET
+            self._add(parts[part], layers, seed=None if seed is None else seed + offset)
 
     def _add(self, module: nn.Module, layers: Sequence[str], *, seed: int | None) -> None:
         from peft import LoraConfig, inject_adapter_in_model

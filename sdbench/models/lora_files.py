@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import StableDiffusionPipeline
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
 from safetensors import safe_open
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.components import make_part
-from sdbench.models.lora import ADAPTER, LAYERS_FLAGS, Lora, lora_layers, merge_lora
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
+from sdbench.models.family import Family
+from sdbench.models.lora import ADAPTER, TEXT_ENCODER, Lora, lora_layers, merge_lora
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
@@ -39,7 +40,7 @@ def lora_weights(weights: Mapping[str, Tensor], lora: Lora) -> dict[str, dict[st
     }
 
 
-def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None:
+def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora, family: Family) -> None:
     """Write a file as diffusers' training scripts do, by its pipeline; alpha is in its metadata."""
     arguments: dict[str, Any] = {}
     for part, layers in lora.layers:
@@ -48,21 +49,22 @@ def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None
             f"{part}_lora_layers": convert_state_dict_to_diffusers(dict(weights[part])),
             f"{part}_lora_adapter_metadata": config.to_dict() | {"target_modules": list(layers)},
         }
-    StableDiffusionPipeline.save_lora_weights(file.parent, weight_name=file.name, **arguments)
+    pipeline = getattr(diffusers, family.pipeline)
+    pipeline.save_lora_weights(file.parent, weight_name=file.name, **arguments)
 
 
 def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
     """Raise a ConfigError unless files have LoRA for a model; its weights are not made."""
     for file in files:
-        _load(file, {part: make_part(part, architecture) for part in LAYERS_FLAGS})
+        parts = _parts_with_lora(architecture.family)
+        _load(file, {part: make_part(part, architecture) for part in parts}, architecture.family)
 
 
-def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
+def fuse_lora_files(model: DiffusionModel, files: Sequence[LoraFile]) -> None:
     """Add LoRA from checked files to the weights of an fp32 model in place; several add up."""
-    assert model.text_encoder is not None
-    parts = {"unet": model.unet, "text_encoder": model.text_encoder}
+    parts = {part: model.get_submodule(part) for part in _parts_with_lora(model.family)}
     for file in files:
-        _load(file, parts)
+        _load(file, parts, model.family)
         for part in parts.values():
             # A file may have other types. Not diffusers' `to`, which warns.
             nn.Module.to(part, torch.float32)
@@ -70,7 +72,12 @@ def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
             part.requires_grad_(False)
 
 
-def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
+def _parts_with_lora(family: Family) -> tuple[str, ...]:
+    """The parts that a file may have LoRA for."""
+    return (family.denoiser, TEXT_ENCODER)
+
+
+def _load(file: LoraFile, parts: Mapping[str, nn.Module], family: Family) -> None:
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # errors are reported in one sentence
@@ -82,37 +89,38 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
     )
     try:
         with refusing:
-            _load_by_diffusers(Path(file.path), parts)
+            _load_by_diffusers(Path(file.path), parts, family)
     finally:
         logger.setLevel(level)
 
 
-def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module]) -> None:
+def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module], family: Family) -> None:
     with safe_open(path, "pt") as stored:
         names = list(stored.keys())
     if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
         raise ValueError("it is DoRA, whose scales diffusers would leave out")
-    tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
+    pipeline = getattr(diffusers, family.pipeline)
+    tensors, *alphas, metadata = pipeline.lora_state_dict(
         str(path.parent),
         weight_name=path.name,
         use_safetensors=True,  # a pickle is never loaded
         local_files_only=True,
         return_lora_metadata=True,
+        return_alphas=True,
     )
+    # kohya's scales; the pipeline of SD3 does not read its files, and has none.
+    scales = {"network_alphas": alphas[0]} if alphas else {}
     strange = [
         name for name in tensors if "lora" not in name or name.partition(".")[0] not in parts
     ]
     if strange or not tensors:
         raise ValueError(f"it has weights that are no LoRA of this model: {strange[:1]}")
-    loaders = {
-        "unet": StableDiffusionPipeline.load_lora_into_unet,
-        "text_encoder": StableDiffusionPipeline.load_lora_into_text_encoder,
-    }
     for part, module in parts.items():
         own = [name for name in tensors if name.startswith(f"{part}.")]
         if own:
-            options = {part: module, "network_alphas": alphas, "metadata": metadata}
-            loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
+            options = {part: module, "metadata": metadata, **scales}
+            load = getattr(pipeline, f"load_lora_into_{part}")
+            load(tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
         num_layers = sum(".down." in name or ".lora_A." in name for name in own)
         num_found = len(lora_layers(module))
         if num_found != num_layers:

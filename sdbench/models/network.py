@@ -16,10 +16,13 @@ class Network:
     Attributes:
         sharded_blocks: Classes of the denoiser's blocks. FSDP gathers the weights of one at a time.
         compiled_blocks: Classes of blocks of all sub-models, which do not contain each other.
+        transformers: Classes of modules that hold the denoiser's transformer blocks and can
+            recompute their activations.
     """
 
     sharded_blocks: tuple[type[nn.Module], ...]
     compiled_blocks: tuple[type[nn.Module], ...]
+    transformers: tuple[type[nn.Module], ...]
 
     def encode_text(
         self, encoders: Sequence[nn.Module], ids: Sequence[Tensor]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.models.family import DDPM, FLOW, FlowSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,13 +17,31 @@ if TYPE_CHECKING:
 ZERO_TERMINAL_SNR_KEY = "rescale_betas_zero_snr"
 SPACING_KEY = "timestep_spacing"
 PREDICTION_TYPES = EPSILON, VELOCITY, SAMPLE = ("epsilon", "v_prediction", "sample")
-# The samplers by name, classes of diffusers.
+# Values of settings of rectified flow.
+LOGIT_NORMAL, BY_RESOLUTION = "logit_normal", "resolution"
+NO_WEIGHTING, COSMAP = "none", "cosmap"
+# The samplers by name, classes of diffusers, for each kind of objective; the first is the default.
+# FlowMatchHeunDiscreteScheduler takes no times from outside, and Flux.1's pipeline gives them.
 SAMPLERS = {
-    "ddim": "DDIMScheduler",
-    "pndm": "PNDMScheduler",
-    "euler": "EulerDiscreteScheduler",
-    "dpm": "DPMSolverMultistepScheduler",
+    DDPM: {
+        "ddim": "DDIMScheduler",
+        "pndm": "PNDMScheduler",
+        "euler": "EulerDiscreteScheduler",
+        "dpm": "DPMSolverMultistepScheduler",
+    },
+    FLOW: {"flow_euler": "FlowMatchEulerDiscreteScheduler"},
 }
+# Settings of train.py that change one kind of objective, with their values that change nothing.
+CHANGES: dict[str, dict[str, Any]] = {
+    DDPM: {
+        "prediction_type": None,
+        "min_snr_gamma": None,
+        "noise_offset": 0.0,
+        "zero_terminal_snr": False,
+    },
+    FLOW: {field.name: None for field in dataclasses.fields(FlowSettings)},
+}
+TITLES = {DDPM: "a schedule of noise (DDPM)", FLOW: "rectified flow"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +56,30 @@ class Objective:
             added to the noise of training.
         zero_terminal_snr: Shift and scale the schedule so that the last time step is pure noise,
             as Lin et al. 2023 (arXiv 2305.08891).
+        time_sampling: This and the next ones are as in `FlowSettings`; None: the family's own.
+        time_mean: See there.
+        time_std: See there.
+        time_shift: See there.
+        flow_weighting: See there.
+        guidance_embedding: See there.
     """
 
     prediction_type: str | None = None
     min_snr_gamma: float | None = None
     offset_noise: float = 0.0
     zero_terminal_snr: bool = False
+    time_sampling: str | None = None
+    time_mean: float | None = None
+    time_std: float | None = None
+    time_shift: float | str | None = None
+    flow_weighting: str | None = None
+    guidance_embedding: float | None = None
+
+    def flow_settings(self, own: FlowSettings) -> FlowSettings:
+        """Apply the changes of this objective to a family's own choice."""
+        values = {name: getattr(self, name) for name in CHANGES[FLOW]}
+        given = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(own, **given)
 
     def schedule(self, scheduler: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the changes of this objective to the configuration of a scheduler of diffusers.
@@ -83,14 +121,65 @@ def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str)
     return snr.clamp(max=gamma) / divisors[prediction_type]
 
 
+def check_objective(kind: str, config: Any, *, takes_guidance: bool = False) -> None:
+    """Raise a ConfigError if settings change what a model's objective does not have.
+
+    `kind` is ``family.DDPM`` or ``family.FLOW``. `takes_guidance` says whether the network is told
+    a scale of guidance. Settings that `config` lacks are not checked.
+    """
+    (other,) = CHANGES.keys() - {kind}
+    for name, unchanged in CHANGES[other].items():
+        value = getattr(config, name, unchanged)
+        if value != unchanged:
+            raise ConfigError(
+                f"this setting is for {TITLES[other]}, and the model is trained by {TITLES[kind]}",
+                value=value,
+                allowed=f"no --{name}, or only with a model of {TITLES[other]}",
+                flag=f"--{name} or --model_name",
+            )
+    guidance = getattr(config, "guidance_embedding", None)
+    if guidance is not None and not takes_guidance:
+        raise ConfigError(
+            "the model is not told a scale of guidance",
+            value=guidance,
+            allowed="no --guidance_embedding, or only with a model like Flux.1 dev",
+            flag="--guidance_embedding or --model_name",
+        )
+
+
+def sampler_names() -> list[str]:
+    """The samplers of all kinds of objective."""
+    return [name for samplers in SAMPLERS.values() for name in samplers]
+
+
+def kind_of(schedule: Mapping[str, Any]) -> str:
+    """The kind of objective that the configuration of a scheduler of diffusers belongs to."""
+    name = schedule.get("_class_name")
+    is_flow = "shift" in schedule if name is None else name.startswith("FlowMatch")
+    return FLOW if is_flow else DDPM
+
+
+def default_sampler(schedule: Mapping[str, Any]) -> str:
+    """The sampler that draws by a noise schedule if nobody chooses another."""
+    return next(iter(SAMPLERS[kind_of(schedule)]))
+
+
 def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
-    """Raise a ConfigError unless a sampler, a key of `SAMPLERS`, can follow a noise schedule."""
+    """Raise a ConfigError unless a sampler, one of `sampler_names`, can follow a noise schedule."""
+    fitting = SAMPLERS[kind_of(schedule)]
+    if name not in fitting:
+        raise ConfigError(
+            f"this sampler cannot draw by a model of {TITLES[kind_of(schedule)]}",
+            value=name,
+            allowed=" | ".join(fitting),
+            flag="--scheduler",
+        )
     predicts_sample = schedule.get("prediction_type") == SAMPLE
     if name == "pndm" and (predicts_sample or schedule.get(ZERO_TERMINAL_SNR_KEY)):
         kind = "that predicts the sample" if predicts_sample else "with zero terminal SNR"
         raise ConfigError(
             f"this sampler cannot draw by a model {kind}",
             value=name,
-            allowed=" | ".join(other for other in SAMPLERS if other != name),
+            allowed=" | ".join(other for other in fitting if other != name),
             flag="--scheduler",
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import (
-    CONFIG_FILES,
     PAD_TOKEN_IDS,
     Architecture,
     refuse_errors,
@@ -27,54 +26,76 @@ def replace_parts(
     `parts` has an entry for each part to replace: ``{"pretrained": model}`` gives it the
     configuration and weights of that model, ``{"params": configuration}`` random weights.
     """
-    unknown = sorted(parts.keys() - CONFIG_FILES.keys())
+    unknown = sorted(parts.keys() - architecture.parts.keys())
     if unknown:
-        raise ConfigError(
-            "a model has no such part",
-            value=unknown[0],
-            allowed=" | ".join(CONFIG_FILES),
-            flag=PARTS_FLAG,
-        )
+        raise _refuse_part(unknown[0], architecture)
     for part, given in parts.items():
+        folder = tokenizer_folder = None
+        kind = architecture.family.tokenizers.get(part)
         if "params" in given:
             params = dict(given["params"])
-            changes: dict[str, Any] = {part: _pad_token(params) if part == "tokenizer" else params}
-            folder = tokenizer_folder = None
-            if part != "tokenizer":
-                _check_params(part, params)
+            if kind is None:
+                _check_params(part, params, architecture)
+            else:
+                params = _pad_token(params, kind=kind)
         else:
             source = resolve_architecture(given["pretrained"])
-            changes = {part: getattr(source, part)}
-            folder, tokenizer_folder = source.weights_folder, source.tokenizer_folder
-        if part == "tokenizer":
-            changes["tokenizer_folder"] = tokenizer_folder
+            if part not in source.parts:
+                raise _refuse_part(part, source)
+            params = source.parts[part]
+            folder, tokenizer_folder = source.weights_folder, source.tokenizer_folders.get(part)
         folders = {**architecture.part_folders, part: folder}
-        architecture = dataclasses.replace(architecture, part_folders=folders, **changes)
+        tokenizer_folders = dict(architecture.tokenizer_folders)
+        if kind is not None:
+            tokenizer_folders.pop(part, None)
+            if tokenizer_folder is not None:
+                tokenizer_folders[part] = tokenizer_folder
+        architecture = dataclasses.replace(
+            architecture,
+            parts={**architecture.parts, part: params},
+            part_folders=folders,
+            tokenizer_folders=tokenizer_folders,
+        )
     _check_widths(architecture)
     return architecture
 
 
-def _pad_token(params: Mapping[str, Any]) -> dict[str, Any]:
-    if params.keys() != {"pad_token"} or params["pad_token"] not in PAD_TOKEN_IDS:
+def _refuse_part(part: str, architecture: Architecture) -> ConfigError:
+    return ConfigError(
+        f"{architecture.name} has no such part",
+        value=part,
+        allowed=" | ".join(architecture.parts),
+        flag=PARTS_FLAG,
+    )
+
+
+def _pad_token(params: Mapping[str, Any], *, kind: str) -> dict[str, Any]:
+    known = PAD_TOKEN_IDS[kind]
+    if params.keys() != {"pad_token"} or params["pad_token"] not in known:
         raise ConfigError(
-            "a tokenizer is CLIP's or comes from a folder",
+            "a tokenizer is the one of this suite or comes from a folder",
             value=params,
-            allowed=f"pad_token alone, {' or '.join(PAD_TOKEN_IDS)}",
+            allowed=f"pad_token alone, {' or '.join(known)}",
             flag=PARTS_FLAG,
         )
-    return {"pad_token_id": PAD_TOKEN_IDS[params["pad_token"]]}
+    return {"pad_token_id": known[params["pad_token"]]}
 
 
-def _check_params(part: str, params: Mapping[str, Any]) -> None:
+def _check_params(part: str, params: Mapping[str, Any], architecture: Architecture) -> None:
     """Make the part on the meta device; diffusers itself ignores unknown parameters."""
+    import diffusers
     import torch
-    from diffusers import DDPMScheduler
-    from transformers import CLIPTextConfig
 
-    from sdbench.models.components import PARTS
+    from sdbench.models.components import class_of_part
 
-    classes = {**PARTS, "text_encoder": CLIPTextConfig, "scheduler": DDPMScheduler}
-    part_class: Any = classes[part]
+    part_class: Any
+    if part == "scheduler":
+        part_class = getattr(diffusers, architecture.family.scheduler)
+    else:
+        part_class = class_of_part(part, architecture)
+        # Models of transformers take a configuration, which takes the parameters.
+        if part in architecture.text_encoders:
+            part_class = part_class.config_class
     known = inspect.signature(part_class.__init__).parameters
     unknown = sorted(params.keys() - known.keys())
     refusing = refuse_errors(
@@ -90,18 +111,13 @@ def _check_params(part: str, params: Mapping[str, Any]) -> None:
 
 
 def _check_widths(architecture: Architecture) -> None:
-    """Check that the U-Net can read latents and text."""
-    unet = architecture.unet
-    text_width = architecture.text_encoder.get("hidden_size")
-    latent_width = architecture.vae.get("latent_channels")
-    for part, key, allowed in (
-        ("text encoder's states", "cross_attention_dim", text_width),
-        ("VAE's latents", "in_channels", latent_width),
-    ):
-        if unet.get(key) != allowed:
+    """Check that the denoiser can read latents and text."""
+    family = architecture.family
+    for key, value, what, allowed in family.widths(architecture.parts):
+        if value != allowed:
             raise ConfigError(
-                f"the U-Net's {key} is not the width of the {part}",
-                value=unet.get(key),
+                f"the {family.denoiser}'s {key} is not the width of the {what}",
+                value=value,
                 allowed=str(allowed),
                 flag=PARTS_FLAG,
             )

@@ -30,13 +30,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.base.cache import private_folder
+from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
 from sdbench.models.architecture import Architecture
 from sdbench.models.autoencoder import Autoencoder, build_autoencoder
-from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
+from sdbench.models.blocks import checkpoint_activations
+from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.lora import Lora
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.settings.training import DENOISER
 
 REPLAYS_FOLDER = "replayed-steps"
 
@@ -62,12 +64,12 @@ FP32_ON_CUDA = frozenset(
 class Step:
     """A training step, as far as it decides which tensors are allocated and what is computed.
 
-    The fields are arguments of `build_stable_diffusion` and `blocks.checkpoint_activations`, or:
+    The fields are arguments of `build_model` and `blocks.checkpoint_activations`, or:
 
     Attributes:
         on_cuda: Whether to allocate as on CUDA.
         encodes_images: Whether images are encoded in the step, and captions with them.
-        trained: ``unet``, with or without ``text_encoder``; or only ``vae``.
+        trained: `DENOISER`, with or without ``text_encoder``; or only ``vae``.
         learns_token: Only a new token of ``text_encoder`` and LoRA are trained, in fp32.
     """
 
@@ -79,7 +81,7 @@ class Step:
     vae_attention: str = "sdpa"
     on_cuda: bool = False
     encodes_images: bool = True
-    trained: tuple[str, ...] = ("unet",)
+    trained: tuple[str, ...] = (DENOISER,)
     lora: Lora | None = None
     learns_token: bool = False
     activation_checkpointing: str = "none"
@@ -97,7 +99,7 @@ class Step:
             on_cuda=on_cuda,
             encodes_images=config.step_has_encoders and not config.has_subject,
             trained=config.trained_parts,
-            lora=Lora.of(config),
+            lora=Lora.of(config, architecture),
             learns_token=config.learned_token is not None,
             activation_checkpointing=config.activation_checkpointing,
         )
@@ -210,12 +212,12 @@ def _fingerprint(step: Step) -> str:
     modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
     digest = hashlib.sha256(repr((step, versions)).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
+def build_replayed(step: Step, *, device: str) -> DiffusionModel | Autoencoder:
     """The model of a step without weights, on the meta device or of fake tensors."""
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
     attention, vae_attention = (
@@ -225,7 +227,7 @@ def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
     alike: dict[str, Any] = {"seed": None, "precision": step.precision, "device": device}
     if "vae" in step.trained:
         return build_autoencoder(step.architecture, kl_weight=1.0, attention=vae_attention, **alike)
-    model = build_stable_diffusion(
+    model = build_model(
         step.architecture,
         encoder_dtype=step.encoder_dtype,
         attention=attention,
@@ -240,7 +242,12 @@ def build_model(step: Step, *, device: str) -> StableDiffusion | Autoencoder:
         model.vae = None
     # Recomputation in the backward pass does not see the modes that are active around it.
     rules = _CudaAutocastRules if step.on_cuda else None
-    checkpoint_activations(model.unet, which=step.activation_checkpointing, recompute=rules)
+    checkpoint_activations(
+        model.denoiser,
+        which=step.activation_checkpointing,
+        transformers=model.network.transformers,
+        recompute=rules,
+    )
     return model
 
 
@@ -262,7 +269,7 @@ def count_flops(step: Step) -> int:
 
 
 def _count_flops(step: Step) -> int:
-    model = build_model(step, device="meta")
+    model = build_replayed(step, device="meta")
     with torch.device("meta"):
         batch = make_batch(step, num_images=1)
     with FlopCounterMode(display=False) as counter:
@@ -272,17 +279,20 @@ def _count_flops(step: Step) -> int:
 
 def _replay_step(step: Step) -> StepProfile:
     with FakeTensorMode():
-        model = build_model(step, device="cpu")
-        modules = [model.get_submodule(name) for name in step.trained]
+        model = build_replayed(step, device="cpu")
+        modules = [model.get_submodule(name) for name in step.architecture.modules_of(step.trained)]
         timeline, trained_start = _replay(model, modules, step)
+        gathered = functools.partial(
+            _num_gathered_bytes, kinds=step.architecture.family.load_network().sharded_blocks
+        )
         return StepProfile(
             timeline=timeline,
             trained_start=trained_start,
             trained_weights=_num_bytes(model, trained=True),
             frozen_weights=_num_bytes(model, trained=False),
             frozen_beside=sum(_num_bytes(module, trained=False) for module in modules),
-            gathered_weights=sum(_num_gathered_bytes(module, trained=True) for module in modules),
-            gathered_beside=sum(_num_gathered_bytes(module, trained=False) for module in modules),
+            gathered_weights=sum(gathered(module, trained=True) for module in modules),
+            gathered_beside=sum(gathered(module, trained=False) for module in modules),
         )
 
 
@@ -311,24 +321,28 @@ def _replay(
 
 
 def make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
-    """A batch of images or moments, and of captions or text embeddings."""
+    """A batch of images or moments, and of captions or encoded captions."""
     architecture, size = step.architecture, step.image_size
-    num_tokens = architecture.text_encoder["max_position_embeddings"]
     latent_size = size // architecture.latent_factor
-    latent_shape = (num_images, architecture.unet["in_channels"], latent_size, latent_size)
-    image_shape = (num_images, architecture.vae["in_channels"], size, size)
-    width = architecture.unet["cross_attention_dim"]
+    latent_shape = (num_images, architecture.latent_channels, latent_size, latent_size)
+    image_shape = (num_images, architecture.parts["vae"]["in_channels"], size, size)
     moments = ("latent_mean", "latent_logvar")
-    pictures = {name: torch.empty(latent_shape) for name in moments}
+    batch = {name: torch.empty(latent_shape) for name in moments}
     if step.encodes_images:
-        pictures = {"image": torch.empty(image_shape, dtype=torch.uint8)}
+        batch = {"image": torch.empty(image_shape, dtype=torch.uint8)}
+    if architecture.tells_sizes:
+        batch[SIZES] = torch.empty(num_images, NUM_SIZES)
     if step.encodes_captions:
-        return pictures | {"input_ids": torch.empty(num_images, num_tokens, dtype=torch.int64)}
-    return pictures | {"text_embedding": torch.empty(num_images, num_tokens, width)}
+        for one in architecture.captions:
+            batch[one.name] = torch.empty(num_images, one.num_tokens, dtype=torch.int64)
+    else:
+        for one in architecture.conditions:
+            batch[one.name] = torch.empty(num_images, *one.shape)
+    return batch
 
 
-def _num_gathered_bytes(model: torch.nn.Module, *, trained: bool) -> int:
-    blocks = [module for module in model.modules() if isinstance(module, SHARDED_BLOCKS)]
+def _num_gathered_bytes(model: torch.nn.Module, *, kinds: Any, trained: bool) -> int:
+    blocks = [module for module in model.modules() if isinstance(module, kinds)]
     sizes = [_num_bytes(block, trained=trained) for block in blocks]
     return _num_bytes(model, trained=trained) - sum(sizes) + 2 * max(sizes, default=0)
 

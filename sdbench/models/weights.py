@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,16 +83,21 @@ class Weights:
 
 
 def draw_weights(
-    model: nn.Module, weights: Weights, *, initialize: Callable[[nn.Module], object] | None = None
+    model: nn.Module,
+    weights: Weights,
+    *,
+    initialize: Callable[[nn.Module], object] | None = None,
+    fill_buffers: Callable[[Any], object] | None = None,
 ) -> None:
     """Draw the weights of a model that was made under ``torch.device("meta")``, in place.
 
     Other types round the fp32 numbers that a seed gives. On a CPU these depend only on the seed,
     not on the number of threads; `architecture.DRAWING` is their version. The caller's random
     generators keep their state. `initialize` is called for each module after its children; None
-    calls `reset_parameters`, as the module's constructor does.
+    calls `reset_parameters`, as the module's constructor does. `fill_buffers` is called with the
+    model, for buffers beside the `position_ids` of transformers.
     """
-    parts = list(_parts(model))
+    parts = list(dict.fromkeys(_parts(model)))  # T5 has its embedding at two places
     ours = {id(weight) for part in parts for weight in part.parameters()}
     outside = [name for name, weight in model.named_parameters() if id(weight) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
@@ -108,10 +114,25 @@ def draw_weights(
                 part.to_empty(device=device)
                 part.apply(initialize or _reset)
             weights.place(part)
-    # The only buffers of the sub-models are position_ids: 0, 1, 2, ...
     for name, buffer in model.named_buffers():
-        assert name.endswith("position_ids"), f"the content of the buffer {name} is not known"
-        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
+        if name.endswith("position_ids"):  # 0, 1, 2, ...
+            buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
+        else:
+            assert fill_buffers is not None, f"the content of the buffer {name} is not known"
+    if fill_buffers is not None:
+        fill_buffers(model)
+
+
+def initialize_text_encoder(encoder: Any) -> Callable[[nn.Module], object]:
+    """What draws the modules of a text encoder of transformers, for `draw_weights`."""
+    # T5's embedding and CLIP's projection are drawn, alone, when the whole model is asked for,
+    # which is no part of `draw_weights`.
+    own = [layer for layer in encoder.children() if isinstance(layer, (nn.Embedding, nn.Linear))]
+
+    def initialize(module: nn.Module) -> None:
+        encoder._init_weights(encoder if module in own else module)
+
+    return initialize
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -124,7 +145,9 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reset(module: nn.Module) -> None:
-    if next(module.parameters(recurse=False), None) is not None:
+    if isinstance(module, RMSNorm):  # diffusers' own, whose constructor alone sets its weight
+        module.weight.fill_(1.0)
+    elif next(module.parameters(recurse=False), None) is not None:
         module.reset_parameters()
 
 

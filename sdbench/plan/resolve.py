@@ -25,6 +25,7 @@ from sdbench.data.identity import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
+from sdbench.models.objective import check_objective
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
@@ -90,6 +91,7 @@ def resolve(
 
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = find_model(plan.config, model_parts)
+    _check_objective(plan)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
@@ -139,6 +141,7 @@ def check_ahead(
     others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
     if all(map(is_beside_program, (plan.config.model_name, *others))):
         plan.architecture = find_model(plan.config, model_parts)
+        _check_objective(plan)
         with contextlib.suppress(UnknownError):
             _resolve_image_size(plan)
         if plan.config.learned_token is not None:
@@ -157,6 +160,12 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
             f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
             f"{num_samples} samples do not fill a batch and are left out of it{others}."
         )
+
+
+def _check_objective(draft: Draft) -> None:
+    family = draft.architecture.family
+    takes_guidance = family.takes_guidance(draft.architecture)
+    check_objective(family.objective, draft.config, takes_guidance=takes_guidance)
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -249,7 +258,7 @@ def _check_tokens(draft: Draft) -> None:
             allowed="a word that is a single token, such as dog",
             flag="--initial_token",
         )
-    vocabulary_size = architecture.text_encoder["vocab_size"]
+    vocabulary_size = architecture.parts["text_encoder"]["vocab_size"]
     if len(tokenizer) != vocabulary_size:
         raise ConfigError(
             f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
@@ -142,6 +143,15 @@ def positive_or(word: str) -> Kind:
     return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar, lambda: (word,))
 
 
+def number_or(word: str) -> Kind:
+    """A number above 0, or a word in its place."""
+
+    def parse(value: Any) -> float | str:
+        return value if value == word else POSITIVE_NUMBER.parse(value)
+
+    return Kind(f"{word}, or {POSITIVE_NUMBER.allowed}", parse, "X", lambda: (word,))
+
+
 def list_of(kind: Kind) -> Kind:
     """Values of a kind, separated by commas, as a tuple."""
 
@@ -238,6 +248,7 @@ NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value 
 REPEATS = whole_number(1, 1000)
 SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+FINITE_NUMBER = number("a number", math.isfinite)
 BETWEEN_0_AND_1 = number("a number above 0 and below 1", lambda value: 0 < value < 1)
 CONDITIONS = Kind(
     'fields and conditions, e.g. {pwatermark: "<=0.5", original_width: ">=512"}',

@@ -12,6 +12,7 @@ from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
     DURATION,
+    FINITE_NUMBER,
     FRACTION,
     NAME,
     NOT_NEGATIVE,
@@ -21,6 +22,7 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     SWITCH,
     TEXT,
+    number_or,
     one_of,
     whole_number,
 )
@@ -49,6 +51,7 @@ PROMPT_SEPARATOR = "|"
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
+LOGIT_NORMAL = Beside(("time_sampling",), "logit_normal")
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
 HAS_ENCODERS = encodes_in_step("drawing needs the encoders in the step")
 # All other values are for the U-Net.
@@ -63,6 +66,12 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "min_snr_gamma": (None,),
     "noise_offset": (0.0,),
     "zero_terminal_snr": (False,),
+    "time_sampling": (None,),
+    "time_mean": (None,),
+    "time_std": (None,),
+    "time_shift": (None,),
+    "flow_weighting": (None,),
+    "guidance_embedding": (None,),
     "encoder_batch_size": ("microbatch",),
     "activation_checkpointing": ("none",),
     "compile": ("none",),
@@ -249,6 +258,50 @@ class ObjectiveSettings:
     )
     zero_terminal_snr: bool = setting(
         SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)", identifies=True
+    )
+    time_sampling: str | None = setting(
+        one_of("uniform", "logit_normal"),
+        None,
+        "rectified flow: distribution of the times of training, 0 to 1 (default: logit_normal for "
+        "SD3, as arXiv 2403.03206; uniform for Flux.1, as in MLPerf Training)",
+        before=None,
+    )
+    time_mean: float | None = setting(
+        FINITE_NUMBER,
+        None,
+        "mean of the logit of logit-normal times (default: 0)",
+        acts_beside=(LOGIT_NORMAL,),
+        before=None,
+    )
+    time_std: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "standard deviation of the logit of logit-normal times (default: 1)",
+        acts_beside=(LOGIT_NORMAL,),
+        before=None,
+    )
+    time_shift: float | str | None = setting(
+        number_or("resolution"),
+        None,
+        "rectified flow: move times s towards noise, to a s / (1 + (a - 1) s), by a number a, or "
+        "by the resolution as Flux.1 draws: a = exp(0.5) at 256 image tokens and exp(1.15) at 4096 "
+        "(default: 1, not moved)",
+        before=None,
+    )
+    flow_weighting: str | None = setting(
+        one_of("none", "sigma_sqrt", "cosmap"),
+        None,
+        "rectified flow: weight of the squared error at time s (arXiv 2403.03206, and diffusers' "
+        "compute_loss_weighting_for_sd3): sigma_sqrt: s^-2; cosmap: 2 / (pi (1 - 2 s + 2 s^2)) "
+        "(default: none)",
+        before=None,
+    )
+    guidance_embedding: float | None = setting(
+        NOT_NEGATIVE_NUMBER,
+        None,
+        "scale of guidance that Flux.1 dev is told in training (default: 1)",
+        identifies=True,
+        before=None,
     )
 
 

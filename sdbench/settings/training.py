@@ -19,6 +19,9 @@ from sdbench.settings.kinds import (
 from sdbench.settings.setting import GIVEN, Beside, Rule, Situation, setting
 from sdbench.settings.subject import OF_PICTURES, OF_SUBJECT
 
+# The part that predicts, in `trained_parts`: a U-Net or a transformer, as the model has it.
+DENOISER = "denoiser"
+
 
 def _is_in_prompt(situation: Situation) -> bool:
     prompt = situation.config.instance_prompt
@@ -120,7 +123,8 @@ class ModelSettings:
         has_token = self.learned_token is not None
         if has_token and self.lora_rank is None:
             return ("text_encoder",)
-        return ("unet", "text_encoder") if self.train_text_encoder or has_token else ("unet",)
+        trains_text = self.train_text_encoder or has_token
+        return (DENOISER, "text_encoder") if trains_text else (DENOISER,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdbench.base.conditions import SIZES
 from sdbench.base.errors import RunError
 from sdbench.base.progress import Progress
 from sdbench.data import subject
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.order import Key
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.engines.job import TrainJob
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
 from sdbench.plan.resolve import Plan
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+
+# The table of numbers of captions, and the tables with a row for each picture.
+CAPTION = "caption"
+OF_PICTURES = ("latent_mean", "latent_logvar", SIZES)
 
 
 def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> TrainJob:
@@ -41,7 +46,7 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
     sources = [source for source in (plan.source, plan.class_source) if source is not None]
     new_token = None
     if config.learned_token is not None:
-        new_token = plan.architecture.text_encoder["vocab_size"]
+        new_token = plan.architecture.parts["text_encoder"]["vocab_size"]
     pictures = [
         functools.partial(_read, reader, index, new_token=token)
         for mirrored in (False, True)[: 2 if config.horizontal_flip_probability else 1]
@@ -50,35 +55,41 @@ def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> T
         for index in range(reader.num_samples)
     ]
     encoded = _encode_pictures(model, pictures, batch_size=batch_size, ranks=plan.ranks)
-    no_caption = CaptionTokenizer.of(plan.architecture)([""])
-    encoded["input_ids"] = torch.cat([encoded["input_ids"], torch.from_numpy(no_caption)])
+    caption_names = [one.name for one in plan.architecture.captions]
+    no_caption = CaptionTokenizers.of(plan.architecture)([""])
+    for name in caption_names:
+        encoded[name] = torch.cat([encoded[name], torch.from_numpy(no_caption[name])])
     tables = {name: table.to(device) for name, table in encoded.items()}
     if not trains_text:
-        tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
+        captions = {name: tables.pop(name) for name in caption_names}
+        caption, states = _encode_captions(model, captions, batch_size=batch_size)
+        tables |= {CAPTION: caption, **states}
     if not keeps_encoders:
-        model.vae = None
-        if not trains_text:
-            model.text_encoder = None
+        model.drop_encoders(keeps_text=trains_text)
     return dataclasses.replace(job, prepare=functools.partial(_look_up, tables))
 
 
 def _look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Look up the input of `StableDiffusion.forward` for a batch of `pairs.build`.
+    """Look up the input of `DiffusionModel.forward` for a batch of `pairs.build`.
 
-    The tables are ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77)
-    of all pictures, the latter with a last row of the empty caption; or instead of it ``caption``
-    (N,), the number of each picture's caption, and ``text_embedding`` (M, 77, D) of the captions.
+    The tables are ``latent_mean`` and ``latent_logvar`` (N, C, H/8, W/8), and ``sizes`` (N, 6) if
+    the model is told them, of all pictures; and token ids (N + 1, ...) of their captions, the last
+    row of the empty caption. Instead of the ids they may have ``caption`` (N + 1,), the number of
+    each picture's caption, and the conditions (M, ...) of the captions.
     """
-    found = {name: tables[name][batch["index"]] for name in ("latent_mean", "latent_logvar")}
-    if "caption" in tables:
-        found["text_embedding"] = tables["text_embedding"][tables["caption"][batch["caption"]]]
-    else:
-        found["input_ids"] = tables["input_ids"][batch["caption"]]
+    numbers = batch["caption"]
+    if CAPTION in tables:
+        numbers = tables[CAPTION][numbers]
+    found = {
+        name: table[batch["index"] if name in OF_PICTURES else numbers]
+        for name, table in tables.items()
+        if name != CAPTION
+    }
     return found | {"loss_weight": batch["loss_weight"]}
 
 
 def _read(reader: BatchReader, index: int, *, new_token: int | None) -> dict[str, Tensor]:
-    """``image`` (1, 3, S, S) and ``input_ids`` (1, 77) of a picture."""
+    """``image`` (1, 3, S, S) and token ids (1, N) of a picture, as a batch has them."""
     # The number of a picture decides its random crop, so that each run has the same.
     batch = reader([Key(0, index)])
     if isinstance(batch, RunError):
@@ -90,32 +101,34 @@ def _read(reader: BatchReader, index: int, *, new_token: int | None) -> dict[str
 
 @torch.no_grad()
 def _encode_pictures(
-    model: StableDiffusion, pictures: Sequence[Any], *, batch_size: int, ranks: Ranks
+    model: DiffusionModel, pictures: Sequence[Any], *, batch_size: int, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """`latent_mean`, `latent_logvar` and `input_ids` of all pictures, on the CPU of every rank."""
+    """Moments, and what else a batch has beside images, of all pictures; on every rank's CPU."""
     device = next(model.parameters()).device
     # Which pictures are encoded together does not depend on the number of ranks.
     groups = [pictures[first : first + batch_size] for first in range(0, len(pictures), batch_size)]
-    mine: dict[int, list[Tensor]] = {}
+    mine: dict[int, dict[str, Tensor]] = {}
     with Progress(len(groups), unit="batch of pictures", enabled=ranks.rank == 0) as progress:
         for number in range(ranks.rank, len(groups), ranks.world_size):
             group = [read() for read in groups[number]]
-            images, input_ids = (
-                torch.cat([one[name] for one in group]) for name in ("image", "input_ids")
-            )
-            mean, logvar = model.moments(images.to(device))
-            mine[number] = [mean.cpu(), logvar.cpu(), input_ids]
+            tensors = {name: torch.cat([one[name] for one in group]) for name in group[0]}
+            mean, logvar = model.moments(tensors.pop("image").to(device))
+            mine[number] = {"latent_mean": mean.cpu(), "latent_logvar": logvar.cpu(), **tensors}
             progress.advance(min(ranks.world_size, len(groups) - number))
-    columns = zip(*distributed.gather_numbered(mine, ranks), strict=True)
-    names = ("latent_mean", "latent_logvar", "input_ids")
-    return dict(zip(names, map(torch.cat, columns), strict=True))
+    encoded = distributed.gather_numbered(mine, ranks)
+    return {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
 
 
 @torch.no_grad()
 def _encode_captions(
-    model: StableDiffusion, input_ids: Tensor, *, batch_size: int
-) -> dict[str, Tensor]:
-    """Encode each distinct caption once: ``caption`` and ``text_embedding`` of `_look_up`."""
-    distinct, caption = torch.unique(input_ids, dim=0, return_inverse=True)
-    states = [model.text_states({"input_ids": some}) for some in distinct.split(batch_size)]
-    return {"caption": caption, "text_embedding": torch.cat(states)}
+    model: DiffusionModel, captions: Mapping[str, Tensor], *, batch_size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Encode each distinct caption once: the number (N,) of each caption's, and their conditions.
+
+    `captions` are token ids (N, ...) by the names of a batch, which belong together.
+    """
+    widths = [ids.shape[1] for ids in captions.values()]
+    rows = torch.cat([*captions.values()], dim=1)
+    distinct, numbers = torch.unique(rows, dim=0, return_inverse=True)
+    ids = dict(zip(captions, distinct.split(widths, dim=1), strict=True))
+    return numbers, model.encode_captions(ids, batch_size=batch_size)

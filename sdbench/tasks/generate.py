@@ -23,7 +23,7 @@ from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.objective import check_sampler
+from sdbench.models.objective import check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -75,8 +75,10 @@ class GenerateFlags:
     image_size: int | None = setting(
         POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
     )
-    scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "sampler that removes the noise"
+    scheduler: str | None = setting(
+        row_of("sdbench.models.objective:sampler_names"),
+        None,
+        "sampler that removes the noise (default: ddim, or flow_euler with rectified flow)",
     )
     num_steps: int = setting(POSITIVE, 25, "denoising steps", diffusers=("--num_inference_steps",))
     guidance_scale: float = setting(
@@ -151,11 +153,14 @@ class Generate(Task):
         flags, _ = settle(self.request, machine=machine, ranks=ranks)
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
-        check_sampler(flags.scheduler, self._architecture.scheduler)
+        schedule = self._architecture.parts["scheduler"]
+        sampler = flags.scheduler or default_sampler(schedule)
+        check_sampler(sampler, schedule)
         default_dtype = "fp16" if machine.device_type == "cuda" else "fp32"
         self._flags = dataclasses.replace(
             flags,
             image_size=flags.image_size or self._architecture.default_image_size,
+            scheduler=sampler,
             dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)
@@ -206,7 +211,7 @@ class Generate(Task):
         """The facts that decide the pictures, as JSON values."""
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
-        parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
+        parts = architecture.modules if self._ranks.rank == 0 else ()
         names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
         names += ("negative_prompt", "seed", "batch_size", "dtype")
         return {
@@ -279,12 +284,12 @@ class Generate(Task):
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return
-        from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+        from sdbench.data.pipeline.tokenizer import CaptionTokenizers
         from sdbench.models.drawing import DrawingSettings, draw
 
         flags, architecture = self._flags, self._architecture
         model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
-        tokenize = CaptionTokenizer.of(architecture)
+        tokenize = CaptionTokenizers.of(architecture)
         settings = DrawingSettings(
             image_size=flags.image_size,
             sampler=flags.scheduler,
@@ -342,12 +347,12 @@ def _build(
     """The model on the device of this rank, in the type of --dtype."""
     import torch
 
-    from sdbench.models.stable_diffusion import build_stable_diffusion
+    from sdbench.models.diffusion import build_model
     from sdbench.models.weights import ENCODER_DTYPES
 
     if flags.dtype == "fp32":
         torch.backends.cudnn.allow_tf32 = False
-    model = build_stable_diffusion(
+    model = build_model(
         architecture,
         seed=flags.seed,
         # A small change would be lost in the rounding of half-precision weights.
@@ -359,8 +364,8 @@ def _build(
         from sdbench.models.lora_files import fuse_lora_files
 
         fuse_lora_files(model, flags.lora)
-    for part in (model.unet, model.vae, model.text_encoder):
-        torch.nn.Module.to(part, ENCODER_DTYPES[flags.dtype])
+    for part in architecture.modules:
+        torch.nn.Module.to(model.get_submodule(part), ENCODER_DTYPES[flags.dtype])
     return model
 
 

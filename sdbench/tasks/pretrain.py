@@ -1,4 +1,4 @@
-"""`build`: the job of training Stable Diffusion."""
+"""`build`: the job of training a diffusion model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from sdbench.data.pipeline import pairs
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
-from sdbench.models.blocks import SHARDED_BLOCKS
+from sdbench.models.diffusion import DiffusionModel, PhaseObserver, build_model
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.replay import Step, count_flops
-from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.tuning import tune_model
 
@@ -33,7 +32,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
     initial_token_id = None
     if config.learned_token is not None:
         (initial_token_id,) = CaptionTokenizer.of(plan.architecture).read_word(config.initial_token)
-    model = build_stable_diffusion(
+    model = build_model(
         plan.architecture,
         seed=seed_of_weights(config),
         precision=config.precision,
@@ -43,7 +42,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         vae_attention=config.attention_of_vae,
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
-        lora=Lora.of(config),
+        lora=Lora.of(config, plan.architecture),
         initial_token_id=initial_token_id,
         device=plan.machine.device_type,
         phase=phase,
@@ -62,7 +61,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         loss=_loss,
         loader=_build_loader(plan),
         prepare=prepare,
-        sharded_blocks=SHARDED_BLOCKS,
+        sharded_blocks=model.network.sharded_blocks,
     )
 
 
@@ -75,7 +74,7 @@ def describe_job(plan: Plan, model: nn.Module, **options: Any) -> TrainJob:
         model=model,
         trained={
             name: TrainedModule(getattr(model, name), config.lr, config.weight_decay)
-            for name in config.trained_parts
+            for name in plan.architecture.modules_of(config.trained_parts)
         },
         make_optimizer=functools.partial(make_optimizer, config=config),
         schedule=lambda step: 1.0,
@@ -117,4 +116,4 @@ def _build_loader(plan: Plan) -> CheckedLoader:
 
 
 def _loss(output: tuple[Tensor, Tensor]) -> Tensor:
-    return StableDiffusion.loss(*output)
+    return DiffusionModel.loss(*output)

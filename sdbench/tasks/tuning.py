@@ -11,7 +11,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.host_memory import keep_freed_memory
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
 
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -46,36 +46,42 @@ def _keep_compiled_code_private() -> None:
         os.environ[KERNELS_VARIABLE] = str(kernels)
 
 
-def tune_model(model: StableDiffusion, config: Any) -> None:
+def tune_model(model: DiffusionModel, config: Any) -> None:
     """Change the blocks of a model in place, and compile its sub-models, as the config says."""
+    denoiser, encoders = model.denoiser, [model.vae, *model.text_encoders]
     compiled = {
         "none": [],
-        "unet": [model.unet],
-        "encoders": [model.vae, model.text_encoder],
-        "all": [model.unet, model.vae, model.text_encoder],
+        "unet": [denoiser],
+        "encoders": encoders,
+        "all": [denoiser, *encoders],
     }[config.compile]
-    for module in (model.unet, model.vae):
+    for module in (denoiser, model.vae):
         if module is not None:
             tune_blocks(module, config, is_compiled=module in compiled)
     if config.keep_layout:
-        blocks.keep_layout(model.unet)
+        blocks.keep_layout(denoiser)
     if config.convolution != "torch":
-        use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
-    blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
+        use_matrix_products(denoiser, wide=config.convolution == "matmul_wide")
+    blocks.checkpoint_activations(
+        denoiser,
+        which=config.activation_checkpointing,
+        transformers=model.network.transformers,
+    )
     for module in compiled:
         if module is None:
             continue
         # Only the encoder of the VAE is used, through a method of the VAE.
         target = module.encoder if module is model.vae else module
         if config.compile_unit == "block":
-            blocks.compile_blocks(target, mode=config.compile_mode)
+            kinds = model.network.compiled_blocks
+            blocks.compile_blocks(target, kinds=kinds, mode=config.compile_mode)
         else:
             # In place, so that the names of the weights stay as they are.
             target.compile(mode=config.compile_mode, dynamic=False)
 
 
 def tune_blocks(module: torch.nn.Module, config: Any, *, is_compiled: bool) -> None:
-    """Change the blocks of a U-Net or VAE in place, as the config says."""
+    """Change the blocks of a denoiser or VAE in place, as the config says."""
     # What stands for the divisor cannot be traced: it would break the graph at each block. The
     # compiler puts a division into the kernel before or after it.
     if config.unit_divisions == "drop" and not is_compiled:

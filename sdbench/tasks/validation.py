@@ -23,7 +23,7 @@ from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import forget_gathered
 from sdbench.models.autoencoder import Autoencoder
-from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.models.diffusion import DiffusionModel
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
@@ -74,7 +74,7 @@ def held_out_batches(
 
 
 def validation_loss(
-    model: StableDiffusion, batches: Iterable[NumberedBatch], *, ranks: Ranks
+    model: DiffusionModel, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
     """Measure the mean error of a model's predictions, over all time steps and ``by_timestep``.
 
@@ -82,9 +82,7 @@ def validation_loss(
     noise that is seeded by its number. The latents of an image are the means of the VAE. The global
     random state is left alone. Every rank has to call, with its own share of the samples.
     """
-    timesteps = [
-        int((part + 0.5) / NUM_TIMESTEPS * len(model.signal_scale)) for part in range(NUM_TIMESTEPS)
-    ]
+    timesteps = model.objective.validation_times(NUM_TIMESTEPS)
     errors_of = functools.partial(_errors, model, timesteps=timesteps)
     rows = _measure(model, batches, errors_of, ranks=ranks)
     return {
@@ -132,14 +130,14 @@ def _measure(
 
 
 def _errors(
-    model: StableDiffusion,
+    model: DiffusionModel,
     numbers: Sequence[int | None],
     batch: Mapping[str, Tensor],
     *,
-    timesteps: Sequence[int],
+    timesteps: Sequence[float],
 ) -> Tensor:
     """Mean squared errors (B, T)."""
-    latents, text_states = model.encode_means(batch)
+    latents, conditions = model.encode_means(batch)
     noise = torch.stack(
         [
             torch.randn(
@@ -153,8 +151,8 @@ def _errors(
     for position, timestep in enumerate(timesteps):
         prediction, target = model.predict(
             latents,
-            text_states,
-            timesteps=torch.full((len(latents),), timestep, device=latents.device),
+            conditions,
+            times=torch.full((len(latents),), timestep, device=latents.device),
             noise=noise[:, position],
         )
         errors.append((prediction.float() - target).square().mean((1, 2, 3)))

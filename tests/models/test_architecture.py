@@ -21,7 +21,7 @@ import benchmark
 from sdbench.cli import main
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.models.components import make_part
-from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.models.diffusion import build_model
 from tests.refusals import refused
 from tests.train.tiny_model import write_tiny_model
 
@@ -54,8 +54,8 @@ def test_built_ins() -> None:
     assert {
         name: (
             one.default_image_size,
-            one.tokenizer["pad_token_id"],
-            one.scheduler["prediction_type"],
+            one.parts["tokenizer"]["pad_token_id"],
+            one.parts["scheduler"]["prediction_type"],
         )
         for name, one in built_in.items()
     } == {
@@ -170,7 +170,7 @@ def test_a_model_of_the_hub_that_was_loaded_before_needs_no_hub(monkeypatch, fol
 
 
 def parameters_of(architecture, *, seed):
-    return dict(build_stable_diffusion(architecture, seed=seed).named_parameters())
+    return dict(build_model(architecture, seed=seed).named_parameters())
 
 
 @pytest.mark.parametrize("random_weights", [False, True])
@@ -178,8 +178,8 @@ def test_folder_comes_back_with_its_weights_or_random_ones(folder, random_weight
     architecture = resolve_architecture(str(folder), random_weights=random_weights)
     assert (architecture.name, architecture.revision) == ("mine", None)
     assert architecture.weights_folder == (None if random_weights else folder)
-    assert architecture.tokenizer_folder == folder / "tokenizer"
-    assert architecture.tokenizer == {"pad_token_id": 49407}
+    assert architecture.tokenizer_folders == {"tokenizer": folder / "tokenizer"}
+    assert architecture.parts["tokenizer"] == {"pad_token_id": 49407}
     expected = parameters_of(resolve_architecture("tiny"), seed=4 if random_weights else 9)
     found = parameters_of(architecture, seed=4)
     assert found.keys() == expected.keys()

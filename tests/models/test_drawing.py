@@ -12,9 +12,10 @@ from PIL import Image
 
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
+from sdbench.models.family import DDPM
 from sdbench.models.objective import SAMPLERS, Objective, check_sampler
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.ranks.distributed import Ranks
 from tests.forked import run_in_group
 from tests.refusals import refused
@@ -26,9 +27,9 @@ ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 ZERO_TERMINAL_SNR = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
 
 
-def build(**objective) -> StableDiffusion:
+def build(**objective) -> DiffusionModel:
     trained = ("unet", "text_encoder")
-    model = build_stable_diffusion(TINY, seed=3, objective=Objective(**objective), trained=trained)
+    model = build_model(TINY, seed=3, objective=Objective(**objective), trained=trained)
     with torch.no_grad():
         # Random weights make all pictures nearly grey.
         model.unet.conv_out.weight.mul_(8)
@@ -37,7 +38,7 @@ def build(**objective) -> StableDiffusion:
 
 
 @pytest.fixture(scope="module")
-def model() -> StableDiffusion:
+def model() -> DiffusionModel:
     return build()
 
 
@@ -53,7 +54,7 @@ def pixels(pictures: list[Image.Image]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("sampler", "objective"),
     [
-        *((sampler, {}) for sampler in SAMPLERS),
+        *((sampler, {}) for sampler in SAMPLERS[DDPM]),
         *((sampler, {"prediction_type": "v_prediction"}) for sampler in ("pndm", "dpm")),
         *((sampler, {"prediction_type": "sample"}) for sampler in ("ddim", "euler", "dpm")),
         *((sampler, ZERO_TERMINAL_SNR) for sampler in ("ddim", "euler", "dpm")),
@@ -64,18 +65,18 @@ def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
     model = build(**objective)
     settings = dataclasses.replace(SETTINGS, sampler=sampler, guidance_scale=3.0)
     if objective == ZERO_TERMINAL_SNR:
-        scheduler = make_sampler(sampler, model.scheduler.config)
+        scheduler = make_sampler(sampler, model.objective.config)
         scheduler.set_timesteps(25)
         assert scheduler.timesteps[0] == 999  # noise alone
     drawn = draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=settings)
-    kind = getattr(diffusers, SAMPLERS[sampler])
+    kind = getattr(diffusers, SAMPLERS[DDPM][sampler])
     pipeline = diffusers.StableDiffusionPipeline(
         unet=model.unet,
         vae=model.vae,
         text_encoder=model.text_encoder,
         tokenizer=tokenize.for_diffusers(),
         scheduler=kind.from_config(
-            model.scheduler.config, steps_offset=1, set_alpha_to_one=False, skip_prk_steps=True
+            model.objective.config, steps_offset=1, set_alpha_to_one=False, skip_prk_steps=True
         ),
         safety_checker=None,
         feature_extractor=None,
@@ -109,7 +110,7 @@ def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path) -> None:
 
 @pytest.mark.parametrize("objective", [{"prediction_type": "sample"}, ZERO_TERMINAL_SNR])
 def test_pndm_refuses_what_it_does_not_know(objective) -> None:
-    schedule = Objective(**objective).schedule(TINY.scheduler)
+    schedule = Objective(**objective).schedule(TINY.parts["scheduler"])
     with refused("--scheduler", value="pndm", allowed="ddim | euler | dpm"):
         check_sampler("pndm", schedule)
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw
 from sdbench.models.export import export, make_card
 from sdbench.models.objective import Objective
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.state.checkpoint import weights_of
 from tests.refusals import refused
 
@@ -28,9 +28,9 @@ CONV_IN = "unet.conv_in.weight"
 PROMPT = "a red circle"
 
 
-def build(**objective) -> StableDiffusion:
+def build(**objective) -> DiffusionModel:
     options = {"memory_format": "channels_last", "objective": Objective(**objective)}
-    model = build_stable_diffusion(TINY, seed=3, **options)
+    model = build_model(TINY, seed=3, **options)
     with torch.no_grad():
         model.vae.decoder.conv_out.weight.mul_(20)
     return model
@@ -44,7 +44,7 @@ def tokenizer() -> CaptionTokenizer:
 @pytest.fixture
 def write(tokenizer, tmp_path):
 
-    def write(model: StableDiffusion, **changes) -> Path:
+    def write(model: DiffusionModel, **changes) -> Path:
         options = {"trained": {}, "tokenizer": tokenizer.for_diffusers(), "card": "# a card\n"}
         export(model, tmp_path / "model", **(options | changes))
         return tmp_path / "model"
@@ -101,10 +101,10 @@ def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
     assert scheduler["_class_name"] == "DPMSolverMultistepScheduler"
     assert (scheduler["timestep_spacing"], scheduler["steps_offset"]) == ("trailing", 1)
     architecture = resolve_architecture(str(folder))
-    loaded = build_stable_diffusion(architecture, seed=1)
-    assert torch.equal(loaded.signal_scale, model.signal_scale)
+    loaded = build_model(architecture, seed=1)
+    assert torch.equal(loaded.objective.signal_scale, model.objective.signal_scale)
     assert (loaded.prediction_type, loaded.scaling_factor) == ("v_prediction", 0.18215)
-    again = CaptionTokenizer(folder=architecture.tokenizer_folder, pad_token_id=0)
+    again = CaptionTokenizer(folder=architecture.tokenizer_folders["tokenizer"], pad_token_id=0)
     captions = ["A red circle", "", "50% off... (really?)", "word " * 100]
     assert again(captions).tolist() == tokenizer(captions).tolist()
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_part
+from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.lora import Lora, is_lora
 from sdbench.models.lora_files import (
     check_lora_files,
@@ -18,7 +19,6 @@ from sdbench.models.lora_files import (
     lora_weights,
     write_for_diffusers,
 )
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.models.weights import Weights
 from sdbench.settings.lora import LoraFile
 from tests.refusals import refused
@@ -33,13 +33,13 @@ LORA = Lora(
 IDS = torch.tensor([[49406, *range(300, 375), 49407]])
 
 
-def build(lora: Lora | None = None) -> StableDiffusion:
+def build(lora: Lora | None = None) -> DiffusionModel:
     options = {"attention": "eager", "trained": ("unet", "text_encoder"), "lora": lora}
-    return build_stable_diffusion(TINY, seed=3, **options).eval()
+    return build_model(TINY, seed=3, **options).eval()
 
 
 @pytest.fixture(scope="module")
-def trained() -> StableDiffusion:
+def trained() -> DiffusionModel:
     """As training leaves it: B is not zero any more."""
     model, generator = build(LORA), torch.Generator().manual_seed(8)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_name_of_no_linear_layer_is_refused(layer) -> None:
         lora.add_to({"unet": make_part("unet", TINY)}, seed=None)
 
 
-def added_by_hand(weights: dict, trained: StableDiffusion) -> dict:
+def added_by_hand(weights: dict, trained: DiffusionModel) -> dict:
     """The weights of a model with alpha / rank B A of what was trained added to them."""
     of = weights_of(trained)
     total = {}

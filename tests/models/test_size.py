@@ -13,10 +13,10 @@ import torch
 from calculate_number_of_parameters import main as count
 from sdbench.models import memory, replay
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.components import count_parameters, make_part
 from sdbench.models.memory import estimate_peak_memory
 from sdbench.models.replay import Step, count_flops
+from sdbench.models.sd.network import StableDiffusionNetwork
 from sdbench.models.weights import Weights
 from sdbench.ranks.distributed import Ranks
 
@@ -131,7 +131,7 @@ def test_weights_that_fsdp_gathers_are_those_of_two_blocks_and_outside_of_blocks
     sizes = [
         sum(weight.nbytes for weight in module.parameters())
         for module in unet.modules()
-        if isinstance(module, SHARDED_BLOCKS)
+        if isinstance(module, StableDiffusionNetwork.sharded_blocks)
     ]
     gathered = 933_508 * 4 - sum(sizes) + 2 * max(sizes)
     shared = estimate(sharding="full", num_ranks=2)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
-from sdbench.models.components import PARTS, make_part
-from sdbench.models.stable_diffusion import build_stable_diffusion, make_encoder
+from sdbench.models.components import class_of_part, make_part
+from sdbench.models.diffusion import build_model, make_encoder
 from sdbench.models.weights import Weights, draw_weights
 
 TINY = resolve_architecture("tiny")
@@ -25,7 +25,7 @@ def make_by_constructor(part: str) -> nn.Module:
     torch.manual_seed(5)
     if part == "text_encoder":
         return CLIPTextModel(CLIPTextConfig(**TINY.text_encoder))
-    return PARTS[part].from_config(getattr(TINY, part))
+    return class_of_part(part, TINY).from_config(TINY.parts[part])
 
 
 def is_uniform(weight: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ def nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", TINY.modules)
 def test_weights_have_the_distributions_of_the_constructor(part, nan_in_fresh_memory) -> None:
     drawn = make_part(part, TINY, weights=Weights(seed=3))
     expected = make_by_constructor(part)
@@ -97,7 +97,7 @@ def test_the_numbers_depend_on_the_seed_alone() -> None:
 
 
 def test_half_precision_rounds_the_same_numbers() -> None:
-    build = functools.partial(build_stable_diffusion, TINY, seed=3, memory_format="channels_last")
+    build = functools.partial(build_model, TINY, seed=3, memory_format="channels_last")
     exact = dict(build().named_parameters())
     for name, weight in build(precision="bf16", encoder_dtype="fp16").named_parameters():
         half = torch.bfloat16 if name.startswith("unet.") else torch.float16

@@ -161,6 +161,13 @@ def test_a_run_with_encoders_takes_no_others(online):
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
 
 
+def test_an_export_has_a_sampler_for_its_kind_of_model(online):
+    refusal = refusal_of("export", online, "--scheduler", "flow_euler", "--folder", "other")
+    assert (refusal.flag, refusal.value) == ("--scheduler", "flow_euler")
+    assert refusal.allowed == "ddim | pndm | euler | dpm"
+    assert not Path("other").exists()
+
+
 def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(capsys):
     folder = trained("damaged", 2, *TINY, "--save_every_batches", 1)
     first, second = sorted((folder / "checkpoints").glob("step_*"))

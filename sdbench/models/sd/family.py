@@ -1,10 +1,10 @@
-"""`StableDiffusion`: Stable Diffusion 1 and 2, a U-Net that reads the states of one text encoder."""
+"""`StableDiffusion`: Stable Diffusion 1 and 2, a U-Net beside one text encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, Captions, Condition
 from sdbench.models.family import DDPM, Fact, Family
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 # Conditioning inputs of a U-Net that Stable Diffusion 1 and 2 do not have.
 OTHER_CONDITIONS = (
-    *("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim"),
+    "class_embed_type",
+    "num_class_embeds",
+    "addition_embed_type",
+    "encoder_hid_dim",
 )
 
 
@@ -26,14 +29,19 @@ class StableDiffusion(Family):
     title = "a Stable Diffusion 1 or 2 model"
     pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
-    parts = {
+    parts: ClassVar = {
         "unet": "UNet2DConditionModel",
         "vae": "AutoencoderKL",
         "text_encoder": "CLIPTextModel",
     }
-    tokenizers = {"tokenizer": CLIP}
+    tokenizers: ClassVar = {"tokenizer": CLIP}
     objective = DDPM
     network = "sdbench.models.sd.network:StableDiffusionNetwork"
+    pipeline_options: ClassVar = {
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
 
     def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
         """What has to hold for the configurations in a folder."""
@@ -83,3 +91,6 @@ class StableDiffusion(Family):
     def default_image_size(self, architecture: Architecture) -> int:
         """That of the U-Net's latents, 64 x 8 = 512 for SD2-base."""
         return architecture.parts["unet"]["sample_size"] * architecture.latent_factor
+
+
+FAMILY = StableDiffusion()

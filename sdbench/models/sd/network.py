@@ -7,6 +7,7 @@ from typing import Any
 
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
@@ -21,6 +22,7 @@ class StableDiffusionNetwork(Network):
     # Of up to 60 million weights.
     sharded_blocks = (BasicTransformerBlock, ResnetBlock2D)
     compiled_blocks = (*sharded_blocks, CLIPEncoderLayer)
+    transformers = (Transformer2DModel,)
 
     def encode_text(
         self, encoders: Sequence[nn.Module], ids: Sequence[Tensor]

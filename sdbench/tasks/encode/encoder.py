@@ -18,7 +18,7 @@ from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
-from sdbench.models.stable_diffusion import MEMORY_FORMATS, encode_images, make_encoder
+from sdbench.models.diffusion import MEMORY_FORMATS, encode_images, make_encoder
 from sdbench.models.weights import ENCODER_DTYPES
 
 CAPTION_COLUMN = "caption"

@@ -14,7 +14,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
 from sdbench.data.identity import find_overlap
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prompts import read_prompts
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
@@ -183,7 +183,7 @@ class Evaluations:
         config = self._config
         return {
             "seed": config.seed,
-            "tokenize": CaptionTokenizer.of(
+            "tokenize": CaptionTokenizers.of(
                 self._plan.architecture, new_token=config.learned_token
             ),
             "settings": DrawingSettings(

@@ -16,10 +16,10 @@ from sdbench.settings.setting import REQUIRED, setting
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
+    from sdbench.models.family import Family
     from sdbench.settings.recipe import TrainConfig
 
 MODEL_NAME, LORA_NAME = "model", "lora"
-ENCODERS = ("vae", "text_encoder")
 PROMPTS = "a red circle|a blue square"  # an example
 # Sections of the model card, and the settings in each.
 CARD_SETTINGS = {
@@ -93,8 +93,10 @@ class ExportFlags:
         "of a run on precomputed latents: diffusers folder or hub id of the VAE and text encoder "
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
-    scheduler: str = setting(
-        row_of("sdbench.models.objective:SAMPLERS"), "ddim", "what diffusers draws with by default"
+    scheduler: str | None = setting(
+        row_of("sdbench.models.objective:sampler_names"),
+        None,
+        "what diffusers draws with by default (default: ddim, or flow_euler with rectified flow)",
     )
 
 
@@ -154,24 +156,29 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     LoRA is added to the weights. A learned token goes into tokenizer and text encoder, and into a
     file of its own as well.
     """
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+    from sdbench.models.diffusion import build_model
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
-    from sdbench.models.stable_diffusion import build_stable_diffusion
+    from sdbench.models.objective import check_sampler, default_sampler
     from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
 
     config, weights = trained.config, trained.weights
     architecture = _find_architecture(config, flags.encoders)
-    lora = Lora.of(config)
-    model = build_stable_diffusion(
+    objective = make_objective(config)
+    schedule = objective.schedule(architecture.parts["scheduler"])
+    sampler = flags.scheduler or default_sampler(schedule)
+    check_sampler(sampler, schedule)
+    lora = Lora.of(config, architecture)
+    model = build_model(
         architecture,
         seed=seed_of_weights(config),
         trained=config.trained_parts,
         lora=lora,
-        objective=make_objective(config),
+        objective=objective,
     )
     learned = {}
     if config.learned_token is not None:
@@ -188,16 +195,21 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         weights = {}
         for part, _ in lora.layers:
             merge_lora(model.get_submodule(part))
-    tokenizer = CaptionTokenizer.of(architecture, new_token=config.learned_token)
+    tokenizers = CaptionTokenizers.of(architecture, new_token=config.learned_token).tokenizers
     folder = Path(flags.folder or trained.folder / MODEL_NAME)
     export(
         model,
         folder,
         trained=weights,
-        tokenizer=tokenizer.for_diffusers(),
+        tokenizers={
+            name: tokenizer.for_diffusers()
+            for name, tokenizer in zip(architecture.tokenizers, tokenizers, strict=True)
+        },
         dtype=flags.dtype,
-        sampler=flags.scheduler,
-        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts),
+        sampler=sampler,
+        card=_make_card(
+            trained, family=architecture.family, sampler=sampler, random_parts=random_parts
+        ),
         learned=learned,
     )
     return folder
@@ -208,8 +220,12 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.export import convert, in_one_piece
     from sdbench.models.lora import Lora, is_lora
     from sdbench.models.lora_files import DIFFUSERS_NAME, lora_weights, write_for_diffusers
+    from sdbench.plan.resolve import find_model
 
-    lora, token = Lora.of(trained.config), trained.config.learned_token
+    config = trained.config
+    # Its weights are not needed, nor the network for a model of the hub that is built in.
+    architecture = find_model(dataclasses.replace(config, random_weights=True), config.model_parts)
+    lora, token = Lora.of(config, architecture), config.learned_token
     if lora is None or token is not None:
         raise ConfigError(
             "the run has trained its weights and no LoRA"
@@ -229,14 +245,19 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     if len(weights) < len(trained.weights):
         source = trained.config.init_from
         print(f"It goes with the model that `python -m sdbench export {source}` writes.")
-    with in_one_piece(folder, card=_make_card(trained, lora_file=DIFFUSERS_NAME)) as partial:
-        write_for_diffusers(lora_weights(weights, lora), partial / DIFFUSERS_NAME, lora=lora)
+    family = architecture.family
+    card = _make_card(trained, family=family, lora_file=DIFFUSERS_NAME)
+    with in_one_piece(folder, card=card) as partial:
+        write_for_diffusers(
+            lora_weights(weights, lora), partial / DIFFUSERS_NAME, lora=lora, family=family
+        )
     return folder / DIFFUSERS_NAME
 
 
 def _make_card(
     trained: _Trained,
     *,
+    family: Family,
     sampler: str | None = None,
     lora_file: str | None = None,
     random_parts: Sequence[str] = (),
@@ -264,6 +285,7 @@ def _make_card(
         sections=sections,
         commit=git_state()["commit"],
         sampler=sampler,
+        family=family,
         lora_file=lora_file,
     )
 
@@ -282,12 +304,15 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
         )
     architecture = find_model(config, config.model_parts)
     if encoders is not None:
-        parts = {part: {"pretrained": encoders} for part in (*ENCODERS, "tokenizer")}
+        replaced = (*architecture.encoders, *architecture.tokenizers)
+        parts = {part: {"pretrained": encoders} for part in replaced}
         with blamed_on("--encoders"):
             architecture = replace_parts(architecture, parts)
-    if config.wants_latents and not set(ENCODERS).isdisjoint(architecture.random_parts):
+    if config.wants_latents and not set(architecture.encoders).isdisjoint(
+        architecture.random_parts
+    ):
         raise ConfigError(
-            "the VAE and the text encoder that made the latents are not known, and random ones "
+            "the VAE and the text encoders that made the latents are not known, and random ones "
             "would draw noise",
             value=encoders,
             allowed="the diffusers folder or hub id that `sdbench precompute` had",

@@ -11,8 +11,8 @@ from sdbench import data
 from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.autoencoder import build_autoencoder
+from sdbench.models.diffusion import PhaseObserver
 from sdbench.models.objective import Objective
-from sdbench.models.stable_diffusion import PhaseObserver
 from sdbench.plan.resolve import Plan
 from sdbench.tasks import pretrain
 from sdbench.tasks.tuning import tune_blocks

@@ -68,17 +68,19 @@ def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
         return []
     # Weights other than LoRA or a learned token are frozen.
     is_beside = config.lora_rank is not None or config.learned_token is not None
-    trained = () if is_beside else config.trained_parts
+    architecture = plan.architecture
+    trained = () if is_beside else architecture.modules_of(config.trained_parts)
+    denoiser = architecture.family.denoiser
     # A run on latents has no encoders that another run could give it.
-    is_given = [part for part in given if config.step_has_encoders or part == "unet"]
-    frozen = [part for part in plan.architecture.random_parts if part not in (*trained, *is_given)]
-    made_latents = [part for part in frozen if config.wants_latents and part != "unet"]
+    is_given = [part for part in given if config.step_has_encoders or part == denoiser]
+    frozen = [part for part in architecture.random_parts if part not in (*trained, *is_given)]
+    made_latents = [part for part in frozen if config.wants_latents and part != denoiser]
     frozen = [part for part in frozen if part not in made_latents]
     notes = []
     if made_latents:
         notes.append(
             f"It is not known which {' and '.join(made_latents)} made the latents; those of "
-            f"{plan.architecture.name} are random. python -m sdbench export will need --encoders."
+            f"{architecture.name} are random. python -m sdbench export will need --encoders."
         )
     if frozen:
         notes.append(

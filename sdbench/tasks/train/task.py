@@ -227,15 +227,16 @@ class Train(TrainingTask):
         except (ConfigError, OSError, RunError) as error:
             print(f"warning: a change of the data will not be seen: {error}", file=sys.stderr)
             of_data = None
-        parts = [] if config.train == "vae" else ["unet"]
+        architecture = self.plan.architecture
+        parts = [] if config.train == "vae" else [architecture.family.denoiser]
         has_encoders = config.step_has_encoders or config.online_preprocessing
         if has_encoders:
-            parts += ["vae", "text_encoder"]
+            parts += architecture.encoders
         if config.lora_rank is None and config.learned_token is None:
-            parts = [part for part in parts if part not in config.trained_parts]
-        architecture = self.plan.architecture
+            trained = architecture.modules_of(config.trained_parts)
+            parts = [part for part in parts if part not in trained]
         inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
-        if has_encoders and architecture.tokenizer_folder is None:
+        if has_encoders and architecture.captions[0].folder is None:
             from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
             inputs["exclamation_mark"] = CaptionTokenizer.of(architecture).read_word("!")
@@ -271,11 +272,12 @@ class Train(TrainingTask):
         config: Any = self.plan.config
         if config.init_from is None or self._found is not None:
             return None
-        from sdbench.models.components import PARTS
         from sdbench.tasks.train.weights import check_weights, open_checkpoint, parts_in
 
         checkpoint = open_checkpoint(Path(config.init_from), flag="--init_from")
-        trained_encoders = parts_in(checkpoint) - set(config.trained_parts)
+        architecture = self.plan.architecture
+        trained = architecture.modules_of(config.trained_parts)
+        trained_encoders = parts_in(checkpoint) - set(trained)
         if config.online_preprocessing and trained_encoders:
             raise ConfigError(
                 "encoders that run beside the training have the weights of the model alone, and "
@@ -286,8 +288,8 @@ class Train(TrainingTask):
             )
         # Neither a VAE that is trained nor a U-Net that reads latents has another part beside it.
         is_alone = config.train == "vae" or not config.step_has_encoders
-        parts = config.trained_parts if is_alone else PARTS
-        check_weights(checkpoint, self.plan.architecture, parts=parts)
+        parts = trained if is_alone else architecture.modules
+        check_weights(checkpoint, architecture, parts=parts)
         return checkpoint
 
     def _totals(self, folder: Path) -> dict[str, Any]:

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.objective import PREDICTION_TYPES, Objective, min_snr_weights
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")
 SIZE = (2, 4, 8, 8)
 
 
-def build(*, seed=3, **changes) -> StableDiffusion:
-    return build_stable_diffusion(TINY, seed=seed, **changes)
+def build(*, seed=3, **changes) -> DiffusionModel:
+    return build_model(TINY, seed=seed, **changes)
 
 
 @pytest.fixture(scope="module")
-def model() -> StableDiffusion:
+def model() -> DiffusionModel:
     return build()
 
 
@@ -33,10 +33,10 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def loss_of(model: StableDiffusion, batch: dict[str, torch.Tensor], *, seed: int = 5) -> float:
+def loss_of(model: DiffusionModel, batch: dict[str, torch.Tensor], *, seed: int = 5) -> float:
     torch.manual_seed(seed)
     with torch.no_grad():
-        return StableDiffusion.loss(*model(batch)).item()
+        return DiffusionModel.loss(*model(batch)).item()
 
 
 def signal_power(*, zero_terminal_snr: bool = False) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_precisions_set_the_types() -> None:
     amp = build(precision="amp_bf16", encoder_dtype="bf16")
     assert (amp.unet.dtype, amp.autocast_dtype) == (torch.float32, torch.bfloat16)
     assert amp.vae.dtype == amp.text_encoder.dtype == torch.bfloat16
-    assert build(precision="bf16").signal_scale.dtype == torch.float32
+    assert build(precision="bf16").objective.signal_scale.dtype == torch.float32
     # Weights that are trained have the precision's type, encoders or not.
     both = build(precision="amp_bf16", encoder_dtype="bf16", trained=("unet", "text_encoder"))
     assert (both.vae.dtype, both.text_encoder.dtype) == (torch.bfloat16, torch.float32)
@@ -99,7 +99,7 @@ def test_seed_decides_the_weights_and_leaves_the_generator_alone(model) -> None:
 @pytest.mark.parametrize("trained", [{"unet"}, {"text_encoder"}, {"unet", "text_encoder"}])
 def test_the_sub_models_to_train_get_gradients_and_the_others_are_frozen(batch, trained) -> None:
     model = build(trained=trained)
-    StableDiffusion.loss(*model(batch)).backward()
+    DiffusionModel.loss(*model(batch)).backward()
     for name in ("unet", "vae", "text_encoder"):
         module = getattr(model, name)
         assert module.training == (name in trained)
@@ -159,9 +159,9 @@ def test_min_snr_weights_act_on_the_samples_of_the_loss(latents) -> None:
     weights = (np.minimum(snr, 0.1) / snr)[timesteps]
     assert weighted[2].tolist() == pytest.approx(weights, rel=1e-5)
     errors = ((plain[0] - plain[1]) ** 2).mean((1, 2, 3)).numpy()
-    loss = StableDiffusion.loss(*weighted).item()
+    loss = DiffusionModel.loss(*weighted).item()
     assert loss == pytest.approx((weights * errors).mean(), rel=1e-5)
-    assert loss != pytest.approx(StableDiffusion.loss(*plain).item(), rel=1e-3)
+    assert loss != pytest.approx(DiffusionModel.loss(*plain).item(), rel=1e-3)
 
 
 def test_offset_noise_moves_whole_channels(latents) -> None:
@@ -177,9 +177,10 @@ def test_the_last_time_step_can_be_noise_alone() -> None:
         encoders=False, objective=Objective(prediction_type="v_prediction", zero_terminal_snr=True)
     )
     expected = signal_power(zero_terminal_snr=True)
-    assert model.signal_scale[-1] == 0 and model.noise_scale[-1] == 1
-    assert model.signal_scale.numpy() == pytest.approx(np.sqrt(expected), rel=1e-4, abs=1e-5)
-    assert model.scheduler.config.timestep_spacing == "trailing"
+    objective = model.objective
+    assert objective.signal_scale[-1] == 0 and objective.noise_scale[-1] == 1
+    assert objective.signal_scale.numpy() == pytest.approx(np.sqrt(expected), rel=1e-4, abs=1e-5)
+    assert objective.config.timestep_spacing == "trailing"
 
 
 @pytest.mark.parametrize("prediction_type", [None, "sample"])
@@ -187,4 +188,4 @@ def test_without_signal_only_v_can_be_predicted(prediction_type) -> None:
     objective = Objective(prediction_type=prediction_type, zero_terminal_snr=True)
     flags = "--prediction_type or --zero_terminal_snr"
     with refused(flags, value=prediction_type or "epsilon", allowed="v_prediction"):
-        objective.schedule(TINY.scheduler)
+        objective.schedule(TINY.parts["scheduler"])

@@ -1,0 +1,103 @@
+"""`Flux`: Flux.1, a transformer with rectified flow that reads T5's states and pooled CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
+from sdbench.models.family import FLOW, Fact, Family
+from sdbench.models.t5_captions import read_by_t5
+from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
+
+if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
+
+# Side of the squares of latents that become one token.
+PACK_SIZE = 2
+# Tokens of T5 that schnell and dev read.
+NUM_T5_TOKENS, NUM_T5_TOKENS_WITH_GUIDANCE = 256, 512
+
+
+class Flux(Family):
+    """Flux.1 schnell and dev."""
+
+    name = "flux"
+    title = "a Flux.1 schnell or dev model"
+    pipeline = "FluxPipeline"
+    denoiser = "transformer"
+    parts: ClassVar = {
+        "transformer": "FluxTransformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
+    }
+    tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": T5}
+    objective = FLOW
+    network = "sdbench.models.flux.network:FluxNetwork"
+    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}
+
+    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
+        """What has to hold for the configurations in a folder."""
+        transformer = configs["transformer"]
+        in_channels = transformer.get("in_channels")
+        widths = self.widths(configs)
+        return [
+            *super().facts(configs, folder),
+            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
+            # Those that fill or vary a picture read its latents beside the noise.
+            *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
+            ("transformer's out_channels", transformer.get("out_channels"), (None, in_channels)),
+        ]
+
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
+        """The transformer reads T5's states, pooled CLIP and packs of latents."""
+        transformer, vae, clip, t5 = (configs[part] for part in self.parts)
+        packed = PACK_SIZE**2 * vae.get("latent_channels", 0)
+        return [
+            (
+                *("joint_attention_dim", transformer.get("joint_attention_dim")),
+                *("second text encoder's states", t5.get("d_model")),
+            ),
+            (
+                *("pooled_projection_dim", transformer.get("pooled_projection_dim")),
+                *("first text encoder's states", clip.get("hidden_size")),
+            ),
+            ("in_channels", transformer.get("in_channels"), "packs of 2 x 2 latents", packed),
+        ]
+
+    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+        """77 tokens of CLIP, and 256 (schnell) or 512 (dev) of T5."""
+        has_guidance = self.takes_guidance(architecture)
+        num_tokens = NUM_T5_TOKENS_WITH_GUIDANCE if has_guidance else NUM_T5_TOKENS
+        return (
+            architecture.clip_captions("tokenizer"),
+            read_by_t5(architecture, "tokenizer_2", name="input_ids_2", num_tokens=num_tokens),
+        )
+
+    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+        """T5's states, which overflow in fp16, and CLIP's pooled text."""
+        _, t5 = self.captions(architecture)
+        transformer = architecture.parts["transformer"]
+        states = (t5.num_tokens, transformer["joint_attention_dim"])
+        pooled = (transformer["pooled_projection_dim"],)
+        return (
+            Condition(shape=states, dtype="float32"),
+            Condition(name=POOLED_EMBEDDING, shape=pooled),
+        )
+
+    def takes_guidance(self, architecture: Architecture) -> bool:
+        """Whether the transformer is told a scale of guidance, as that of dev is."""
+        return bool(architecture.parts["transformer"].get("guidance_embeds"))
+
+    def size_multiple(self, architecture: Architecture) -> int:
+        """8 (VAE) x 2 (a pack of latents) = 16."""
+        return architecture.latent_factor * PACK_SIZE
+
+    def default_image_size(self, architecture: Architecture) -> int:
+        """That of the VAE, 1024; the transformer's configuration has none."""
+        return architecture.parts["vae"]["sample_size"]
+
+
+FAMILY = Flux()

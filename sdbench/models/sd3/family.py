@@ -1,0 +1,111 @@
+"""`StableDiffusion3`: a transformer with rectified flow beside two CLIP encoders and T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
+from sdbench.models.family import FLOW, Fact, Family, FlowSettings
+from sdbench.models.t5_captions import read_by_t5
+from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
+
+if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
+
+# Tokens of T5 that it was trained with (arXiv 2403.03206) and that diffusers' example trains with.
+NUM_T5_TOKENS = 77
+# Width of the zeros that stand for T5's states in a model without T5, that of T5-XXL.
+T5_WIDTH = 4096
+
+
+class StableDiffusion3(Family):
+    """Stable Diffusion 3; T5 may be left out, and its states are zeros then."""
+
+    name = "sd3"
+    title = "a Stable Diffusion 3 model"
+    pipeline = "StableDiffusion3Pipeline"
+    denoiser = "transformer"
+    parts: ClassVar = {
+        "transformer": "SD3Transformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+    }
+    tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP, "tokenizer_3": T5}
+    objective = FLOW
+    flow = FlowSettings(time_sampling="logit_normal")
+    network = "sdbench.models.sd3.network:StableDiffusion3Network"
+    optional = ("text_encoder_3", "tokenizer_3")
+    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}
+
+    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
+        """What has to hold for the configurations in a folder."""
+        transformer = configs["transformer"]
+        latent_channels = (configs["vae"].get("latent_channels"),)
+        widths = self.widths(configs)
+        return [
+            *super().facts(configs, folder),
+            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
+            *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
+            ("transformer's out_channels", transformer.get("out_channels"), latent_channels),
+        ]
+
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
+        """The transformer reads states of T5's width, pooled text of both CLIPs, and latents."""
+        transformer, vae, first, second, t5 = (configs.get(part) for part in self.parts)
+        pooled = first.get("projection_dim", 0) + second.get("projection_dim", 0)
+        return [
+            (
+                *("joint_attention_dim", transformer.get("joint_attention_dim")),
+                *("third text encoder's states", T5_WIDTH if t5 is None else t5.get("d_model")),
+            ),
+            (
+                *("pooled_projection_dim", transformer.get("pooled_projection_dim")),
+                *("first two text encoders' projections together", pooled),
+            ),
+            (
+                *("in_channels", transformer.get("in_channels")),
+                *("VAE's latents", vae.get("latent_channels")),
+            ),
+        ]
+
+    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+        """77 tokens of each tokenizer."""
+        clips = (
+            architecture.clip_captions("tokenizer"),
+            architecture.clip_captions("tokenizer_2", name="input_ids_2"),
+        )
+        if "text_encoder_3" not in architecture.parts:
+            return clips
+        t5 = read_by_t5(architecture, "tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS)
+        return (*clips, t5)
+
+    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+        """States of CLIP's tokens, then T5's, which overflow in fp16; and CLIP's pooled text."""
+        first, _, *t5 = self.captions(architecture)
+        transformer = architecture.parts["transformer"]
+        num_tokens = first.num_tokens + (t5[0].num_tokens if t5 else NUM_T5_TOKENS)
+        states = (num_tokens, transformer["joint_attention_dim"])
+        return (
+            Condition(shape=states, dtype="float32" if t5 else "float16"),
+            Condition(name=POOLED_EMBEDDING, shape=(transformer["pooled_projection_dim"],)),
+        )
+
+    def size_multiple(self, architecture: Architecture) -> int:
+        """8 (VAE) x 2 (a patch of latents) = 16."""
+        return architecture.latent_factor * architecture.parts["transformer"]["patch_size"]
+
+    def max_image_size(self, architecture: Architecture) -> int | None:
+        """As many patches along a side as the transformer has positions: 192 x 16 = 3072."""
+        positions = architecture.parts["transformer"]["pos_embed_max_size"]
+        return positions * self.size_multiple(architecture)
+
+    def default_image_size(self, architecture: Architecture) -> int:
+        """That of the transformer's latents, 128 x 8 = 1024."""
+        return architecture.parts["transformer"]["sample_size"] * architecture.latent_factor
+
+
+FAMILY = StableDiffusion3()

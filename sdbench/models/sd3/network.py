@@ -1,0 +1,85 @@
+"""`StableDiffusion3Network`: what a Stable Diffusion 3 computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.embeddings import get_2d_sincos_pos_embed
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.t5.modeling_t5 import T5Block
+
+from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
+from sdbench.models.joint_attention import set_joint_attention
+from sdbench.models.network import Conditions, Network
+from sdbench.models.sd3.family import NUM_T5_TOKENS, T5_WIDTH
+from sdbench.models.sdxl.network import encode_by_clip
+
+
+class StableDiffusion3Network(Network):
+    """The work of Stable Diffusion 3."""
+
+    sharded_blocks = (JointTransformerBlock,)
+    compiled_blocks = (*sharded_blocks, ResnetBlock2D, CLIPEncoderLayer, T5Block)
+    transformers = (SD3Transformer2DModel,)
+
+    def encode_text(
+        self, encoders: Sequence[nn.Module], ids: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """States (B, 77 + N, 4096) of both CLIPs side by side, then T5's, and pooled text.
+
+        Zeros fill CLIP's states up to T5's width, and stand for T5's states without T5.
+        """
+        clips = [encode_by_clip(*pair) for pair in zip(encoders[:2], ids[:2], strict=True)]
+        states, pooled = (torch.cat(both, dim=-1) for both in zip(*clips, strict=True))
+        if len(encoders) > len(clips):
+            t5_states = encoders[2](ids[2])[0]
+        else:
+            t5_states = states.new_zeros(len(states), NUM_T5_TOKENS, T5_WIDTH)
+        padded = nn.functional.pad(states, (0, t5_states.shape[-1] - states.shape[-1]))
+        return {
+            TEXT_EMBEDDING: torch.cat([padded, t5_states], dim=-2),
+            POOLED_EMBEDDING: pooled,
+        }
+
+    def predict(
+        self, denoiser: Any, noised: Tensor, *, times: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """Predict by the transformer."""
+        return denoiser(
+            hidden_states=noised,
+            encoder_hidden_states=conditions[TEXT_EMBEDDING].to(denoiser.dtype),
+            pooled_projections=conditions[POOLED_EMBEDDING].to(denoiser.dtype),
+            timestep=times,
+        ).sample
+
+    def set_attention(self, denoiser: Any, kind: str) -> None:
+        """Set the attention of all blocks."""
+        set_joint_attention(denoiser, JointAttnProcessor2_0(), kind)
+
+    def fill_buffers(self, denoiser: nn.Module) -> None:
+        """Fill the positions of patches, sines and cosines of rows and columns."""
+        embed: Any = denoiser.pos_embed
+        positions = get_2d_sincos_pos_embed(
+            embed.pos_embed.shape[-1],
+            embed.pos_embed_max_size,
+            base_size=embed.base_size,
+            interpolation_scale=embed.interpolation_scale,
+            output_type="pt",
+        )
+        embed.pos_embed.copy_(positions.unsqueeze(0))
+
+    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
+        """States and pooled text of captions and of negative captions."""
+        return {
+            "prompt_embeds": conditions[TEXT_EMBEDDING],
+            "pooled_prompt_embeds": conditions[POOLED_EMBEDDING],
+            "negative_prompt_embeds": negative[TEXT_EMBEDDING],
+            "negative_pooled_prompt_embeds": negative[POOLED_EMBEDDING],
+        }

@@ -1,0 +1,107 @@
+"""`StableDiffusionXL`: a U-Net beside two text encoders, which is told the sizes of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdbench.base.conditions import CLIP, NUM_SIZES, POOLED_EMBEDDING, Captions, Condition
+from sdbench.models.family import DDPM, Fact, Family
+from sdbench.models.objective import PREDICTION_TYPES
+from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS
+
+if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
+
+# Conditioning inputs of a U-Net that SDXL does not have.
+OTHER_CONDITIONS = ("class_embed_type", "num_class_embeds", "encoder_hid_dim", "time_cond_proj_dim")
+
+
+class StableDiffusionXL(Family):
+    """Stable Diffusion XL, the base model."""
+
+    name = "sdxl"
+    title = "a Stable Diffusion XL base model"
+    pipeline = "StableDiffusionXLPipeline"
+    denoiser = "unet"
+    parts: ClassVar = {
+        "unet": "UNet2DConditionModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+    }
+    tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP}
+    objective = DDPM
+    network = "sdbench.models.sdxl.network:StableDiffusionXLNetwork"
+    unsuitable: ClassVar = {
+        **FROZEN_TEXT_ENCODERS,
+        "encoder_dtype": (("fp32", "bf16"), "the activations of SDXL's VAE are too large for fp16"),
+    }
+
+    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
+        """What has to hold for the configurations in a folder."""
+        unet, vae = configs["unet"], configs["vae"]
+        prediction_type = configs["scheduler"].get("prediction_type", "epsilon")
+        return [
+            *super().facts(configs, folder),
+            ("prediction type", prediction_type, PREDICTION_TYPES),
+            ("unet's addition_embed_type", unet.get("addition_embed_type"), ("text_time",)),
+            *((f"unet's {key}", value, (width,)) for key, value, _, width in self.widths(configs)),
+            ("unet's out_channels", unet.get("out_channels"), (vae.get("latent_channels"),)),
+            *((f"unet's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
+        ]
+
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
+        """The U-Net reads the states of both text encoders side by side, pooled text and sizes."""
+        unet, vae, first, second = (configs[part] for part in self.parts)
+        states = first.get("hidden_size", 0) + second.get("hidden_size", 0)
+        # Each of the six numbers becomes so many sines and cosines.
+        added = second.get("projection_dim", 0)
+        added += NUM_SIZES * (unet.get("addition_time_embed_dim") or 0)
+        projected = "projection_class_embeddings_input_dim"
+        return [
+            (
+                *("cross_attention_dim", unet.get("cross_attention_dim")),
+                *("text encoders' states together", states),
+            ),
+            (projected, unet.get(projected), "pooled text and sizes together", added),
+            (
+                *("in_channels", unet.get("in_channels")),
+                *("VAE's latents", vae.get("latent_channels")),
+            ),
+        ]
+
+    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+        """77 tokens of CLIP for each encoder, which differ in what fills a caption up."""
+        return (
+            architecture.clip_captions("tokenizer"),
+            architecture.clip_captions("tokenizer_2", name="input_ids_2"),
+        )
+
+    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+        """The states of both text encoders side by side, and the pooled text of the second."""
+        first, _ = self.captions(architecture)
+        width = architecture.parts["unet"]["cross_attention_dim"]
+        pooled = architecture.parts["text_encoder_2"]["projection_dim"]
+        return (
+            Condition(shape=(first.num_tokens, width)),
+            Condition(name=POOLED_EMBEDDING, shape=(pooled,)),
+        )
+
+    @property
+    def tells_sizes(self) -> bool:
+        """It is."""
+        return True
+
+    def size_multiple(self, architecture: Architecture) -> int:
+        """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""
+        num_blocks = len(architecture.parts["unet"]["block_out_channels"])
+        return architecture.latent_factor * 2 ** (num_blocks - 1)
+
+    def default_image_size(self, architecture: Architecture) -> int:
+        """That of the U-Net's latents, 128 x 8 = 1024 for SDXL."""
+        return architecture.parts["unet"]["sample_size"] * architecture.latent_factor
+
+
+FAMILY = StableDiffusionXL()
