@@ -28,6 +28,7 @@ from sdbench.data.remote import is_url
 from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import NUM_TOKENS, SourceConfig
 from sdbench.record.provenance import git_state
+from sdbench.settings.data import DataSettings
 
 # Hidden, because no format reads hidden files as samples.
 PROVENANCE_NAME = ".made_by.json"
@@ -165,7 +166,7 @@ def sources_of(settings: Any) -> list[SourceConfig]:
     ]
 
 
-def _places(source: SourceConfig) -> list[str]:
+def _places(source: DataSettings) -> list[str]:
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]
@@ -256,16 +257,17 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def check_maker(
-    source: SourceConfig, *, family: str, identify_vae: Callable[[], str | None]
+    settings: DataSettings, *, family: str, identify_vae: Callable[[], str | None]
 ) -> None:
     """Refuse latents that are said to be of another family of models, or of another VAE.
 
-    `identify_vae` returns the checksum of the VAE of the model that is trained, as `precompute`
-    writes it; None: random weights. What a data set does not say is not checked.
+    The format of the data is known. `identify_vae` returns the checksum of the VAE of the model
+    that is trained, as `precompute` writes it; None: random weights. What a data set does not say
+    is not checked.
     """
-    if source.data_format == "synthetic" or not source.wants_latents:
+    if settings.data_format == "synthetic" or not settings.wants_latents:
         return
-    for place in _places(source):
+    for place in _places(settings):
         facts = read_provenance(Path(place)) or {}
         made_by = facts.get(FAMILY)
         if made_by is not None and made_by != family:
