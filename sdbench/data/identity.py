@@ -7,12 +7,11 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench import __version__, data
-from sdbench.base.conditions import Condition
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import as_utf8
 from sdbench.base.files import write_json
@@ -26,17 +25,12 @@ from sdbench.data.formats.listing import name_some
 from sdbench.data.formats.mds_index import MdsPlace, locate_mds, parse_streams
 from sdbench.data.remote import is_url
 from sdbench.data.remote_files import describe_unchecked
-from sdbench.data.source import NUM_TOKENS, SourceConfig
+from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
 from sdbench.settings.data import DataSettings
 
 # Hidden, because no format reads hidden files as samples.
 PROVENANCE_NAME = ".made_by.json"
-# What it says of the model that encoded the samples: the name of its family, and the checksum of
-# the files of each of its parts. One that begins with this word stands for random weights.
-FAMILY, WEIGHTS, RANDOM = "family", "weights", "random"
-# And the arrays of a sample, where they are not those of Stable Diffusion 1 or 2.
-ENCODED = "encoded"
 # Files of a data set whose names are kept with a run; the hashes are of all files.
 MAX_NAMED = 1000
 
@@ -55,7 +49,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     description = {
         **_identify(files),
         "made_by": [
-            read_provenance(Path(place)) for source in sources for place in _places(source)
+            read_provenance(Path(place)) for source in sources for place in places_of(source)
         ],
     }
     unchecked = describe_unchecked(file.url for file in files)
@@ -166,7 +160,8 @@ def sources_of(settings: Any) -> list[SourceConfig]:
     ]
 
 
-def _places(source: DataSettings) -> list[str]:
+def places_of(source: DataSettings) -> list[str]:
+    """Return the places of the data sets that a source, or settings, name."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]
@@ -252,88 +247,6 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
         raise bad_place(
             f"The note of how the data set was made cannot be read ({error})",
             value=str(path),
-            allowed="the file as the suite wrote it, or no file",
-        ) from None
-
-
-def check_maker(
-    settings: DataSettings, *, family: str, identify_vae: Callable[[], str | None]
-) -> None:
-    """Refuse latents that are said to be of another family of models, or of another VAE.
-
-    The format of the data is known. `identify_vae` returns the checksum of the VAE of the model
-    that is trained, as `precompute` writes it; None: random weights. What a data set does not say
-    is not checked.
-    """
-    if settings.data_format == "synthetic" or not settings.wants_latents:
-        return
-    for place in _places(settings):
-        facts = read_provenance(Path(place)) or {}
-        made_by = facts.get(FAMILY)
-        if made_by is not None and made_by != family:
-            raise ConfigError(
-                f"The latents of {place} were made by a model of another family",
-                value=family,
-                allowed=f"a model of the family {made_by}, or latents made by this one",
-                flag="--model_name",
-            )
-        weights = facts.get(WEIGHTS)
-        stored = weights.get("vae", RANDOM) if isinstance(weights, Mapping) else RANDOM
-        vae = None if str(stored).startswith(RANDOM) else identify_vae()
-        if vae is not None and vae != stored:
-            raise ConfigError(
-                f"The latents of {place} were made by a VAE of other weights",
-                value=vae,
-                allowed=f"a model whose VAE has the checksum {stored}, or latents made by this one",
-                flag="--model_name",
-            )
-
-
-def tell_maker(place: str) -> dict[str, Any]:
-    """Return what a data set says of the model that encoded it, for a copy of it."""
-    facts = read_provenance(Path(place)) or {}
-    return {name: facts[name] for name in (FAMILY, WEIGHTS, ENCODED) if name in facts}
-
-
-def tell_encoded(source: SourceConfig) -> dict[str, Any]:
-    """Return what a data set has to say of its arrays, for `read_encoded`."""
-    plain = _plain(source.conditions[0].shape[-1])
-    said = {name: getattr(source, name) for name in plain}
-    if said == plain:
-        return {}
-    conditions = [dataclasses.asdict(condition) for condition in source.conditions]
-    return {ENCODED: {**said, "conditions": conditions}}
-
-
-def _plain(width: int) -> dict[str, Any]:
-    """Options of a `SourceConfig` for Stable Diffusion 1 and 2."""
-    states = Condition(shape=(NUM_TOKENS, width))
-    return {"latent_channels": 4, "tells_sizes": False, "conditions": (states,)}
-
-
-def read_encoded(place: str | None, *, width: int) -> dict[str, Any]:
-    """Return options of a `SourceConfig` for the encoded samples at a place.
-
-    Where it does not say what they are, they are those of Stable Diffusion, with this width.
-    """
-    facts = {} if place is None else read_provenance(Path(place)) or {}
-    if ENCODED not in facts:
-        return _plain(width)
-    try:
-        said = facts[ENCODED]
-        conditions = tuple(
-            Condition(name=one["name"], shape=tuple(one["shape"]), dtype=one["dtype"])
-            for one in said["conditions"]
-        )
-        return {
-            "latent_channels": int(said["latent_channels"]),
-            "tells_sizes": bool(said["tells_sizes"]),
-            "conditions": conditions,
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise bad_place(
-            f"The note of how the data set was made does not describe its arrays ({error!r})",
-            value=str(Path(place or "") / PROVENANCE_NAME),
             allowed="the file as the suite wrote it, or no file",
         ) from None
 

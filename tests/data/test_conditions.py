@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -174,9 +175,15 @@ def test_convert_and_verify_know_the_arrays_from_the_description(out_format, tmp
     assert sorted(batch["t5_embedding"][:, 0, 0].tolist()) == [1e5 * (i + 3) for i in range(6)]
 
 
-def test_a_description_that_cannot_be_read_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"latent_channels": "?"}, {"conditions": [{}]}, {"conditions": 3}, {"dtype": "int8"}],
+)
+def test_a_description_that_cannot_be_read_is_refused(changes, tmp_path):
     folder = write_mds(tmp_path / "data")
-    (folder / PROVENANCE_NAME).write_text('{"encoded": {"conditions": [{"name": 1}]}}')
+    encoded = copy.deepcopy(ENCODED)
+    (encoded["conditions"][0] if "dtype" in changes else encoded).update(changes)
+    (folder / PROVENANCE_NAME).write_text(json.dumps({"encoded": encoded}))
     with refused("PLACE") as caught:
         verify([str(folder)])
     assert "does not describe its arrays" in caught.value.what

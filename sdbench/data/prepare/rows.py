@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from sdbench.data import detect_format, open_samples, read_columns
-from sdbench.data.identity import read_encoded
 from sdbench.data.latent_columns import (
     array_columns,
     check_array,
@@ -17,6 +16,7 @@ from sdbench.data.latent_columns import (
     find_image_sizes,
     name_column,
 )
+from sdbench.data.maker import read_encoded
 from sdbench.data.prepare.chunk_formats import Columns, Row
 from sdbench.data.samples import (
     ImageSample,

@@ -18,7 +18,8 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.identity import FAMILY, RANDOM, WEIGHTS, identify_data, tell_encoded
+from sdbench.data.identity import identify_data
+from sdbench.data.maker import FAMILY, RANDOM, WEIGHTS, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
