@@ -21,7 +21,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
-from sdbench.data.identity import check_maker
+from sdbench.data.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
@@ -33,6 +33,7 @@ from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.data import DataSettings
 from sdbench.settings.request import Request
 from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
 
@@ -95,6 +96,7 @@ def resolve(
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
+    check_latents(plan.config, plan.architecture)
     plan.choose_if_open("num_workers", *_count_workers(plan))
     resolve_batch(plan)
     plan.source = _make_source(plan)
@@ -205,7 +207,7 @@ def _count_workers(draft: Draft) -> tuple[int, str]:
 
 def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
-    source = SourceConfig.from_settings(
+    return SourceConfig.from_settings(
         config,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
@@ -219,14 +221,12 @@ def _make_source(draft: Draft) -> SourceConfig:
         caption=config.instance_prompt,
         new_token=config.learned_token,
     )
-    check_latents(source, architecture)
-    return source
 
 
-def check_latents(source: SourceConfig, architecture: Architecture) -> None:
+def check_latents(settings: DataSettings, architecture: Architecture) -> None:
     """Refuse precomputed latents that are said to be those of another model."""
     check_maker(
-        source,
+        settings,
         family=architecture.family.name,
         identify_vae=lambda: architecture.identify_weights(("vae",)).get("vae"),
     )
