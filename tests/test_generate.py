@@ -13,7 +13,8 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 import generate
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.base.conditions import Captions
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.drawing import DrawingSettings, draw, make_sampler
 from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.forked import exit_codes, forked_ranks
@@ -59,7 +60,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
         model,
         ["a green star"],
         [42],
-        tokenize=CaptionTokenizer(pad_token_id=0),
+        tokenize=CaptionTokenizers((Captions(),)),
         settings=DrawingSettings(image_size=64, num_steps=2),
     )
     (picture,) = expected

@@ -19,9 +19,10 @@ from transformers import CLIPModel, CLIPProcessor
 
 import generate
 from sdbench import data
+from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.source import SourceConfig
 from sdbench.evaluate.command import main as score_main
 from sdbench.evaluate.networks import ClipNetwork, FidNetwork
@@ -177,7 +178,7 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
     (folder / "03.png").write_bytes(b"no picture")
     networks = {"fid": FidNetwork(fid, device="cpu"), "clip": ClipNetwork(clip, device="cpu")}
-    tokenize = CaptionTokenizer(pad_token_id=0)
+    tokenize = CaptionTokenizers((Captions(),))
 
     place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)
     source = SourceConfig(**place, image_size=SIDE_PX)

@@ -187,7 +187,7 @@ def score_model(
     how = {
         "num_bad_samples": num_images - len(prompts),
         "image_size": settings.image_size,
-        "sampler": settings.sampler or default_sampler(model.scheduler.config),
+        "sampler": settings.sampler or default_sampler(model.objective.config),
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,
     }

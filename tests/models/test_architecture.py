@@ -53,18 +53,27 @@ def test_built_ins() -> None:
     built_in = {name: resolve_architecture(name) for name in built_in_names()}
     assert {
         name: (
+            one.family.name,
             one.default_image_size,
-            one.parts["tokenizer"]["pad_token_id"],
-            one.parts["scheduler"]["prediction_type"],
+            [one.parts[tokenizer]["pad_token_id"] for tokenizer in one.tokenizers],
+            one.parts["scheduler"].get("prediction_type"),
         )
         for name, one in built_in.items()
     } == {
-        "mini": (64, 0, "epsilon"),
-        "sd1-base": (512, 49407, "epsilon"),
-        "sd2-768-v": (768, 0, "v_prediction"),
-        "sd2-base": (512, 0, "epsilon"),
-        "small": (128, 0, "epsilon"),
-        "tiny": (64, 0, "epsilon"),
+        "flux-dev": ("flux", 1024, [49407, 0], None),
+        "flux-schnell": ("flux", 1024, [49407, 0], None),
+        "mini": ("sd", 64, [0], "epsilon"),
+        "sd1-base": ("sd", 512, [49407], "epsilon"),
+        "sd2-768-v": ("sd", 768, [0], "v_prediction"),
+        "sd2-base": ("sd", 512, [0], "epsilon"),
+        "sd3-medium": ("sd3", 1024, [49407, 0, 0], None),
+        "sdxl": ("sdxl", 1024, [49407, 0], "epsilon"),
+        "small": ("sd", 128, [0], "epsilon"),
+        "small-flux": ("flux", 64, [49407, 0], None),
+        "tiny": ("sd", 64, [0], "epsilon"),
+        "tiny-flux": ("flux", 64, [49407, 0], None),
+        "tiny-sd3": ("sd3", 64, [49407, 0, 0], None),
+        "tiny-sdxl": ("sdxl", 64, [49407, 0], "epsilon"),
     }
 
 
@@ -220,8 +229,9 @@ def test_folder_with_weights_that_are_cut_off_is_refused(folder, num_bytes) -> N
 
 
 def test_folder_with_a_second_text_encoder_is_refused(folder) -> None:
-    (folder / "text_encoder_2").mkdir()
-    with refused("--model_name", value="text_encoder_2"):
+    for part in ("text_encoder", "tokenizer"):  # as SDXL has them, whose U-Net reads more
+        shutil.copytree(folder / part, folder / f"{part}_2")
+    with refused("--model_name", value=None, allowed="text_time"):
         resolve_architecture(str(folder), random_weights=True)
 
 

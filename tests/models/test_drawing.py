@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.base.conditions import Captions
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
@@ -43,8 +44,8 @@ def model() -> DiffusionModel:
 
 
 @pytest.fixture(scope="module")
-def tokenize() -> CaptionTokenizer:
-    return CaptionTokenizer(pad_token_id=0)
+def tokenize() -> CaptionTokenizers:
+    return CaptionTokenizers((Captions(),))
 
 
 def pixels(pictures: list[Image.Image]) -> np.ndarray:
@@ -74,7 +75,7 @@ def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
         unet=model.unet,
         vae=model.vae,
         text_encoder=model.text_encoder,
-        tokenizer=tokenize.for_diffusers(),
+        tokenizer=tokenize.tokenizers[0].for_diffusers(),
         scheduler=kind.from_config(
             model.objective.config, steps_offset=1, set_alpha_to_one=False, skip_prk_steps=True
         ),

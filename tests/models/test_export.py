@@ -12,12 +12,14 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
+from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw
 from sdbench.models.export import export, make_card
+from sdbench.models.families import families
 from sdbench.models.objective import Objective
 from sdbench.state.checkpoint import weights_of
 from tests.refusals import refused
@@ -25,6 +27,7 @@ from tests.refusals import refused
 TINY = resolve_architecture("tiny")
 UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
 CONV_IN = "unet.conv_in.weight"
+SD2 = families()["sd"]
 PROMPT = "a red circle"
 
 
@@ -37,15 +40,16 @@ def build(**objective) -> DiffusionModel:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> CaptionTokenizer:
-    return CaptionTokenizer(pad_token_id=0)
+def tokenizer() -> CaptionTokenizers:
+    return CaptionTokenizers((Captions(),))
 
 
 @pytest.fixture
 def write(tokenizer, tmp_path):
 
     def write(model: DiffusionModel, **changes) -> Path:
-        options = {"trained": {}, "tokenizer": tokenizer.for_diffusers(), "card": "# a card\n"}
+        tokenizers = {"tokenizer": tokenizer.tokenizers[0].for_diffusers()}
+        options = {"trained": {}, "tokenizers": tokenizers, "card": "# a card\n"}
         export(model, tmp_path / "model", **(options | changes))
         return tmp_path / "model"
 
@@ -103,10 +107,10 @@ def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
     architecture = resolve_architecture(str(folder))
     loaded = build_model(architecture, seed=1)
     assert torch.equal(loaded.objective.signal_scale, model.objective.signal_scale)
-    assert (loaded.prediction_type, loaded.scaling_factor) == ("v_prediction", 0.18215)
+    assert (loaded.objective.prediction_type, loaded.scaling_factor) == ("v_prediction", 0.18215)
     again = CaptionTokenizer(folder=architecture.tokenizer_folders["tokenizer"], pad_token_id=0)
     captions = ["A red circle", "", "50% off... (really?)", "word " * 100]
-    assert again(captions).tolist() == tokenizer(captions).tolist()
+    assert again(captions).tolist() == tokenizer(captions)["input_ids"].tolist()
 
 
 def test_weights_of_a_checkpoint_take_the_place_of_the_models(write) -> None:
@@ -149,7 +153,7 @@ def test_the_card_tells_data_settings_figures_and_commit() -> None:
         "Data": {"remote": "https://me:password@host/tars?key=1"},
         "Figures": {"validation_loss": 0.03, "odd": "a | b\nc"},
     }
-    card = make_card("shapes", sections=sections, commit="0" * 40, sampler="ddim")
+    card = make_card("shapes", sections=sections, commit="0" * 40, sampler="ddim", family=SD2)
     rows = [line for line in card.splitlines() if line.startswith("| ")]
     assert "| validation_loss | 0.03 |" in rows and "| odd | a \\| b c |" in rows
     assert "0" * 40 in card and "password" not in card and "key=1" not in card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -72,7 +73,10 @@ def write_for_kohya(weights, path: Path, *, lora: Lora) -> None:
     save_file(stored, path, metadata={"format": "pt"})
 
 
-@pytest.fixture(params=[write_for_diffusers, write_for_kohya])
+@pytest.fixture(
+    params=[functools.partial(write_for_diffusers, family=TINY.family), write_for_kohya],
+    ids=["diffusers", "kohya"],
+)
 def file(request, trained, tmp_path) -> LoraFile:
     stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
     path = tmp_path / "lora.safetensors"
@@ -96,7 +100,7 @@ def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
         Lora(4, 4.0, (("unet", UNET_LAYERS),)).add_to({"unet": unet}, seed=0)
         assert unet.dtype == dtype
         latents = torch.zeros(1, 4, 8, 8, dtype=dtype)
-        states = torch.zeros(1, 77, TINY.unet["cross_attention_dim"], dtype=dtype)
+        states = torch.zeros(1, 77, TINY.parts["unet"]["cross_attention_dim"], dtype=dtype)
         assert unet(latents, torch.tensor([5]), states).sample.dtype == dtype
         drawn[dtype] = {n: w.detach() for n, w in unet.named_parameters() if w.requires_grad}
     fp32, beside_bf16 = drawn.values()

@@ -25,7 +25,7 @@ from sdbench.models.objectives.ddpm import Ddpm
 from sdbench.models.objectives.flow import Flow
 from tests.refusals import refused
 
-SD2 = resolve_architecture("tiny").scheduler
+SD2 = resolve_architecture("tiny").parts["scheduler"]
 # The scheduler of Flux.1 dev, without its class: as in a built-in model.
 FLUX_DEV = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": True}
 SIZE = (3, 4, 8, 6)

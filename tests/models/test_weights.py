@@ -24,7 +24,7 @@ def make_by_constructor(part: str) -> nn.Module:
     """The sub-model as diffusers and transformers make it when nobody interferes."""
     torch.manual_seed(5)
     if part == "text_encoder":
-        return CLIPTextModel(CLIPTextConfig(**TINY.text_encoder))
+        return CLIPTextModel(CLIPTextConfig(**TINY.parts["text_encoder"]))
     return class_of_part(part, TINY).from_config(TINY.parts[part])
 
 
