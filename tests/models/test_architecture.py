@@ -231,6 +231,9 @@ def test_folder_with_weights_that_are_cut_off_is_refused(folder, num_bytes) -> N
 def test_folder_with_a_second_text_encoder_is_refused(folder) -> None:
     for part in ("text_encoder", "tokenizer"):  # as SDXL has them, whose U-Net reads more
         shutil.copytree(folder / part, folder / f"{part}_2")
+    with refused("--model_name", value="StableDiffusionPipeline"):
+        resolve_architecture(str(folder), random_weights=True)
+    (folder / "model_index.json").unlink()
     with refused("--model_name", value=None, allowed="text_time"):
         resolve_architecture(str(folder), random_weights=True)
 
