@@ -197,6 +197,19 @@ def test_captions_are_encoded_and_drawn_as_by_the_pipeline(family) -> None:
     assert torch.equal(network.pack(unpacked), found)
 
 
+@torch.no_grad()
+def test_sd3_without_t5_is_told_what_the_pipeline_tells_it() -> None:
+    modules = make_all("sd3", joint_attention_dim=4096)
+    pipeline = make_pipeline("sd3", modules | {"text_encoder_3": None})
+    expected, _, pooled, _ = pipeline.encode_prompt(
+        CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=77
+    )
+    encoders, ids = encoders_of("sd3", modules)[:2], ids_of("sd3", CAPTIONS)[:2]
+    found = StableDiffusion3().load_network().encode_text(encoders, ids)
+    assert torch.equal(found["text_embedding"], expected)
+    assert torch.equal(found["pooled_embedding"], pooled)
+
+
 def test_packs_are_those_of_the_pipeline() -> None:
     network = Flux().load_network()
     latents = torch.randn(2, 16, 8, 8)
