@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import benchmark
+from sdbench.base.errors import ConfigError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.writers import Output
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import make_encoder
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.data.datasets import read_files, read_mds
@@ -20,6 +28,7 @@ from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.runs import only_record, run_and_load
 from tests.schemas import validate
+from tests.train.tiny_model import write_tiny_model
 from tests.train.written import read_losses
 
 NUM_PICTURES = 10  # of the fixture picture_folder
@@ -216,6 +225,153 @@ def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
     exit_code, record = run("latents", "--on_bad_sample", "skip", "--max_bad_fraction", "0.1")
     assert (exit_code, record["summary"]["num_bad_samples"]) == (0, 1)
     assert record["summary"]["num_images_written"] == NUM_PICTURES - 1
+
+
+def read_note(folder: Path) -> dict:
+    """What a data set says of how it was made."""
+    return json.loads((folder / ".made_by.json").read_text())
+
+
+def test_latents_of_stable_diffusion_say_their_family_and_their_random_weights(run, tmp_path):
+    run("latents", "--seed", "5")
+    note = read_note(tmp_path / "latents")
+    assert note["family"] == "sd"
+    assert note["weights"] == {"vae": "random, seed 5", "text_encoder": "random, seed 5"}
+    assert "encoded" not in note
+
+
+def make_encoders(name: str, parts: Sequence[str]) -> list:
+    architecture = resolve_architecture(name)
+    options = {"seed": 17, "dtype": torch.float32}
+    return [make_encoder(part, architecture, **options) for part in parts]
+
+
+@torch.no_grad()
+def encode_for_sdxl(captions: Sequence[str]) -> dict[str, np.ndarray]:
+    """As the pipeline of SDXL: the states before the last layer of each encoder side by side."""
+    first, second = make_encoders("tiny-sdxl", ("text_encoder", "text_encoder_2"))
+    ids = [torch.from_numpy(CaptionTokenizer(pad_token_id=pad)(captions)) for pad in (49407, 0)]
+    one = first(ids[0], output_hidden_states=True)
+    other = second(ids[1], output_hidden_states=True)
+    states = torch.cat([one.hidden_states[-2], other.hidden_states[-2]], dim=2)
+    return {"text_embedding": states.numpy(), "pooled_embedding": other.text_embeds.numpy()}
+
+
+@torch.no_grad()
+def encode_for_flux(captions: Sequence[str]) -> dict[str, np.ndarray]:
+    """As the pipeline of Flux: T5's last states, of bytes, and CLIP's pooled text."""
+    clip, t5 = make_encoders("tiny-flux", ("text_encoder", "text_encoder_2"))
+    ids = torch.from_numpy(CaptionTokenizer(pad_token_id=49407)(captions))
+    rows = [[*(ord(letter) + 3 for letter in text), 1] for text in captions]
+    padded = torch.tensor([row + [0] * (32 - len(row)) for row in rows])
+    return {
+        "text_embedding": t5(padded).last_hidden_state.numpy(),
+        "pooled_embedding": clip(ids).pooler_output.numpy(),
+    }
+
+
+# Of the pictures 0, 1, 2 and 9, of 90 x 100, 97 x 99, 104 x 98 and 153 x 91 pixels, at 64 px. The
+# squares in the middle begin at row 5, row 1, column 3 and column 31.
+SIZES = {
+    0: [100, 90, 4, 0, 64, 64],
+    1: [99, 97, 1, 0, 64, 64],
+    2: [98, 104, 0, 2, 64, 64],
+    9: [91, 153, 0, 22, 64, 64],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "encode", "encodings"),
+    [
+        (
+            "tiny-sdxl",
+            encode_for_sdxl,
+            {
+                "latent_moments_64": "ndarray:float16:8,8,8",
+                "text_embedding": "ndarray:float16:77,64",
+                "pooled_embedding": "ndarray:float16:32",
+                "sizes_64": "ndarray:float32:6",
+                "caption": "str",
+            },
+        ),
+        (
+            "tiny-flux",
+            encode_for_flux,
+            {
+                "latent_moments_64": "ndarray:float16:32,8,8",
+                "text_embedding": "ndarray:float32:32,32",
+                "pooled_embedding": "ndarray:float16:32",
+                "caption": "str",
+            },
+        ),
+    ],
+)
+def test_other_families_store_all_conditions_and_sizes(run, tmp_path, name, encode, encodings):
+    exit_code, _ = run("latents", "--model_name", name, "--samples_per_shard", "10")
+    assert exit_code == 0
+    (shard,) = json.loads((tmp_path / "latents" / "index.json").read_text())["shards"]
+    assert dict(zip(shard["column_names"], shard["column_encodings"], strict=True)) == encodings
+    rows = read_mds(tmp_path / "latents")
+    assert len(rows) == NUM_PICTURES
+    expected = encode([row["caption"] for row in rows])
+    for column, values in expected.items():
+        found = np.stack([row[column] for row in rows])
+        np.testing.assert_allclose(found, values, atol=2e-3, rtol=1e-3)
+    assert len({row["pooled_embedding"].tobytes() for row in rows}) == NUM_PICTURES
+    if "sizes_64" in encodings:
+        numbers = {row["caption"]: row["sizes_64"].tolist() for row in rows}
+        assert {n: numbers[f"picture number {n}"] for n in SIZES} == SIZES
+    note = read_note(tmp_path / "latents")
+    assert note["family"] == name.removeprefix("tiny-")
+    assert set(note["weights"]) == {"vae", "text_encoder", "text_encoder_2"}
+
+
+def test_training_of_another_family_on_latents_is_that_on_the_images(run, tmp_path, picture_folder):
+    """Wrong corners of crops change a loss by 1e-3 of it, wrong pooled text by 9e-3."""
+    sdxl = ("--model_name", "tiny-sdxl")
+    run("latents", *sdxl)
+    _, online = train(tmp_path / "online", *sdxl, "--remote", str(picture_folder))
+    latents = ("--remote", str(tmp_path / "latents"), "--latents", "precomputed")
+    _, precomputed = train(tmp_path / "precomputed", *sdxl, *latents)
+    assert len(set(online)) == 8
+    assert precomputed == pytest.approx(online, rel=5e-5)
+
+
+def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
+    run, tmp_path, capsys
+):
+    """Weights are compared if they are known of both; without a note nothing is refused."""
+    model = tmp_path / "mine"
+    write_tiny_model(model)
+    run("latents", "--model_name", str(model))
+    place = tmp_path / "latents"
+    note = read_note(place)
+    vae = note["weights"]["vae"]
+    (file,) = (model / "vae").glob("*.safetensors")
+    assert vae == f"{zlib.crc32(file.read_bytes()):08x}:{file.stat().st_size}"
+
+    def train_dry(name: object, **changes: object) -> ConfigError | None:
+        (place / ".made_by.json").write_text(json.dumps({**note, **changes}))
+        options = ["--model_name", str(name), "--remote", str(place), "--latents", "precomputed"]
+        options += ["--dry_run", "--batch_size", "2", "--results_dir", str(tmp_path / "none")]
+        exit_code = benchmark.main(options)
+        printed = capsys.readouterr().err
+        assert exit_code in (0, 2), printed
+        return printed_refusal(printed) if exit_code else None
+
+    assert train_dry(model) is None
+    assert train_dry("tiny") is None  # random weights
+    assert train_dry(model, weights={"vae": "random, seed 3"}) is None
+    assert train_dry(model, weights="?") is None
+    other = train_dry(model, weights={"vae": "00000000:1"})
+    assert (other.flag, other.value) == ("--model_name", vae)
+    assert "00000000:1" in other.allowed
+    other = train_dry("tiny", family="flux")
+    assert (other.flag, other.value) == ("--model_name", "sd")
+    other = train_dry("tiny-flux")
+    assert (other.flag, other.value) == ("--model_name", "flux")
+    note.clear()
+    assert train_dry(model) is None
 
 
 @pytest.mark.parametrize(

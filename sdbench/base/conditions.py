@@ -8,6 +8,8 @@ from pathlib import Path
 CLIP, T5 = "clip", "t5"
 TEXT_EMBEDDING = "text_embedding"
 POOLED_EMBEDDING = "pooled_embedding"
+# The scale of guidance that a denoiser is told; the objective of a training decides it.
+GUIDANCE = "guidance"
 # Six numbers in pixels, as SDXL reads them: height and width of the picture before it was resized,
 # top and left of the crop after it was resized, height and width of the crop.
 SIZES, NUM_SIZES = "sizes", 6

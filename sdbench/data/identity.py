@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,10 @@ from sdbench.data.remote import is_url
 from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
 from sdbench.record.provenance import git_state
+from sdbench.settings.data import DataSettings
 
 # Hidden, because no format reads hidden files as samples.
 PROVENANCE_NAME = ".made_by.json"
-# What it says of the model that encoded the samples: the name of its family, and the checksum of
-# the files of each of its parts. One that begins with this word stands for random weights.
-FAMILY, WEIGHTS, RANDOM = "family", "weights", "random"
 # Files of a data set whose names are kept with a run; the hashes are of all files.
 MAX_NAMED = 1000
 
@@ -51,7 +49,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     description = {
         **_identify(files),
         "made_by": [
-            read_provenance(Path(place)) for source in sources for place in _places(source)
+            read_provenance(Path(place)) for source in sources for place in places_of(source)
         ],
     }
     unchecked = describe_unchecked(file.url for file in files)
@@ -162,7 +160,8 @@ def sources_of(settings: Any) -> list[SourceConfig]:
     ]
 
 
-def _places(source: SourceConfig) -> list[str]:
+def places_of(source: DataSettings) -> list[str]:
+    """Return the places of the data sets that a source, or settings, name."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]
@@ -250,44 +249,6 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
             value=str(path),
             allowed="the file as the suite wrote it, or no file",
         ) from None
-
-
-def check_maker(
-    source: SourceConfig, *, family: str, identify_vae: Callable[[], str | None]
-) -> None:
-    """Refuse latents that are said to be of another family of models, or of another VAE.
-
-    `identify_vae` returns the checksum of the VAE of the model that is trained, as `precompute`
-    writes it; None: random weights. What a data set does not say is not checked.
-    """
-    if source.data_format == "synthetic" or not source.wants_latents:
-        return
-    for place in _places(source):
-        facts = read_provenance(Path(place)) or {}
-        made_by = facts.get(FAMILY)
-        if made_by is not None and made_by != family:
-            raise ConfigError(
-                f"The latents of {place} were made by a model of another family",
-                value=family,
-                allowed=f"a model of the family {made_by}, or latents made by this one",
-                flag="--model_name",
-            )
-        weights = facts.get(WEIGHTS)
-        stored = weights.get("vae", RANDOM) if isinstance(weights, Mapping) else RANDOM
-        vae = None if str(stored).startswith(RANDOM) else identify_vae()
-        if vae is not None and vae != stored:
-            raise ConfigError(
-                f"The latents of {place} were made by a VAE of other weights",
-                value=vae,
-                allowed=f"a model whose VAE has the checksum {stored}, or latents made by this one",
-                flag="--model_name",
-            )
-
-
-def tell_maker(place: str) -> dict[str, Any]:
-    """Return what a data set says of the model that encoded it, for a copy of it."""
-    facts = read_provenance(Path(place)) or {}
-    return {name: facts[name] for name in (FAMILY, WEIGHTS) if name in facts}
 
 
 def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:

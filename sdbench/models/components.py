@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
-from sdbench.models.weights import Weights, draw_weights
+from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
 
 # diffusers' attention processors of a U-Net. The one head of the VAE is too wide, 512, for flash
 # attention and cuDNN: VAE and text encoder have eager attention, or the kernel that torch chooses.
@@ -90,8 +90,9 @@ def make_part(
     if loads:
         weights.place(model)
     elif weights is not None:
-        initialize = model._init_weights if is_text_encoder else None
-        draw_weights(model, weights, initialize=initialize)
+        initialize = initialize_text_encoder(model) if is_text_encoder else None
+        fill_buffers = network.fill_buffers if is_denoiser else None
+        draw_weights(model, weights, initialize=initialize, fill_buffers=fill_buffers)
     return model
 
 

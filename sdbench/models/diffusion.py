@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from sdbench.base.conditions import SIZES, TEXT_EMBEDDING
+from sdbench.base.conditions import GUIDANCE, SIZES, TEXT_EMBEDDING
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
@@ -127,6 +127,9 @@ class DiffusionModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Noise scaled latents (B, C, H/8, W/8); return prediction and target as `forward`."""
         noised, target = self.objective.mix(latents, noise, times)
+        if self.objective.guidance is not None:
+            guidance = torch.full((len(times),), self.objective.guidance, device=times.device)
+            conditions = {**conditions, GUIDANCE: guidance}
         with self._phase("unet_forward"), self.autocast(latents.device):
             prediction = self.network.predict(
                 self.denoiser,

@@ -13,7 +13,6 @@ FROZEN_TEXT_ENCODERS: Unsuitable = {
 NOT_OF_TRANSFORMERS: Unsuitable = {
     "keep_layout": ((False,), "a transformer without a U-Net has no images to keep a layout of"),
     "convolution": (("torch",), "a transformer without a U-Net has no convolutions to replace"),
-    "unit_divisions": (("keep",), "a transformer without a U-Net has no divisions by 1.0"),
     "attention": (
         ("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient"),
         "diffusers has no attention of xformers over pixels and text together",

@@ -21,7 +21,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
-from sdbench.data.identity import check_maker
+from sdbench.data.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
@@ -33,6 +33,7 @@ from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.data import DataSettings
 from sdbench.settings.request import Request
 from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
 
@@ -91,10 +92,11 @@ def resolve(
 
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = find_model(plan.config, model_parts)
-    _check_objective(plan)
+    _suit_family(plan)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
     _resolve_image_size(plan)
     plan.choose_format()
+    check_latents(plan.config, plan.architecture)
     plan.choose_if_open("num_workers", *_count_workers(plan))
     resolve_batch(plan)
     plan.source = _make_source(plan)
@@ -141,7 +143,8 @@ def check_ahead(
     others = [part["pretrained"] for part in (model_parts or {}).values() if "pretrained" in part]
     if all(map(is_beside_program, (plan.config.model_name, *others))):
         plan.architecture = find_model(plan.config, model_parts)
-        _check_objective(plan)
+        with contextlib.suppress(UnknownError):
+            _suit_family(plan)
         with contextlib.suppress(UnknownError):
             _resolve_image_size(plan)
         if plan.config.learned_token is not None:
@@ -162,10 +165,23 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
         )
 
 
-def _check_objective(draft: Draft) -> None:
+def _suit_family(draft: Draft) -> None:
+    """Refuse settings that the model's family cannot have, and choose others for its presets."""
     family = draft.architecture.family
     takes_guidance = family.takes_guidance(draft.architecture)
     check_objective(family.objective, draft.config, takes_guidance=takes_guidance)
+    for name, (allowed, reason) in family.unsuitable.items():
+        value = getattr(draft.config, name, allowed[0])
+        if value is None or value in allowed:
+            continue
+        if draft.request.is_users(name):
+            raise ConfigError(
+                reason,
+                value=value,
+                allowed=f"{' | '.join(map(str, allowed))} with {draft.architecture.name}",
+                flag=f"--{name}",
+            )
+        draft.choose(name, allowed[0], reason)
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -191,7 +207,7 @@ def _count_workers(draft: Draft) -> tuple[int, str]:
 
 def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
-    source = SourceConfig.from_settings(
+    return SourceConfig.from_settings(
         config,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
@@ -205,14 +221,12 @@ def _make_source(draft: Draft) -> SourceConfig:
         caption=config.instance_prompt,
         new_token=config.learned_token,
     )
-    check_latents(source, architecture)
-    return source
 
 
-def check_latents(source: SourceConfig, architecture: Architecture) -> None:
+def check_latents(settings: DataSettings, architecture: Architecture) -> None:
     """Refuse precomputed latents that are said to be those of another model."""
     check_maker(
-        source,
+        settings,
         family=architecture.family.name,
         identify_vae=lambda: architecture.identify_weights(("vae",)).get("vae"),
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sdbench import data
-from sdbench.base.conditions import Condition
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import Progress
 from sdbench.base.units import counted
 from sdbench.data.identity import describe_data_or_warn
-from sdbench.data.source import NUM_TOKENS, SourceConfig
+from sdbench.data.maker import read_encoded
+from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program
@@ -76,8 +76,8 @@ class Feed(Task):
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
         self._settings, self._chosen = _resolve(self.request, machine, ranks)
-        states = Condition(shape=(NUM_TOKENS, self._settings.text_embedding_dim))
-        options: dict[str, Any] = {"conditions": (states,)}
+        place = self._settings.remote or self._settings.local
+        options = read_encoded(place, width=self._settings.text_embedding_dim)
         if self._settings.engine == RAY:
             architecture = self._architecture = _find_model(self._settings)
             options = {

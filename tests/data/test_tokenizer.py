@@ -7,12 +7,16 @@ table because transformers' fast class differs there: the special tokens spelt o
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import T5TokenizerFast
 
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.base.conditions import T5, Captions
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 
 BOS, EOS = 49406, 49407
 
@@ -56,3 +60,82 @@ def test_captions_become_these_ids(pad_token_id, from_folder, tmp_path):
         if pad_token_id == 0:  # Stable Diffusion 2 pads with "!", and takes each "!" for padding
             ids = [0 if token == 256 else token for token in ids]
         assert row == [BOS, *ids, EOS] + [pad_token_id] * (75 - len(ids)), caption
+
+
+T5_EOS = 1
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_captions_of_t5_become_bytes_without_a_vocabulary(from_folder, tmp_path):
+    """ByT5's ids are those of the bytes of UTF-8, after three special tokens."""
+    options = {"kind": T5, "pad_token_id": 0, "num_tokens": 6}
+    if from_folder:
+        CaptionTokenizer(**options).for_diffusers().save_pretrained(tmp_path)
+    tokenizer = CaptionTokenizer(folder=tmp_path if from_folder else None, **options)
+    found = pickle.loads(pickle.dumps(tokenizer))(["cat", "", "caf\u00e9", "a longer caption"])
+    assert found.dtype == np.int64
+    assert found.tolist() == [
+        [102, 100, 119, T5_EOS, 0, 0],
+        [T5_EOS, 0, 0, 0, 0, 0],
+        [102, 100, 105, 198, 172, T5_EOS],  # e with an acute accent is C3 A9
+        [100, 35, 111, 114, 113, T5_EOS],
+    ]
+    assert tokenizer.for_diffusers().model_max_length == 6
+
+
+def write_unigrams(folder: Path) -> None:
+    """The tokenizer of a T5 with a vocabulary of four words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581a", "\u2581photo", "\u2581of", "\u2581cat"]
+    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.post_processor = processors.TemplateProcessing(
+        single=["$A", "</s>"], special_tokens=[("</s>", T5_EOS)]
+    )
+    T5TokenizerFast(tokenizer_object=made, extra_ids=0).save_pretrained(folder)
+
+
+def test_captions_of_t5_by_the_vocabulary_of_a_folder(tmp_path):
+    write_unigrams(tmp_path)
+    tokenizer = CaptionTokenizer(folder=tmp_path, kind=T5, pad_token_id=0, num_tokens=5)
+    captions = ["a photo", "a photo of a cat", ""]
+    expected = [[3, 4, 1, 0, 0], [3, 4, 5, 3, 1], [1, 0, 0, 0, 0]]
+    assert tokenizer(captions).tolist() == expected
+    for_diffusers = tokenizer.for_diffusers()
+    assert for_diffusers.model_max_length == 5
+    padded = for_diffusers(captions, padding="max_length", truncation=True)["input_ids"]
+    assert padded == expected
+
+
+def test_code_in_a_folder_is_not_run(tmp_path):
+    write_unigrams(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    path.write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("raise SystemExit('run')\n")
+    tokenizer = CaptionTokenizer(folder=tmp_path, kind=T5, pad_token_id=0, num_tokens=3)
+    assert tokenizer(["a cat"]).tolist() == [[3, 6, 1]]
+
+
+def test_each_text_encoder_has_its_own_ids():
+    captions = (
+        Captions(),
+        Captions(name="input_ids_2", pad_token_id=EOS),
+        Captions(name="input_ids_3", kind=T5, num_tokens=5),
+    )
+    tokenize = CaptionTokenizers(captions, new_token="<dog>")
+    found = tokenize(["cat", "<dog>"])
+    assert {name: ids.shape for name, ids in found.items()} == {
+        "input_ids": (2, 77),
+        "input_ids_2": (2, 77),
+        "input_ids_3": (2, 5),
+    }
+    for name, pad in (("input_ids", 0), ("input_ids_2", EOS)):
+        assert found[name].tolist() == [
+            [BOS, 2368, EOS] + [pad] * 74,
+            [BOS, 49408, EOS] + [pad] * 74,  # the first id after the vocabulary
+        ]
+    assert found["input_ids_3"].tolist() == [[102, 100, 119, 1, 0], [63, 103, 114, 106, 1]]

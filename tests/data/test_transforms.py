@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
-from sdbench.data.pipeline.transforms import decode_image, find_square, measure_image
+from sdbench.data.pipeline.transforms import (
+    decode_image,
+    decode_picture,
+    find_square,
+    measure_image,
+)
 from tests.data.datasets import encode
 
 # Peak signal to noise in dB of a picture decoded at a fraction of its size, to one decoded wholly:
@@ -236,3 +241,39 @@ def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
     # Turned, red is at the top; as stored, blue is at the right.
     found = decode_image(data, image_size=32, crop=(1.0, 0.0))
     assert np.abs(found[:, 16, 16].astype(int) - RED).max() < 6
+
+
+def on_disk(width: int, height: int, *, file_format: str, orientation: int) -> bytes:
+    """A picture of this size as it is stored."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", (width, height), RED).save(file, file_format, exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stored", "orientation", "options", "sizes"),
+    [
+        # 90 x 60 becomes 30 x 20, of which 5 columns are left out on either side.
+        ((90, 60), 1, {}, (60, 90, 0, 5, 20, 20)),
+        ((90, 60), 1, {"crop": (1.0, 0.3)}, (60, 90, 0, 10, 20, 20)),
+        ((90, 60), 1, {"crop": (0.0, 0.3)}, (60, 90, 0, 0, 20, 20)),
+        # Mirrored before it is cropped: its left edge is then where its right edge was.
+        ((90, 60), 1, {"crop": (1.0, 0.3), "flip": True}, (60, 90, 0, 0, 20, 20)),
+        ((90, 60), 1, {"crop": (0.0, 0.3), "flip": True}, (60, 90, 0, 10, 20, 20)),
+        # Turned, which PIL does: 60 x 90 becomes 20 x 30.
+        ((90, 60), 6, {}, (90, 60, 5, 0, 20, 20)),
+        ((90, 60), 6, {"crop": (0.9, 1.0), "flip": True}, (90, 60, 10, 0, 20, 20)),
+        # A JPEG of these sizes is decoded at a quarter or an eighth, whose edges are no pixels.
+        ((801, 401), 1, {}, (401, 801, 0, 10, 20, 20)),
+        ((801, 401), 8, {"crop": (0.5, 0.25)}, (801, 401, 5, 0, 20, 20)),
+        # Smaller than wanted: 10 x 15 becomes 20 x 30.
+        ((10, 15), 1, {"crop": (0.0, 1.0)}, (15, 10, 10, 0, 20, 20)),
+    ],
+)
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_the_sizes_that_a_model_is_told(stored, orientation, options, sizes, file_format):
+    file = on_disk(*stored, file_format=file_format, orientation=orientation)
+    pixels, found = decode_picture(file, image_size=20, **options)
+    assert pixels.shape == (3, 20, 20)
+    assert found == sizes

@@ -12,7 +12,8 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data import read_columns
-from sdbench.data.identity import identify_data, tell_maker
+from sdbench.data.identity import identify_data
+from sdbench.data.maker import tell_maker
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
     MAX_SAMPLES_PER_SHARD,

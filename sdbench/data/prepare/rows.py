@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from sdbench.base.conditions import Condition
 from sdbench.data import detect_format, open_samples, read_columns
 from sdbench.data.latent_columns import (
     array_columns,
@@ -17,6 +16,7 @@ from sdbench.data.latent_columns import (
     find_image_sizes,
     name_column,
 )
+from sdbench.data.maker import read_encoded
 from sdbench.data.prepare.chunk_formats import Columns, Row
 from sdbench.data.samples import (
     ImageSample,
@@ -27,7 +27,7 @@ from sdbench.data.samples import (
     check_whole,
     undecodable,
 )
-from sdbench.data.source import NUM_TOKENS, VAE_FACTOR, SourceConfig
+from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 
 class ImageRowReader:
@@ -131,8 +131,8 @@ def describe_source(
     }
     if flags is None:
         return SourceConfig(**options)
-    states = Condition(shape=(NUM_TOKENS, flags.text_embedding_dim))
-    return SourceConfig.from_settings(flags, conditions=(states,), **options)
+    encoded = read_encoded(place, width=flags.text_embedding_dim)
+    return SourceConfig.from_settings(flags, **encoded, **options)
 
 
 def open_rows(config: SourceConfig) -> RowReader:

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
-from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
+from sdbench.base.conditions import GUIDANCE, POOLED_EMBEDDING, TEXT_EMBEDDING
 from sdbench.models.flux.family import PACK_SIZE
 from sdbench.models.joint_attention import set_joint_attention
 from sdbench.models.network import Conditions, Network
 
-GUIDANCE = "guidance"
 # The transformer takes times and scales in thousandths of what it makes sines and cosines of.
 NUM_TIMES = 1000
 # Coordinates of a token: one without a use, the row and the column.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,10 @@ class Flow(Noising):
         The scheduler's own shift is that of its samplers, and does not act on training.
         """
         super().__init__()
-        self.config = FlowMatchEulerDiscreteScheduler.from_config(scheduler).config
+        # Not by an instance, which reads numbers from tensors: there are none in a replay.
+        known = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
+        defaults = {name: one.default for name, one in known.items() if name != "self"}
+        self.config = defaults | dict(scheduler)
         self.guidance = settings.guidance_embedding
         self._settings = settings
 

@@ -37,6 +37,7 @@ class StableDiffusion3(Family):
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP, "tokenizer_3": T5}
     objective = FLOW
     flow = FlowSettings(time_sampling="logit_normal")
+    flow = FlowSettings(time_sampling="logit_normal")
     network = "sdbench.models.sd3.network:StableDiffusion3Network"
     optional = ("text_encoder_3", "tokenizer_3")
     unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}

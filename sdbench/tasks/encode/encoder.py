@@ -102,7 +102,7 @@ class Encoder:
         dtype = ENCODER_DTYPES[encoder_dtype]
         self._vae, *self._text_encoders = (
             make_encoder(part, architecture, seed=seed, dtype=dtype, **options)
-            for part in ("vae", *architecture.family.text_encoders)
+            for part in ("vae", *architecture.text_encoders)
         )
 
     @torch.inference_mode()

@@ -18,7 +18,8 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.identity import FAMILY, RANDOM, WEIGHTS, identify_data
+from sdbench.data.identity import identify_data
+from sdbench.data.maker import FAMILY, RANDOM, WEIGHTS, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
@@ -73,6 +74,8 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopp
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
 TORCH = "torch"
+# For encoders that fp16 is too narrow for.
+HALF_OF_WIDE_RANGE = "bf16"
 # The first batches include allocations and the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
@@ -271,7 +274,7 @@ class Precompute(Task):
         """The facts that decide the content of each shard, which a resume must share."""
         config, architecture = self._config, self._job.architecture
         place = config.remote or config.local
-        encoders = architecture.family.encoders
+        encoders = architecture.encoders
         random = [part for part in encoders if architecture.weights_folder_of(part) is None]
         return {
             "command": "precompute",
@@ -284,6 +287,7 @@ class Precompute(Task):
                 **architecture.identify_weights(encoders),
                 **dict.fromkeys(random, f"{RANDOM}, seed {config.seed}"),
             },
+            **tell_encoded(self._job.config),
             **{name: getattr(config, name) for name in FACTS_OF_JOB},
         }
 
@@ -443,20 +447,17 @@ def _choose_dtype(draft: Draft, architecture: Architecture, *, on_gpu: bool) -> 
     """Choose the type of the encoders, or refuse one that the model cannot have."""
     given, on_ray = draft.config.encoder_dtype, draft.config.engine == RAY
     dtype, reason = draft.machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=on_ray), None
-    allowed: tuple[Any, ...] = (dtype,)
-    if "encoder_dtype" in architecture.family.unsuitable:
-        allowed, reason = architecture.family.unsuitable["encoder_dtype"]
-        if given not in (None, *allowed):
-            raise ConfigError(
-                f"{architecture.name} cannot have encoders of this type: {reason}",
-                value=given,
-                allowed=" | ".join(map(str, allowed)),
-                flag="--encoder_dtype",
-            )
-    is_fast = dtype in allowed
-    draft.choose_if_open(
-        "encoder_dtype", dtype if is_fast else allowed[0], "the device" if is_fast else reason
-    )
+    allowed, why_not = architecture.family.unsuitable.get("encoder_dtype", (None, ""))
+    if allowed is not None and given not in (None, *allowed):
+        raise ConfigError(
+            f"{architecture.name} cannot be encoded in this type: {why_not}",
+            value=given,
+            allowed=" | ".join(allowed),
+            flag="--encoder_dtype",
+        )
+    if allowed is not None and dtype not in allowed:
+        dtype, reason = HALF_OF_WIDE_RANGE, why_not
+    draft.choose_if_open("encoder_dtype", dtype, reason or "the device")
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:

@@ -77,6 +77,12 @@ def make_objective(config: Any) -> Objective:
         min_snr_gamma=config.min_snr_gamma,
         offset_noise=config.noise_offset,
         zero_terminal_snr=config.zero_terminal_snr,
+        time_sampling=config.time_sampling,
+        time_mean=config.time_mean,
+        time_std=config.time_std,
+        time_shift=config.time_shift,
+        flow_weighting=config.flow_weighting,
+        guidance_embedding=config.guidance_embedding,
     )
 
 
