@@ -97,7 +97,8 @@ def draw_weights(
     calls `reset_parameters`, as the module's constructor does. `fill_buffers` is called with the
     model, for buffers beside the `position_ids` of transformers.
     """
-    parts = list(dict.fromkeys(_parts(model)))  # T5 has its embedding at two places
+    shared = _shared_weights(model)
+    parts = list(_distinct_parts(model))
     ours = {id(weight) for part in parts for weight in part.parameters()}
     outside = [name for name, weight in model.named_parameters() if id(weight) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
@@ -114,6 +115,9 @@ def draw_weights(
                 part.to_empty(device=device)
                 part.apply(initialize or _reset)
             weights.place(part)
+    for first, *others in shared:
+        for owner, _, name in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
     for name, buffer in model.named_buffers():
         if name.endswith("position_ids"):  # 0, 1, 2, ...
             buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
@@ -133,6 +137,24 @@ def initialize_text_encoder(encoder: Any) -> Callable[[nn.Module], object]:
         encoder._init_weights(encoder if module in own else module)
 
     return initialize
+
+
+def _shared_weights(model: nn.Module) -> list[list[str]]:
+    """The names of each weight that has several, such as T5's embedding."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _distinct_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Those of `_parts` that have other weights than the parts before them."""
+    seen: set[nn.Parameter] = set()
+    for part in _parts(model):
+        own = set(part.parameters())
+        if not own or not own <= seen:
+            yield part
+        seen |= own
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

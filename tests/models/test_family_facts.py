@@ -1,0 +1,158 @@
+"""What families say of models: captions, conditions, sizes, and folders that are none of theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdbench.base.conditions import Captions, Condition
+from sdbench.models.architecture import Architecture, resolve_architecture
+from tests.refusals import refused
+
+FLAG = "--model_name"
+MINIATURES = {"sdxl": "tiny-sdxl", "sd3": "tiny-sd3", "flux": "tiny-flux"}
+PAD_TOKENS = {("clip", 0): "!", ("clip", 49407): "<|endoftext|>", ("t5", 0): "<pad>"}
+
+
+def write_folder(folder: Path, name: str, changes: dict[str, dict[str, Any]]) -> str:
+    """A folder of diffusers without weights; `changes` of configurations, None: no such part."""
+    model = resolve_architecture(name)
+    for part, file in model.family.config_files.items():
+        content = dict(model.parts[part])
+        class_name = model.family.parts.get(part)
+        if part in model.family.tokenizers:
+            kind, pad_token_id = model.family.tokenizers[part], content["pad_token_id"]
+            content = {"pad_token": PAD_TOKENS[kind, pad_token_id]}
+        elif part == "scheduler":
+            content["_class_name"] = model.family.scheduler
+        elif part in model.text_encoders:
+            content["model_type"] = "t5" if "T5" in class_name else "clip_text_model"
+        else:
+            content["_class_name"] = class_name
+        if part in changes and changes[part] is None:
+            continue
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(json.dumps(content | changes.get(part, {})))
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", MINIATURES)
+def test_a_folder_is_of_its_family(family, tmp_path) -> None:
+    folder = write_folder(tmp_path / "model", MINIATURES[family], {})
+    found = resolve_architecture(folder, random_weights=True)
+    built_in = resolve_architecture(MINIATURES[family])
+    assert found.family.name == family
+    for part in built_in.modules:
+        assert built_in.parts[part].items() <= found.parts[part].items()
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "key", "value", "allowed"),
+    [
+        ("sdxl", "unet", "cross_attention_dim", 32, "64"),
+        ("sdxl", "unet", "in_channels", 9, "4"),
+        ("sdxl", "unet", "projection_class_embeddings_input_dim", 72, "80"),
+        ("sdxl", "unet", "time_cond_proj_dim", 256, "none"),
+        ("sdxl", "unet", "addition_embed_type", "text", "text_time"),
+        ("sd3", "transformer", "joint_attention_dim", 64, "96"),
+        ("sd3", "transformer", "pooled_projection_dim", 32, "64"),
+        ("sd3", "transformer", "in_channels", 33, "16"),
+        ("sd3", "vae", "_class_name", "AutoencoderTiny", "AutoencoderKL"),
+        ("flux", "transformer", "in_channels", 384, "64"),
+        ("flux", "transformer", "joint_attention_dim", 96, "32"),
+        ("flux", "transformer", "pooled_projection_dim", 48, "32"),
+        ("flux", "text_encoder_2", "model_type", "umt5", "t5"),
+        ("flux", "scheduler", "_class_name", "DDIM", "FlowMatchEulerDiscreteScheduler"),
+    ],
+)
+def test_another_kind_of_model_is_refused(family, part, key, value, allowed, tmp_path) -> None:
+    folder = write_folder(tmp_path / "model", MINIATURES[family], {part: {key: value}})
+    with refused(FLAG, value=value, allowed=allowed):
+        resolve_architecture(folder, random_weights=True)
+
+
+def captions_of(name: str) -> list[tuple[str, str, int, int]]:
+    captions: tuple[Captions, ...] = resolve_architecture(name).captions
+    return [(one.name, one.kind, one.num_tokens, one.pad_token_id) for one in captions]
+
+
+def test_captions_become_tokens_for_each_encoder() -> None:
+    clip = ("input_ids", "clip", 77, 49407)
+    second_clip = ("input_ids_2", "clip", 77, 0)
+    assert captions_of("sdxl") == [clip, second_clip]
+    assert captions_of("sd3-medium") == [clip, second_clip, ("input_ids_3", "t5", 77, 0)]
+    assert captions_of("flux-schnell") == [clip, ("input_ids_2", "t5", 256, 0)]
+    assert captions_of("flux-dev") == [clip, ("input_ids_2", "t5", 512, 0)]
+    assert captions_of("tiny-flux") == [clip, ("input_ids_2", "t5", 32, 0)]
+
+
+def states(*shape: int, dtype: str) -> Condition:
+    return Condition(name="text_embedding", shape=shape, dtype=dtype)
+
+
+def pooled(width: int) -> Condition:
+    return Condition(name="pooled_embedding", shape=(width,), dtype="float16")
+
+
+def test_conditions_of_t5_are_not_in_fp16() -> None:
+    expected = {
+        "sdxl": (states(77, 2048, dtype="float16"), pooled(1280)),
+        "sd3-medium": (states(154, 4096, dtype="float32"), pooled(2048)),
+        "flux-schnell": (states(256, 4096, dtype="float32"), pooled(768)),
+        "flux-dev": (states(512, 4096, dtype="float32"), pooled(768)),
+    }
+    for name, conditions in expected.items():
+        assert resolve_architecture(name).conditions == conditions
+
+
+def test_sd3_may_lack_t5(tmp_path) -> None:
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    changes = {**absent, "transformer": {"joint_attention_dim": 4096}}
+    folder = write_folder(tmp_path / "model", "tiny-sd3", changes)
+    found = resolve_architecture(folder, random_weights=True)
+    assert [one.name for one in found.captions] == ["input_ids", "input_ids_2"]
+    assert found.conditions == (states(154, 4096, dtype="float16"), pooled(64))
+    other = write_folder(tmp_path / "other", "tiny-sd3", absent)
+    with refused(FLAG, value=96, allowed="4096"):
+        resolve_architecture(other, random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "multiple", "largest"),
+    [
+        ("sdxl", 1024, 32, None),
+        ("sd3-medium", 1024, 16, 3072),
+        ("flux-dev", 1024, 16, None),
+        ("tiny-sdxl", 64, 32, None),
+        ("tiny-sd3", 64, 16, 192),
+        ("tiny-flux", 64, 16, None),
+        ("small-flux", 64, 16, None),
+    ],
+)
+def test_sizes_of_pictures(name, default, multiple, largest) -> None:
+    model: Architecture = resolve_architecture(name)
+    assert model.default_image_size == default
+    model.check_image_size(default)
+    allowed = f"multiples of {multiple}, nearest {default} or {default + multiple}"
+    with refused("--image_size", value=default + 1, allowed=allowed):
+        model.check_image_size(default + 1)
+    if largest is not None:
+        model.check_image_size(largest)
+        allowed = f"multiples of {multiple}, nearest {largest}, the largest"
+        with refused("--image_size", value=largest + multiple, allowed=allowed):
+            model.check_image_size(largest + multiple)
+    assert model.tells_sizes == (model.family.name == "sdxl")
+
+
+@pytest.mark.parametrize("name", MINIATURES.values())
+def test_text_encoders_stay_frozen(name) -> None:
+    unsuitable = resolve_architecture(name).family.unsuitable
+    assert unsuitable["train_text_encoder"][0] == (False,)
+    assert unsuitable["learned_token"][0] == (None,)
+    # SDXL's VAE and T5 overflow.
+    assert unsuitable["encoder_dtype"][0] == ("fp32", "bf16")
+    has_unet = name == "tiny-sdxl"
+    assert ("keep_layout" in unsuitable) == ("convolution" in unsuitable) == (not has_unet)
