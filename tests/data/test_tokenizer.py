@@ -97,8 +97,15 @@ def write_unigrams(folder: Path) -> None:
     T5TokenizerFast(tokenizer_object=made, extra_ids=0).save_pretrained(folder)
 
 
-def test_captions_of_t5_by_the_vocabulary_of_a_folder(tmp_path):
+@pytest.mark.parametrize("sets_prefix", [False, True])
+def test_captions_of_t5_by_the_vocabulary_of_a_folder(sets_prefix, tmp_path):
+    """No package for sentencepiece's own file is needed, whatever the folder says."""
     write_unigrams(tmp_path)
+    if sets_prefix:
+        path = tmp_path / "tokenizer_config.json"
+        config = {**json.loads(path.read_text()), "add_prefix_space": True, "legacy": True}
+        path.write_text(json.dumps({**config, "tokenizer_class": "T5Tokenizer"}))
+        (tmp_path / "spiece.model").write_bytes(b"not read")
     tokenizer = CaptionTokenizer(folder=tmp_path, kind=T5, pad_token_id=0, num_tokens=5)
     captions = ["a photo", "a photo of a cat", ""]
     expected = [[3, 4, 1, 0, 0], [3, 4, 5, 3, 1], [1, 0, 0, 0, 0]]

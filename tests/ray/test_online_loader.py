@@ -19,6 +19,7 @@ import torch
 from sdbench import data
 from sdbench.base.conditions import Condition
 from sdbench.base.errors import RunError
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
 from sdbench.plan.resolve import resolve
@@ -72,7 +73,9 @@ def source_of(place: Path | str | None, data_format: str = "parquet", **changes)
     return datasets.make_source(data_format, place, **of_tiny, **changes)
 
 
-def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **settings):
+def open_loader(
+    source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, architecture=TINY, **settings
+):
     from sdbench.tasks.encode.online import OnlineLoader
 
     options = {
@@ -85,7 +88,7 @@ def open_loader(source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, **s
     return OnlineLoader(
         source,
         BenchmarkConfig(**{**options, **settings}),
-        architecture=TINY,
+        architecture=architecture,
         weights_seed=3,
         ranks=ALONE,
         num_batches=num_batches,
@@ -167,6 +170,36 @@ def test_every_format(tmp_path, encoder, data_format, changes, stream_here):
         datasets.WRITERS[data_format](place)
     source = source_of(place, data_format=data_format, **changes)
     assert same(read(open_loader(source), num_epochs=1), encode_here(encoder, source, num_epochs=1))
+
+
+@pytest.mark.parametrize("name", ["tiny-sdxl", "tiny-flux"])
+def test_models_of_other_families_get_all_conditions_and_sizes(name, place, stream_here):
+    from sdbench.tasks.encode.encoder import Encoder
+
+    architecture = resolve_architecture(name, revision=None, random_weights=False)
+    source = dataclasses.replace(
+        source_of(place, crop="random", horizontal_flip_probability=0.5),
+        captions=architecture.captions,
+        conditions=architecture.conditions,
+        latent_channels=architecture.latent_channels,
+        tells_sizes=architecture.tells_sizes,
+    )
+    batches = read(open_loader(source, architecture=architecture, model_name=name), num_epochs=1)
+    encoder = Encoder(architecture, encoder_dtype="fp32", seed=3, device="cpu")
+    images = list(data.build(source))
+    described = SampleType.MOMENTS.batch_tensors(source)
+    for batch, loaded in zip(batches, images, strict=True):
+        found = {
+            part: (tuple(values.shape[1:]), str(values.dtype).removeprefix("torch."))
+            for part, values in batch.items()
+        }
+        assert found == described
+        for first in range(0, BATCH_SIZE, ENCODER_BATCH_SIZE):
+            part = slice(first, first + ENCODER_BATCH_SIZE)
+            encoded = encoder.encode_captions({key: one[part] for key, one in loaded.items()})
+            assert all(np.array_equal(batch[key][part], encoded[key]) for key in encoded)
+        assert ("sizes" in batch) == (name == "tiny-sdxl")
+        assert "sizes" not in batch or torch.equal(batch["sizes"], loaded["sizes"])
 
 
 def test_bad_samples_are_counted_and_replaced_as_in_the_training_process(

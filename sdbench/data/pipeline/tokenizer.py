@@ -142,8 +142,11 @@ def _load_t5(folder: Path | None, pad_token_id: int) -> ByT5Tokenizer | T5Tokeni
     """
     if folder is None:
         return ByT5Tokenizer()
-    chosen = ByT5Tokenizer if names_byt5(folder) else T5TokenizerFast
-    return chosen.from_pretrained(folder, local_files_only=True)
+    if names_byt5(folder):
+        return ByT5Tokenizer.from_pretrained(folder, local_files_only=True)
+    # tokenizer.json says what precedes a caption. If the option were set, transformers would make
+    # the tokenizer anew, of another file, with a package that nothing else needs.
+    return T5TokenizerFast.from_pretrained(folder, local_files_only=True, add_prefix_space=None)
 
 
 @functools.cache

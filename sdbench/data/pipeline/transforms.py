@@ -90,9 +90,10 @@ def decode_picture(
     with phase("transform"):
         cut_out = _cut_out if isinstance(decoded, Decoded) else _cut_out_fast
         array = cut_out(decoded, image_size=image_size, crop=crop)
-        whole = decoded.size if isinstance(decoded, Decoded) else (*decoded.shape[:0:-1],)
-        sizes = find_sizes(*whole, image_size=image_size, crop=crop, flip=flip)
-        return (array[:, :, ::-1] if flip else array), sizes
+        is_by_pil = isinstance(decoded, Decoded)
+        width, height = decoded.size if is_by_pil else (decoded.shape[2], decoded.shape[1])
+        sizes = find_sizes(width, height, image_size=image_size, crop=crop, flip=flip)
+        return array[:, :, ::-1] if flip else array, sizes
 
 
 def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
