@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DreamboothFlags,
         argv,
         prog="python -m sdbench dreambooth",
-        description="Teach a Stable Diffusion model a subject by a few pictures, and draw it.",
+        description="Teach a diffusion model a subject by a few pictures, and draw it.",
         epilog=EPILOG,
         rest="FLAGS OF train.py ...",
     )
@@ -278,6 +278,8 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         unsaid = []
         own["class_remote"] = str(folder / CLASS / PICTURES_NAME)
         own["class_prompt"] = flags.class_prompt
+    if "train_text_encoder" in resolve_architecture(flags.model).family.unsuitable:
+        unsaid.append("train_text_encoder=false")
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
     for declared in declarations(DreamboothFlags).values():
         if declared.name not in declarations(TrainConfig):

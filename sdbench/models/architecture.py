@@ -302,7 +302,12 @@ def _load_folder(
             _check_whole(file)
     tokenizers = {part: kind for part, kind in family.tokenizers.items() if part in parts}
     pad_tokens = {part: _pad_token(parts[part]) for part in tokenizers}
-    facts = family.facts(parts, folder)
+    with refuse_errors(
+        "the configurations of the model folder make no model",
+        value=str(folder),
+        allowed="config.json files as they were saved",
+    ):
+        facts = family.facts(parts, folder)
     facts += [
         (f"pad token of the {part}", token, PAD_TOKEN_IDS[tokenizers[part]])
         for part, token in pad_tokens.items()

@@ -40,7 +40,7 @@ pipeline_tag: text-to-image
 from diffusers import {pipeline}
 
 {loading}
-pipeline("a prompt").images[0].save("picture.png")
+pipeline({call}).images[0].save("picture.png")
 ```
 """
 
@@ -134,11 +134,13 @@ def make_card(
     sampler: str | None,
     family: Family,
     lora_file: str | None = None,
+    num_t5_tokens: int | None = None,
 ) -> str:
     """The model card: where a model comes from, in Markdown without secrets.
 
     `sections` has facts by heading (Data, Settings, Figures); `commit` is that of the suite that
-    trained. With `lora_file` the folder has only LoRA, else a whole model with `sampler`.
+    trained. With `lora_file` the folder has only LoRA, else a whole model with `sampler`. A
+    pipeline with T5 has to be told `num_t5_tokens`, those of training.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (
@@ -156,7 +158,11 @@ def make_card(
     for heading, facts in redact_values(sections).items():
         rows = [f"| {_cell(what)} | {_cell(value)} |\n" for what, value in facts.items()]
         tables += f"\n## {heading}\n\n| what | value |\n|---|---|\n{''.join(rows)}"
-    return CARD.format(name=name, told=told, pipeline=family.pipeline, loading=loading) + tables
+    call = '"a prompt"'
+    if num_t5_tokens is not None:
+        call += f", max_sequence_length={num_t5_tokens}"
+    card = CARD.format(name=name, told=told, pipeline=family.pipeline, loading=loading, call=call)
+    return card + tables
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDPMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -131,6 +137,48 @@ def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model
     )
     (loss,) = read_losses(run("one", 1, *argv, *changed))
     assert float(loss) == pytest.approx(expected, rel=SAME_FP32)
+
+
+def loss_of_sdxl_by_hand(model: Path) -> float:
+    """Of the first step on a picture of the subject and one of its class, 80 x 64 pixels each.
+
+    As train_dreambooth_lora_sdxl.py of diffusers has it.
+    """
+    pipeline = StableDiffusionXLPipeline.from_pretrained(model)
+    captions, files = [PROMPTS["subject"], PROMPTS["class"]], ["subject/0.png", "class/0.png"]
+    pixels = np.stack([np.asarray(Image.open(file)) for file in files]) / 127.5 - 1.0
+    squares = torch.tensor(pixels[:, :, 8:72]).permute(0, 3, 1, 2).float()
+    with torch.no_grad():
+        states, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
+        moments = pipeline.vae.encode(squares).latent_dist
+        torch.manual_seed(SEED)
+        of_latents = torch.randn(moments.mean.shape)
+        timesteps = torch.randint(0, 1000, (2,))
+        noise = torch.randn(moments.mean.shape)
+        latents = moments.mean + moments.std * of_latents
+        latents *= pipeline.vae.config.scaling_factor
+        scheduler = DDPMScheduler.from_pretrained(model, subfolder="scheduler")
+        sizes = torch.tensor([[64, 80, 0, 8, 64, 64]] * 2)
+        predicted = pipeline.unet(
+            scheduler.add_noise(latents, noise, timesteps),
+            timesteps,
+            states,
+            added_cond_kwargs={"text_embeds": pooled, "time_ids": sizes},
+        ).sample
+    errors = torch.nn.functional.mse_loss(predicted, noise, reduction="none")
+    return float(errors[0].mean() + 0.25 * errors[1].mean())
+
+
+def test_the_loss_of_sdxl_is_told_the_sizes_of_pictures(tmp_path):
+    write_tiny_model(tmp_path / "sdxl", name="tiny-sdxl")
+    for name, colour in (("subject", "orange"), ("class", "navy")):
+        Path(name).mkdir()
+        picture = Image.new("RGB", (80, 64), colour)
+        picture.paste((90, 90, 90), (0, 0, 30, 40))
+        picture.save(f"{name}/0.png")
+    argv = ("--model_name", tmp_path / "sdxl", "--batch_size", 2, "--prior_loss_weight", 0.25)
+    (loss,) = read_losses(run("one", 1, *argv))
+    assert float(loss) == pytest.approx(loss_of_sdxl_by_hand(tmp_path / "sdxl"), rel=SAME_FP32)
 
 
 def spy_on_job(monkeypatch, look):

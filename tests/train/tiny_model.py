@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.export import export
+from sdbench.models.objective import default_sampler
 
 
 def build_tiny(seed: int) -> DiffusionModel:
@@ -15,9 +16,17 @@ def build_tiny(seed: int) -> DiffusionModel:
     return build_model(resolve_architecture("tiny"), seed=seed)
 
 
-def write_tiny_model(folder: Path) -> CaptionTokenizer:
-    """Write it as diffusers has it; returns its tokenizer."""
-    tokenizer = CaptionTokenizer(pad_token_id=0)
-    tokenizers = {"tokenizer": tokenizer.for_diffusers()}
-    export(build_tiny(9), folder, trained={}, tokenizers=tokenizers, card="")
-    return tokenizer
+def write_tiny_model(folder: Path, *, name: str = "tiny") -> CaptionTokenizer:
+    """Write it, or another model, as diffusers has it; returns its first tokenizer."""
+    architecture = resolve_architecture(name)
+    tokenize = CaptionTokenizers.of(architecture)
+    for_diffusers = (tokenizer.for_diffusers() for tokenizer in tokenize.tokenizers)
+    export(
+        build_model(architecture, seed=9),
+        folder,
+        trained={},
+        tokenizers=dict(zip(architecture.tokenizers, for_diffusers, strict=True)),
+        sampler=default_sampler(architecture.parts["scheduler"]),
+        card="",
+    )
+    return tokenize.tokenizers[0]

@@ -16,7 +16,6 @@ from sdbench.settings.setting import REQUIRED, setting
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
-    from sdbench.models.family import Family
     from sdbench.settings.recipe import TrainConfig
 
 MODEL_NAME, LORA_NAME = "model", "lora"
@@ -208,7 +207,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         dtype=flags.dtype,
         sampler=sampler,
         card=_make_card(
-            trained, family=architecture.family, sampler=sampler, random_parts=random_parts
+            trained, architecture=architecture, sampler=sampler, random_parts=random_parts
         ),
         learned=learned,
     )
@@ -245,11 +244,13 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     if len(weights) < len(trained.weights):
         source = trained.config.init_from
         print(f"It goes with the model that `python -m sdbench export {source}` writes.")
-    family = architecture.family
-    card = _make_card(trained, family=family, lora_file=DIFFUSERS_NAME)
+    card = _make_card(trained, architecture=architecture, lora_file=DIFFUSERS_NAME)
     with in_one_piece(folder, card=card) as partial:
         write_for_diffusers(
-            lora_weights(weights, lora), partial / DIFFUSERS_NAME, lora=lora, family=family
+            lora_weights(weights, lora),
+            partial / DIFFUSERS_NAME,
+            lora=lora,
+            family=architecture.family,
         )
     return folder / DIFFUSERS_NAME
 
@@ -257,11 +258,12 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
 def _make_card(
     trained: _Trained,
     *,
-    family: Family,
+    architecture: Architecture,
     sampler: str | None = None,
     lora_file: str | None = None,
     random_parts: Sequence[str] = (),
 ) -> str:
+    from sdbench.base.conditions import T5
     from sdbench.models.export import make_card
     from sdbench.record.provenance import git_state
 
@@ -285,8 +287,11 @@ def _make_card(
         sections=sections,
         commit=git_state()["commit"],
         sampler=sampler,
-        family=family,
+        family=architecture.family,
         lora_file=lora_file,
+        num_t5_tokens=next(
+            (one.num_tokens for one in architecture.captions if one.kind == T5), None
+        ),
     )
 
 
