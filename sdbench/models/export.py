@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_sampler
 from sdbench.models.family import Family
 from sdbench.models.learned_token import LEARNED_FILE_NAME
+from sdbench.models.quiet import quiet_diffusers
 from sdbench.models.weights import ENCODER_DTYPES
 
 CARD_NAME = "README.md"
@@ -88,7 +89,8 @@ def export(
         **family.pipeline_options,
     )
     with in_one_piece(folder, card=card) as partial:
-        pipeline.save_pretrained(partial, safe_serialization=True)
+        with quiet_diffusers():  # it warns of each part that the model lacks
+            pipeline.save_pretrained(partial, safe_serialization=True)
         if learned:
             rows = {token: convert(token, row, dtype=dtype) for token, row in learned.items()}
             save_file(rows, partial / LEARNED_FILE_NAME)
@@ -134,25 +136,29 @@ def make_card(
     sampler: str | None,
     family: Family,
     lora_file: str | None = None,
+    absent: Sequence[str] = (),
     num_t5_tokens: int | None = None,
 ) -> str:
     """The model card: where a model comes from, in Markdown without secrets.
 
     `sections` has facts by heading (Data, Settings, Figures); `commit` is that of the suite that
     trained. With `lora_file` the folder has only LoRA, else a whole model with `sampler`. A
-    pipeline with T5 has to be told `num_t5_tokens`, those of training.
+    pipeline has to be told the optional parts that are `absent`, and with T5 `num_t5_tokens`, those
+    of training.
     """
     trained = f"trained by sdbench at commit {commit or 'unknown'}"
     told = (
         f"{family.title[0].upper()}{family.title[1:]} {trained}, with the sampler {sampler}. "
         "It has no safety checker."
     )
+    without = "".join(f", {part}=None" for part in absent)
     loading = 'pipeline = {}.from_pretrained("{}"{})'
     if lora_file is None:
-        loading = loading.format(family.pipeline, "THIS_FOLDER", ", local_files_only=True")
+        options = f", local_files_only=True{without}"
+        loading = loading.format(family.pipeline, "THIS_FOLDER", options)
     else:
         told = f"LoRA for {family.title}, {trained}."
-        loading = loading.format(family.pipeline, "THE_MODEL", "")
+        loading = loading.format(family.pipeline, "THE_MODEL", without)
         loading += f'\npipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")'
     tables = ""
     for heading, facts in redact_values(sections).items():

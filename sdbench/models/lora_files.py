@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sdbench.models.components import make_part
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import Family
 from sdbench.models.lora import ADAPTER, TEXT_ENCODER, Lora, lora_layers, merge_lora
+from sdbench.models.quiet import quiet_diffusers
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
@@ -78,20 +78,14 @@ def _parts_with_lora(family: Family) -> tuple[str, ...]:
 
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module], family: Family) -> None:
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # errors are reported in one sentence
     refusing = refuse_errors(
         "this LoRA cannot be used",
         value=file.path,
         allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
         flag="--lora",
     )
-    try:
-        with refusing:
-            _load_by_diffusers(Path(file.path), parts, family)
-    finally:
-        logger.setLevel(level)
+    with quiet_diffusers(), refusing:
+        _load_by_diffusers(Path(file.path), parts, family)
 
 
 def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module], family: Family) -> None:

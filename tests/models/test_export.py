@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from sdbench.base.conditions import Captions
@@ -74,6 +75,49 @@ def test_diffusers_loads_the_folder_and_draws_what_the_run_drew(
     ).images
     difference = np.asarray(drawn).astype(int) - np.asarray(loaded).astype(int)
     assert abs(difference).max() <= 1  # one of them is in another memory layout
+    assert np.asarray(drawn).std() > 10
+
+
+def test_sd3_without_t5_is_loaded_by_diffusers_and_by_this_suite(tmp_path) -> None:
+    whole, absent = resolve_architecture("tiny-sd3"), ("text_encoder_3", "tokenizer_3")
+    parts = {name: part for name, part in whole.parts.items() if name not in absent}
+    parts["transformer"] = {**parts["transformer"], "joint_attention_dim": 4096}
+    architecture = dataclasses.replace(whole, parts=parts)
+    model, tokenize = build_model(architecture, seed=3), CaptionTokenizers.of(architecture)
+    with torch.no_grad():
+        model.vae.decoder.conv_out.weight.mul_(20)
+    tokenizers = (tokenizer.for_diffusers() for tokenizer in tokenize.tokenizers)
+    folder = tmp_path / "model"
+    export(
+        model,
+        folder,
+        trained={},
+        tokenizers=dict(zip(architecture.tokenizers, tokenizers, strict=True)),
+        sampler="flow_euler",
+        card="",
+    )
+    settings = DrawingSettings(image_size=64, num_steps=2, guidance_scale=3.0)
+    loaded = resolve_architecture(str(folder))
+    assert loaded.captions == tuple(
+        dataclasses.replace(one, folder=folder / name)
+        for one, name in zip(architecture.captions, architecture.tokenizers, strict=True)
+    )
+    (drawn,), (again,) = (
+        draw(one, [PROMPT], [5], tokenize=tokenize, settings=settings)
+        for one in (model, build_model(loaded, seed=1))
+    )
+    pipeline = StableDiffusion3Pipeline.from_pretrained(
+        folder, local_files_only=True, **dict.fromkeys(absent)
+    )
+    (expected,) = pipeline(
+        [PROMPT],
+        generator=[torch.Generator().manual_seed(5)],
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        max_sequence_length=77,
+    ).images
+    assert np.array_equal(np.asarray(drawn), np.asarray(expected))
+    assert np.array_equal(np.asarray(again), np.asarray(expected))
     assert np.asarray(drawn).std() > 10
 
 
@@ -156,4 +200,13 @@ def test_the_card_tells_data_settings_figures_and_commit() -> None:
     card = make_card("shapes", sections=sections, commit="0" * 40, sampler="ddim", family=SD2)
     rows = [line for line in card.splitlines() if line.startswith("| ")]
     assert "| validation_loss | 0.03 |" in rows and "| odd | a \\| b c |" in rows
+    assert '("a prompt").images' in card and "=None" not in card
     assert "0" * 40 in card and "password" not in card and "key=1" not in card
+
+
+def test_the_card_of_a_model_with_t5_or_without_an_optional_part_tells_how_to_load_it() -> None:
+    sd3 = families()["sd3"]
+    options = {"sections": {}, "commit": None, "sampler": "flow_euler", "family": sd3}
+    card = make_card("shapes", **options, absent=["text_encoder_3"], num_t5_tokens=77)
+    assert '("THIS_FOLDER", local_files_only=True, text_encoder_3=None)' in card
+    assert 'pipeline("a prompt", max_sequence_length=77)' in card

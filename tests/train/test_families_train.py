@@ -117,6 +117,13 @@ def test_diffusers_and_generate_draw_the_same_with_the_export(family, run, tmp_p
     assert np.abs(pixels(picture) - expected).max() <= 1
 
 
+def test_the_card_tells_tokens_and_flow(family, run):
+    card = (run / "model" / "README.md").read_text()
+    assert ("max_sequence_length=32" in card) == (family != "sdxl")
+    assert ("## Rectified flow" in card) == (family != "sdxl")
+    assert "| time_sampling | logit_normal |" in card or family != "sd3"
+
+
 def test_the_export_trains_with_the_losses_of_the_model(family, run):
     begun = trained("begun", 1, *argv_of(family), "--init_from", run)
     exports = trained("export", 1, *argv_of(family), "--model_name", run / "model")

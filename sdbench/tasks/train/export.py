@@ -265,9 +265,11 @@ def _make_card(
 ) -> str:
     from sdbench.base.conditions import T5
     from sdbench.models.export import make_card
+    from sdbench.models.family import FLOW
     from sdbench.record.provenance import git_state
+    from sdbench.tasks.train.job import make_objective
 
-    config = trained.config
+    config, family = trained.config, architecture.family
     names = dict(CARD_SETTINGS)
     if not config.has_subject:
         del names["Subject"]
@@ -276,6 +278,9 @@ def _make_card(
     sections = {
         title: {name: getattr(config, name) for name in some} for title, some in names.items()
     }
+    if family.objective == FLOW:
+        flow = make_objective(config).flow_settings(family.flow)
+        sections["Rectified flow"] = dataclasses.asdict(flow)
     sections["Figures"] = {
         "steps": trained.step,
         "images": trained.step * config.batch_size,
@@ -287,8 +292,9 @@ def _make_card(
         sections=sections,
         commit=git_state()["commit"],
         sampler=sampler,
-        family=architecture.family,
+        family=family,
         lora_file=lora_file,
+        absent=[part for part in family.optional if part not in architecture.parts],
         num_t5_tokens=next(
             (one.num_tokens for one in architecture.captions if one.kind == T5), None
         ),
