@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import CLIP, T5, Captions, Condition
+from sdbench.base.conditions import CLIP, T5, Captions, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
@@ -148,14 +148,21 @@ class Architecture:
         return self.family.conditions(self)
 
     @property
-    def tells_sizes(self) -> bool:
-        """Whether the model is told the sizes of each picture, `conditions.SIZES`."""
-        return self.family.tells_sizes
-
-    @property
     def latent_channels(self) -> int:
         """Channels of the latents."""
         return self.parts["vae"]["latent_channels"]
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """What the model reads beside pictures."""
+        return ModelInputs(
+            captions=self.captions,
+            conditions=self.conditions,
+            latent_channels=self.latent_channels,
+            # The factor brings latents to about unit variance.
+            latent_std=1 / self.parts["vae"]["scaling_factor"],
+            tells_sizes=self.family.tells_sizes,
+        )
 
     @property
     def latent_factor(self) -> int:
@@ -306,6 +313,7 @@ def _load_folder(
     _check_facts(facts, family=family, folder=folder)
     parts |= {
         part: {"pad_token_id": PAD_TOKEN_IDS[tokenizers[part]][token]}
+        | _own_length(parts[part], kind=tokenizers[part])
         for part, token in pad_tokens.items()
     }
     return Architecture(
@@ -329,6 +337,12 @@ def _find_family(folder: Path) -> Family:
             f"{family.pipeline}, or the parts of a {said}",
         )
     return family
+
+
+def _own_length(tokenizer: Mapping[str, Any], *, kind: str) -> dict[str, int]:
+    """How many tokens a T5 tokenizer is saved for, if fewer than a model of the family reads."""
+    length = tokenizer.get("model_max_length")
+    return {"num_tokens": length} if kind == T5 and isinstance(length, int) else {}
 
 
 def _pad_token(tokenizer: Mapping[str, Any]) -> Any:
