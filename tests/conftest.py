@@ -104,9 +104,10 @@ def plain_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     For tests of other things; those of the estimate are in tests/models/test_size.py.
     """
     from sdbench.models import memory
+    from sdbench.settings.training import DENOISER
 
     plain = {
-        "trained": ("unet",),
+        "trained": (DENOISER,),
         "learns_token": False,
         "precision": "fp32",
         "encoder_dtype": "fp32",

@@ -64,7 +64,7 @@ class Architecture:
         revision: Commit of the hub repository that the model came from.
         parts: For each sub-model the configuration of its class, for ``scheduler`` that of a
             scheduler of diffusers, and for each tokenizer `pad_token_id`, the id that fills a
-            caption up.
+            caption up, and for one of T5 perhaps `num_tokens`, the most that it makes.
     """
 
     name: str = field(repr=False)
@@ -313,7 +313,7 @@ def _load_folder(
     _check_facts(facts, family=family, folder=folder)
     parts |= {
         part: {"pad_token_id": PAD_TOKEN_IDS[tokenizers[part]][token]}
-        | _own_length(parts[part], kind=tokenizers[part])
+        | _num_tokens(parts[part], kind=tokenizers[part])
         for part, token in pad_tokens.items()
     }
     return Architecture(
@@ -339,15 +339,15 @@ def _find_family(folder: Path) -> Family:
     return family
 
 
-def _own_length(tokenizer: Mapping[str, Any], *, kind: str) -> dict[str, int]:
-    """How many tokens a T5 tokenizer is saved for, if fewer than a model of the family reads."""
-    length = tokenizer.get("model_max_length")
-    return {"num_tokens": length} if kind == T5 and isinstance(length, int) else {}
-
-
 def _pad_token(tokenizer: Mapping[str, Any]) -> Any:
     token = tokenizer.get("pad_token")
     return token["content"] if isinstance(token, dict) else token
+
+
+def _num_tokens(tokenizer: Mapping[str, Any], *, kind: str) -> dict[str, int]:
+    """The most tokens that a tokenizer of T5 says it makes; CLIP's number is that of positions."""
+    number = tokenizer.get("model_max_length")
+    return {"num_tokens": number} if kind == T5 and isinstance(number, int) and number > 0 else {}
 
 
 def _read_part(folder: Path, file: str, files: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""SDXL, SD3 and Flux.1 through train.py and all that is done with what it has trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import generate
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import build_model
+from sdbench.models.drawing import DrawingSettings, draw
+from tests.data.datasets import write_folder
+from tests.train.written import exported, read_events, read_losses, trained
+
+FAMILIES = ("sdxl", "sd3", "flux")
+# T5 of a miniature reads so many bytes.
+LENGTHS = {"sdxl": {}, "sd3": {"max_sequence_length": 32}, "flux": {"max_sequence_length": 32}}
+GUIDANCE = {"sdxl": "guidance_scale", "sd3": "guidance_scale", "flux": "true_cfg_scale"}
+RECIPE = ("--use_synth_data", "--batch_size", "2", "--engine", "torch", "--precision", "fp32")
+RECIPE += ("--lr", "0.01", "--log_every_batches", "1")
+EMA = ("--use_ema", "--ema_half_life_batches", "2")
+PROMPT, NEGATIVE, SEED = "a red circle", "blurred", 5
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+def argv_of(family: str) -> tuple[str, ...]:
+    return ("--model_name", f"tiny-{family}", *RECIPE)
+
+
+@pytest.fixture(scope="module")
+def run(family, tmp_path_factory) -> Path:
+    """Three steps with all that happens meanwhile, and the model of the last one."""
+    place = tmp_path_factory.mktemp(family)
+    write_folder(place / "held-out", num_samples=4)
+    looks = ("--validate_every_batches", 3, "--validation_remote", place / "held-out")
+    looks += ("--sample_every_batches", 3, "--sample_steps", 2, "--sample_prompts", PROMPT)
+    folder = trained("whole", 3, *argv_of(family), *EMA, *looks, results=place)
+    exported(folder)
+    return folder
+
+
+def test_it_is_validated_and_draws_samples(run):
+    (validation,) = read_events(run, "validation")
+    assert validation["num_samples"] == 4 and validation["loss"] > 0
+    (picture,) = run.glob("samples/**/*.png")
+    assert np.asarray(Image.open(picture)).std() > 1
+
+
+def test_a_run_in_parts_has_the_losses_of_the_whole(family, run, tmp_path):
+    for num_steps in (1, 3):
+        parts = trained("parts", num_steps, *argv_of(family), *EMA, "--resume", "auto")
+    assert read_losses(parts) == read_losses(run)
+    assert len(set(read_losses(run))) == 3
+
+
+def pixels(picture: Image.Image) -> np.ndarray:
+    return np.asarray(picture, dtype=int)
+
+
+def load_pipeline(family: str, folder: Path):
+    kind = resolve_architecture(str(folder)).family.pipeline
+    pipeline = getattr(diffusers, kind).from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw_by_diffusers(family: str, pipeline) -> np.ndarray:
+    options = {**LENGTHS[family], GUIDANCE[family]: 3.0}
+    if family == "flux":
+        options["guidance_scale"] = 1.0
+    (picture,) = pipeline(
+        PROMPT,
+        negative_prompt=NEGATIVE,
+        generator=torch.Generator().manual_seed(SEED),
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        **options,
+    ).images
+    return pixels(picture)
+
+
+def draw_by_generate(folder: Path, *argv: object) -> np.ndarray:
+    drawn = ("--prompts", PROMPT, "--negative_prompt", NEGATIVE, "--guidance_scale", 3)
+    drawn += ("--num_steps", 2, "--seed", SEED, "--folder", folder)
+    assert generate.main([str(word) for word in (*drawn, *argv)]) == 0
+    return pixels(Image.open(folder / "pictures" / "00000.png"))
+
+
+def test_diffusers_and_generate_draw_the_same_with_the_export(family, run, tmp_path):
+    folder = run / "model"
+    own, other = resolve_architecture(f"tiny-{family}"), resolve_architecture(str(folder))
+    ids, others = (CaptionTokenizers.of(one)([PROMPT, ""]) for one in (own, other))
+    assert ids.keys() == others.keys()
+    for name, numbers in ids.items():
+        assert np.array_equal(numbers, others[name]), name
+    expected = draw_by_diffusers(family, load_pipeline(family, folder))
+    drawn = draw_by_generate(tmp_path / "out", "--model_name", folder)
+    assert np.abs(drawn - expected).max() <= 1
+    assert expected.std() > 1
+    model = build_model(other, seed=1)
+    settings = DrawingSettings(
+        image_size=64, num_steps=2, guidance_scale=3.0, negative_prompt=NEGATIVE
+    )
+    (picture,) = draw(model, [PROMPT], [SEED], tokenize=CaptionTokenizers.of(other), settings=settings)
+    assert np.abs(pixels(picture) - expected).max() <= 1
+
+
+def test_the_export_trains_with_the_losses_of_the_model(family, run):
+    begun = trained("begun", 1, *argv_of(family), "--init_from", run)
+    exports = trained("export", 1, *argv_of(family), "--model_name", run / "model")
+    assert read_losses(exports) == pytest.approx(read_losses(begun))
