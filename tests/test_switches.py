@@ -14,6 +14,7 @@ from sdbench.models.blocks import drop_unit_divisions
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
 from tests.marks import quick_and_slow
+from tests.refusals import printed_refusal
 from tests.runs import only_record
 from tests.train.written import read_losses
 
@@ -90,6 +91,35 @@ def test_a_switch_alone_gives_the_same_losses(
     assert losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
+# Of a U-Net alone.
+REFUSED = {
+    "--memory_format channels_last --keep_layout": "--keep_layout",
+    "--memory_format channels_last --convolution matmul": "--convolution",
+    "--memory_format channels_last --convolution matmul_wide": "--convolution",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "refused"), [("sdxl", {}), ("sd3", REFUSED), ("flux", REFUSED)], ids=str
+)
+def test_each_switch_gives_a_family_the_same_losses_or_is_refused_by_name(
+    family, refused, tmp_path, without_compiling, capsys
+):
+    model = ("--model_name", f"tiny-{family}", "--preset", "seed")
+    plain = losses_of(tmp_path / "plain", *model)
+    assert len(set(plain)) == len(plain)
+    for number, (switch, tolerance) in enumerate(SWITCHES.items()):
+        argv, folder = (*model, *switch.split(), "--engine", "torch"), tmp_path / str(number)
+        if switch in refused:
+            assert benchmark.main([*RUN, *argv, "--results_dir", str(folder)]) == 2
+            assert printed_refusal(capsys.readouterr().err).flag == refused[switch]
+            assert not folder.exists()
+            continue
+        losses = losses_of(folder, *argv)
+        assert losses == pytest.approx(plain, rel=tolerance, abs=0), switch
+
+
 @pytest.mark.parametrize("engine", quick_and_slow(["composer", "torch"], quick=["composer"]))
 def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
     engine, tmp_path, monkeypatch
@@ -113,6 +143,15 @@ def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
     assert len(calls) == 1  # gradients of two micro-batches are added up first
 
 
+@pytest.mark.parametrize("family", quick_and_slow(["sdxl", "sd3", "flux"], quick=["flux"]))
+def test_the_defaults_together_give_a_family_the_same_losses(family, tmp_path):
+    model = ("--model_name", f"tiny-{family}")
+    plain = losses_of(tmp_path / "plain", *model, "--preset", "seed")
+    for engine in ("composer", "torch"):
+        losses = losses_of(tmp_path / engine, *model, "--engine", engine)
+        assert losses == pytest.approx(plain, rel=BF16)
+
+
 @pytest.mark.parametrize("engine", ["composer", "torch"])
 def test_the_defaults_together_give_the_same_losses(engine, plain, tmp_path):
     losses = losses_of(tmp_path, "--engine", engine)
@@ -128,6 +167,17 @@ def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance(
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # compiling the miniature alone takes minutes on two cores
+@pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
+def test_what_is_compiled_of_a_family_gives_the_same_losses(family, tmp_path):
+    model = ("--model_name", f"tiny-{family}", "--preset", "seed")
+    plain = losses_of(tmp_path / "plain", *model)
+    for unit in ("model", "block"):
+        argv = (*model, "--compile", "all", "--compile_unit", unit)
+        assert losses_of(tmp_path / unit, *argv) == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "switch",
     [

@@ -27,6 +27,8 @@ from sdbench.models.families import (
     detect_family,
     families,
     family_of_file,
+    has_all_parts,
+    has_denoiser,
     said_pipeline,
 )
 from sdbench.models.family import Fact, Family
@@ -287,7 +289,9 @@ def _load_folder(
     folder: Path, *, name: str, random_weights: bool, revision: str | None = None
 ) -> Architecture:
     family = _find_family(folder)
-    absent = [part for part in family.optional if not (folder / part).exists()]
+    # An optional encoder is there with its tokenizer, or both are not.
+    has_optional = any((folder / part).exists() for part in family.optional if part in family.parts)
+    absent = () if has_optional else family.optional
     files = {part: file for part, file in family.config_files.items() if part not in absent}
     parts = {part: _read_part(folder, file, files.values()) for part, file in files.items()}
     for part in family.parts if not random_weights else ():
@@ -327,16 +331,21 @@ def _load_folder(
 
 
 def _find_family(folder: Path) -> Family:
-    """The family of a folder, by its parts; a ConfigError if its model_index.json has another."""
-    family, said = detect_family(folder), said_pipeline(folder)
-    pipelines = [one.pipeline for one in families().values()]
-    if said in pipelines and said != family.pipeline:
-        raise _refusal(
-            f"the parts of {folder} are not those of the pipeline that its model_index.json names",
-            said,
-            f"{family.pipeline}, or the parts of a {said}",
-        )
-    return family
+    """The family of a folder, by its parts; a ConfigError if its model_index.json has another.
+
+    One whose denoiser is there, or is all that is known, is checked by its parts, which may lack.
+    """
+    found, said = detect_family(folder), said_pipeline(folder)
+    named = next((one for one in families().values() if one.pipeline == said), None)
+    if named is None:
+        return found or next(iter(families().values()))
+    if found in (None, named) or not has_all_parts(folder, named) and has_denoiser(folder, named):
+        return named
+    raise _refusal(
+        f"the parts of {folder} are not those of the pipeline that its model_index.json names",
+        said,
+        f"{found.pipeline}, or the parts of a {said}",
+    )
 
 
 def _pad_token(tokenizer: Mapping[str, Any]) -> Any:

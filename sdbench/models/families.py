@@ -36,18 +36,25 @@ def family_of_file(path: Path) -> Family:
     return families()[path.parent.parent.name]
 
 
-def detect_family(folder: Path) -> Family:
-    """The family that the parts of a folder suit best, by the class of the denoiser.
-
-    A folder of no known kind counts as the first family, whose check says what is wrong.
-    """
+def detect_family(folder: Path) -> Family | None:
+    """The family that the parts of a folder suit best; None: they suit no family."""
     suited = [
         family
         for family in families().values()
-        if all((folder / part).is_dir() for part in family.required_parts)
-        and _says_class(folder / family.denoiser / "config.json", family.parts[family.denoiser])
+        if has_all_parts(folder, family) and has_denoiser(folder, family)
     ]
-    return max(suited, key=lambda one: len(one.parts), default=next(iter(families().values())))
+    return max(suited, key=lambda one: len(one.parts), default=None)
+
+
+def has_all_parts(folder: Path, family: Family) -> bool:
+    """Whether a folder has all parts that each model of a family has."""
+    return all((folder / part).is_dir() for part in family.required_parts)
+
+
+def has_denoiser(folder: Path, family: Family) -> bool:
+    """Whether a folder says that its denoiser is of the class that a family has."""
+    config_file = folder / family.denoiser / "config.json"
+    return _says_class(config_file, family.parts[family.denoiser])
 
 
 def said_pipeline(folder: Path) -> str | None:

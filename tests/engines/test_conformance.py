@@ -194,8 +194,11 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32(warms_up, decay):
     torch.testing.assert_close(average, torch.full((3,), 2 - decay))
 
 
-def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, launched, plain_replay):
-    argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
+@pytest.mark.parametrize("model", ["tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux"])
+def test_all_engines_draw_the_same_noise_and_have_the_same_losses(
+    model, tmp_path, launched, plain_replay
+):
+    argv = ["--model_name", model, "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
     argv += ["--batch_size", "4", "--device_train_microbatch_size", "2", "--no_measure_peak"]
     argv += ["--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0"]
     losses = {}

@@ -10,6 +10,7 @@ import pytest
 
 from sdbench.base.conditions import Captions, Condition
 from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.models.diffusion import build_model
 from tests.refusals import refused
 
 FLAG = "--model_name"
@@ -72,6 +73,59 @@ def test_another_kind_of_model_is_refused(family, part, key, value, allowed, tmp
     folder = write_folder(tmp_path / "model", MINIATURES[family], {part: {key: value}})
     with refused(FLAG, value=value, allowed=allowed):
         resolve_architecture(folder, random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("sdxl", "text_encoder_2"),
+        ("sdxl", "tokenizer_2"),
+        ("sd3", "text_encoder_2"),
+        ("sd3", "tokenizer_3"),
+        ("flux", "text_encoder_2"),
+        ("flux", "vae"),
+        ("flux", "transformer"),
+    ],
+)
+def test_a_part_that_is_missing_is_named(family, part, tmp_path) -> None:
+    folder = write_folder(tmp_path / "model", MINIATURES[family], {part: None})
+    described = resolve_architecture(MINIATURES[family]).family
+    index = json.dumps({"_class_name": described.pipeline})
+    Path(folder, "model_index.json").write_text(index)
+    with refused(FLAG, value=folder) as caught:
+        resolve_architecture(folder, random_weights=True)
+    assert f"has no {described.config_files[part]} that can be read" in caught.value.what
+
+
+@pytest.mark.parametrize("family", MINIATURES)
+def test_a_folder_that_is_named_as_another_family_is_refused(family, tmp_path) -> None:
+    folder = write_folder(tmp_path / "model", MINIATURES[family], {})
+    for other in {"StableDiffusionPipeline", "FluxPipeline"} - {
+        resolve_architecture(MINIATURES[family]).family.pipeline
+    }:
+        index = json.dumps({"_class_name": other})
+        Path(folder, "model_index.json").write_text(index)
+        with refused(FLAG, value=other):
+            resolve_architecture(folder, random_weights=True)
+
+
+def test_a_vae_that_says_no_scale_has_that_of_diffusers(tmp_path) -> None:
+    folder = write_folder(tmp_path / "model", "tiny-sdxl", {})
+    file = Path(folder, "vae", "config.json")
+    config = json.loads(file.read_text())
+    del config["scaling_factor"]
+    file.write_text(json.dumps(config))
+    model = build_model(resolve_architecture(folder, random_weights=True), seed=1)
+    assert model.scaling_factor == model.vae.config.scaling_factor == 0.18215
+
+
+def test_t5_reads_as_many_tokens_as_its_folder_says(tmp_path) -> None:
+    changes = {"tokenizer_2": {"model_max_length": 40}}
+    folder = write_folder(tmp_path / "model", "tiny-flux", changes)
+    assert resolve_architecture(folder, random_weights=True).captions[1].num_tokens == 40
+    changes = {"tokenizer_2": {"model_max_length": 512}}
+    other = write_folder(tmp_path / "other", "tiny-flux", changes)
+    assert resolve_architecture(other, random_weights=True).captions[1].num_tokens == 256
 
 
 def captions_of(name: str) -> list[tuple[str, str, int, int]]:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import generate
+from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
@@ -122,3 +123,22 @@ def test_the_export_trains_with_the_losses_of_the_model(family, run):
     begun = trained("begun", 1, *argv_of(family), "--init_from", run)
     exports = trained("export", 1, *argv_of(family), "--model_name", run / "model")
     assert read_losses(exports) == pytest.approx(read_losses(begun))
+
+
+def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run, tmp_path):
+    model = run / "model"
+    lora = ("--model_name", model, "--lora_rank", 2, "--lora_alpha", 8, "--lr", "0.05")
+    folder = trained("lora", 2, *argv_of(family), *lora)
+    merged = exported(folder)
+    place = tmp_path / "alone"
+    exported_lora = ["export", str(folder), "--lora_format", "diffusers", "--folder", str(place)]
+    assert sdbench(exported_lora) == 0
+    file = place / "pytorch_lora_weights.safetensors"
+    expected = draw_by_diffusers(family, load_pipeline(family, merged))
+    pipeline = load_pipeline(family, model)
+    plain = draw_by_diffusers(family, pipeline)
+    pipeline.load_lora_weights(place, weight_name=file.name)
+    assert np.abs(draw_by_diffusers(family, pipeline) - expected).max() <= 1
+    drawn = draw_by_generate(tmp_path / "out", "--model_name", model, "--lora", file)
+    assert np.abs(drawn - expected).max() <= 1
+    assert np.abs(plain - expected).max() > 1
