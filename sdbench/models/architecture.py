@@ -45,6 +45,8 @@ DRAWING = 2
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
 
+# That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.
+SCALING_FACTOR = 0.18215
 # Of each CLIP text encoder, its `max_position_embeddings`.
 NUM_CLIP_TOKENS = 77
 # The pad tokens of tokenizers, with their ids: CLIP's as Stable Diffusion 2 and 1 have them, T5's.
@@ -155,14 +157,18 @@ class Architecture:
         return self.parts["vae"]["latent_channels"]
 
     @property
+    def scaling_factor(self) -> float:
+        """What brings latents to about unit variance."""
+        return self.parts["vae"].get("scaling_factor", SCALING_FACTOR)
+
+    @property
     def inputs(self) -> ModelInputs:
         """What the model reads beside pictures."""
         return ModelInputs(
             captions=self.captions,
             conditions=self.conditions,
             latent_channels=self.latent_channels,
-            # The factor brings latents to about unit variance.
-            latent_std=1 / self.parts["vae"]["scaling_factor"],
+            latent_std=1 / self.scaling_factor,
             tells_sizes=self.family.tells_sizes,
         )
 
