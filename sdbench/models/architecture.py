@@ -345,7 +345,7 @@ def _find_family(folder: Path) -> Family:
     named = next((one for one in families().values() if one.pipeline == said), None)
     if named is None:
         return found or next(iter(families().values()))
-    if found in (None, named) or not has_all_parts(folder, named) and has_denoiser(folder, named):
+    if found in (None, named) or (not has_all_parts(folder, named) and has_denoiser(folder, named)):
         return named
     raise _refusal(
         f"the parts of {folder} are not those of the pipeline that its model_index.json names",
