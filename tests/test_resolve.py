@@ -301,3 +301,23 @@ def test_workers_on_a_cpu_keep_the_old_weights():
 )
 def test_24_gib_accept_the_commands_of_the_readme(argv):
     assert plan("--use_synth_data", *argv).config.image_size == 256
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "value"),
+    [
+        (("tiny-flux", "--convolution", "matmul_wide"), "--convolution", "matmul_wide"),
+        (("tiny-sd3", "--keep_layout"), "--keep_layout", True),
+        (("tiny-sdxl", "--train_text_encoder"), "--train_text_encoder", True),
+    ],
+)
+def test_a_setting_that_a_family_of_models_cannot_have_is_refused(argv, flag, value):
+    with refused(flag, value=value):
+        plan("--model_name", *argv)
+
+
+def test_a_preset_has_no_setting_that_a_family_of_models_cannot_have():
+    result = plan("--model_name", "tiny-flux", "--preset", "fast")
+    assert (result.config.convolution, result.config.keep_layout) == ("torch", False)
+    assert {"convolution", "keep_layout"} <= result.chosen.keys()
+    assert plan("--model_name", "tiny", "--preset", "fast").config.convolution == "matmul_wide"

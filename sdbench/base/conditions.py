@@ -1,4 +1,4 @@
-"""What a batch has beside pictures or latents: models ask for it, and data sources deliver it."""
+"""`ModelInputs`: what a batch has beside pictures. Models ask for it, data sources deliver it."""
 
 from __future__ import annotations
 
@@ -47,3 +47,31 @@ class Condition:
     name: str = TEXT_EMBEDDING
     shape: tuple[int, ...] = (77, 1024)
     dtype: str = "float16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """What a model reads; by default what Stable Diffusion 2 does.
+
+    Attributes:
+        captions: How captions become token ids, for each text encoder.
+        conditions: What a caption is encoded to.
+        latent_channels: Of the VAE.
+        latent_std: About the standard deviation of the VAE's latents before they are scaled.
+        tells_sizes: Whether the model is told the sizes of each picture, `SIZES`.
+    """
+
+    captions: tuple[Captions, ...] = (Captions(),)
+    conditions: tuple[Condition, ...] = (Condition(),)
+    latent_channels: int = 4
+    latent_std: float = 1 / 0.18215
+    tells_sizes: bool = False
+
+    @property
+    def beside_latents(self) -> tuple[Condition, ...]:
+        """What an encoded sample has beside its latents: the conditions, and any sizes."""
+        sizes = Condition(name=SIZES, shape=(NUM_SIZES,), dtype="float32")
+        return (*self.conditions, sizes) if self.tells_sizes else self.conditions
+
+
+STABLE_DIFFUSION_2 = ModelInputs()

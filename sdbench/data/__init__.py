@@ -201,7 +201,7 @@ def check(config: SourceConfig) -> int | None:
     """
     check_flags(config, has_columns=SOURCES[config.data_format].columns is not None)
     if SOURCES[config.data_format].open is not None and not config.wants_latents:
-        for captions in config.captions:
+        for captions in config.inputs.captions:
             check_tokenizer_folder(captions)
     num_samples = _call("check", config)
     if num_samples is not None:
@@ -255,8 +255,8 @@ def build(config: SourceConfig) -> CheckedLoader:
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
         (B, C, S / 8, S / 8) float16, text_embedding: (B, 77, D) float16}`` with ``latent`` in place
         of the first two where the data set stores sampled latents. Which tensors there are for
-        captions, and their shapes and types, `config.captions` and `config.conditions` say; with
-        `config.tells_sizes` there is ``sizes`` too, (B, 6) float32. Stored
+        captions, and their shapes and types, `config.inputs` says; with
+        `tells_sizes` there is ``sizes`` too, (B, 6) float32. Stored
         images are channels_last in memory. All batches are full, deterministic under the seed and
         disjoint across ranks; each epoch has its own order. The loader can be stopped and resumed
         inside an epoch (`state_dict`, `load_state_dict`).

@@ -59,7 +59,7 @@ def columns_of(columns: Iterable[str], config: SourceConfig) -> dict[str, str]:
         columns,
         wants_latents=config.wants_latents,
         image_size=config.image_size,
-        beside=[condition.name for condition in config.beside_latents],
+        beside=[condition.name for condition in config.inputs.beside_latents],
     )
 
 

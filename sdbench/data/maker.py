@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import Condition
+from sdbench.base.conditions import Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
@@ -64,35 +64,40 @@ def tell_maker(place: str) -> dict[str, Any]:
 
 def tell_encoded(source: SourceConfig) -> dict[str, Any]:
     """Return what a data set has to say of its arrays, for `read_encoded`."""
-    plain = _plain(source.conditions[0].shape[-1])
-    said = {name: getattr(source, name) for name in plain}
-    if said == plain:
+    inputs = source.inputs
+    plain = _of_width(inputs.conditions[0].shape[-1])
+    if _arrays(inputs) == _arrays(plain):
         return {}
-    conditions = [dataclasses.asdict(condition) for condition in source.conditions]
-    return {ENCODED: {**said, "conditions": conditions}}
+    conditions = [dataclasses.asdict(condition) for condition in inputs.conditions]
+    return {ENCODED: {**_arrays(inputs), "conditions": conditions}}
 
 
-def _plain(width: int) -> dict[str, Any]:
-    """Options of a `SourceConfig` for Stable Diffusion 1 and 2."""
-    states = Condition(shape=(NUM_TOKENS, width))
-    return {"latent_channels": 4, "tells_sizes": False, "conditions": (states,)}
+def _arrays(inputs: ModelInputs) -> dict[str, Any]:
+    """What decides the arrays of an encoded sample."""
+    names = ("latent_channels", "tells_sizes", "conditions")
+    return {name: getattr(inputs, name) for name in names}
 
 
-def read_encoded(place: str | None, *, width: int) -> dict[str, Any]:
-    """Return options of a `SourceConfig` for the encoded samples at a place.
+def _of_width(width: int) -> ModelInputs:
+    """What Stable Diffusion 1 and 2 read."""
+    return ModelInputs(conditions=(Condition(shape=(NUM_TOKENS, width)),))
 
-    Where it does not say what they are, they are those of Stable Diffusion, with this width.
+
+def read_encoded(place: str | None, *, width: int) -> ModelInputs:
+    """Return what the encoded samples at a place are for.
+
+    Where it does not say what they are, they are for Stable Diffusion, with this width.
     """
     facts = {} if place is None else read_provenance(Path(place)) or {}
     if ENCODED not in facts:
-        return _plain(width)
+        return _of_width(width)
     try:
         said = facts[ENCODED]
-        return {
-            "latent_channels": int(said["latent_channels"]),
-            "tells_sizes": bool(said["tells_sizes"]),
-            "conditions": tuple(map(_read_condition, said["conditions"])),
-        }
+        return ModelInputs(
+            latent_channels=int(said["latent_channels"]),
+            tells_sizes=bool(said["tells_sizes"]),
+            conditions=tuple(map(_read_condition, said["conditions"])),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise bad_place(
             f"The note of how the data set was made does not describe its arrays ({error!r})",

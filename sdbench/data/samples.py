@@ -49,10 +49,10 @@ class SampleType(Enum):
         """
         if self is SampleType.IMAGES:
             return []
-        num_channels = config.latent_channels * (2 if self is SampleType.MOMENTS else 1)
+        num_channels = config.inputs.latent_channels * (2 if self is SampleType.MOMENTS else 1)
         side = config.image_size // VAE_FACTOR
         latents = Condition(name=self.value, shape=(num_channels, side, side))
-        return [latents, *config.beside_latents]
+        return [latents, *config.inputs.beside_latents]
 
     def array_shapes(self, config: SourceConfig) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays that `arrays` describes."""
@@ -62,8 +62,8 @@ class SampleType(Enum):
         """Map each tensor of a batch to its shape for one sample and its dtype."""
         if self is SampleType.IMAGES:
             size = config.image_size
-            ids = {one.name: ((one.num_tokens,), "int64") for one in config.captions}
-            sizes = {SIZES: ((NUM_SIZES,), "float32")} if config.tells_sizes else {}
+            ids = {one.name: ((one.num_tokens,), "int64") for one in config.inputs.captions}
+            sizes = {SIZES: ((NUM_SIZES,), "float32")} if config.inputs.tells_sizes else {}
             return {"image": ((3, size, size), config.image_dtype), **ids, **sizes}
         tensors = {}
         for array in self.arrays(config):
@@ -85,7 +85,7 @@ class ImageSample(NamedTuple):
 class LatentSample(NamedTuple):
     """One encoded image with its encoded caption, as stored.
 
-    `arrays` has what `SourceConfig.beside_latents` names, and either ``moments``
+    `arrays` has what `ModelInputs.beside_latents` names, and either ``moments``
     (2 C, S / 8, S / 8), the VAE's mean and log-variance in its output order, or ``latent``
     (C, S / 8, S / 8), a sample from them times the scaling factor. They have any floating type, and
     may be views of a file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sdbench.base.conditions import NUM_SIZES, SIZES, Captions, Condition
+from sdbench.base.conditions import STABLE_DIFFUSION_2, ModelInputs
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
@@ -38,11 +38,7 @@ class SourceConfig(DataSettings):
     # [-1, 1], four times the bytes).
     image_dtype: str = "uint8"
     pin_memory: bool = False  # copy batches to page-locked memory, for asynchronous transfer
-    captions: tuple[Captions, ...] = (Captions(),)  # how they become token ids
-    # What a caption is encoded to, and channels of latents; used only by precomputed latents.
-    conditions: tuple[Condition, ...] = (Condition(),)
-    latent_channels: int = 4
-    tells_sizes: bool = False  # whether a batch has the sizes of its pictures
+    inputs: ModelInputs = STABLE_DIFFUSION_2  # what the model reads beside pictures
     num_images: int | None = None  # of an epoch of synthetic data; None: `NUM_SYNTHETIC_IMAGES`
     caption: str | None = None  # of every sample, in place of its own
     new_token: str | None = None  # a word to add to the tokenizer as one token
@@ -55,12 +51,6 @@ class SourceConfig(DataSettings):
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}
         return cls(**{**values, **others})
-
-    @property
-    def beside_latents(self) -> tuple[Condition, ...]:
-        """What an encoded sample has beside its latents: the conditions, and any sizes."""
-        sizes = Condition(name=SIZES, shape=(NUM_SIZES,), dtype="float32")
-        return (*self.conditions, sizes) if self.tells_sizes else self.conditions
 
     @property
     def global_batch_size(self) -> int:

@@ -217,9 +217,7 @@ def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
     first = _find_first_part(place, data_format)
     options: dict[str, Any] = {}
     if job.architecture is not None:
-        options["conditions"] = job.architecture.conditions
-        options["latent_channels"] = job.architecture.latent_channels
-        options["tells_sizes"] = job.architecture.tells_sizes
+        options["inputs"] = job.architecture.inputs
     # A cache of its own: a copy of an earlier run would not show that the place answers.
     with tempfile.TemporaryDirectory(prefix="sdbench-doctor-") as cache:
         options["local"] = cache if is_url(place) else None

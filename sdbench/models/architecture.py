@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import CLIP, T5, Captions, Condition
+from sdbench.base.conditions import CLIP, T5, Captions, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
@@ -45,6 +45,8 @@ DRAWING = 2
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
 
+# That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.
+SCALING_FACTOR = 0.18215
 # Of each CLIP text encoder, its `max_position_embeddings`.
 NUM_CLIP_TOKENS = 77
 # The pad tokens of tokenizers, with their ids: CLIP's as Stable Diffusion 2 and 1 have them, T5's.
@@ -150,14 +152,25 @@ class Architecture:
         return self.family.conditions(self)
 
     @property
-    def tells_sizes(self) -> bool:
-        """Whether the model is told the sizes of each picture, `conditions.SIZES`."""
-        return self.family.tells_sizes
-
-    @property
     def latent_channels(self) -> int:
         """Channels of the latents."""
         return self.parts["vae"]["latent_channels"]
+
+    @property
+    def scaling_factor(self) -> float:
+        """What brings latents to about unit variance."""
+        return self.parts["vae"].get("scaling_factor", SCALING_FACTOR)
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """What the model reads beside pictures."""
+        return ModelInputs(
+            captions=self.captions,
+            conditions=self.conditions,
+            latent_channels=self.latent_channels,
+            latent_std=1 / self.scaling_factor,
+            tells_sizes=self.family.tells_sizes,
+        )
 
     @property
     def latent_factor(self) -> int:
@@ -337,7 +350,7 @@ def _find_family(folder: Path) -> Family:
     named = next((one for one in families().values() if one.pipeline == said), None)
     if named is None:
         return found or next(iter(families().values()))
-    if found in (None, named) or not has_all_parts(folder, named) and has_denoiser(folder, named):
+    if found in (None, named) or (not has_all_parts(folder, named) and has_denoiser(folder, named)):
         return named
     raise _refusal(
         f"the parts of {folder} are not those of the pipeline that its model_index.json names",

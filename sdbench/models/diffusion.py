@@ -29,8 +29,6 @@ from sdbench.settings.training import DENOISER
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
 LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
-# That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.
-SCALING_FACTOR = 0.18215
 
 # Added to the seed of a model; that of its denoiser is the seed itself, see also `lora`.
 SEED_OFFSETS = {"vae": 1, "text_encoder": 2, "text_encoder_2": 5, "text_encoder_3": 6}
@@ -65,10 +63,9 @@ class DiffusionModel(nn.Module):
         self._text_encoders = architecture.text_encoders
         self._caption_names = [one.name for one in architecture.captions]
         self._condition_names = [one.name for one in architecture.conditions]
-        vae = architecture.parts["vae"]
         # They bring latents to about zero mean and unit variance.
-        self.scaling_factor = vae.get("scaling_factor", SCALING_FACTOR)
-        self.latent_shift = vae.get("shift_factor")
+        self.scaling_factor = architecture.scaling_factor
+        self.latent_shift = architecture.parts["vae"].get("shift_factor")
         self.latent_channels = architecture.latent_channels
         self.objective = objective
         self.autocast_dtype = autocast_dtype

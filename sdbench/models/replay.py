@@ -330,7 +330,7 @@ def make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     batch = {name: torch.empty(latent_shape) for name in moments}
     if step.encodes_images:
         batch = {"image": torch.empty(image_shape, dtype=torch.uint8)}
-    if architecture.tells_sizes:
+    if architecture.family.tells_sizes:
         batch[SIZES] = torch.empty(num_images, NUM_SIZES)
     if step.encodes_captions:
         for one in architecture.captions:

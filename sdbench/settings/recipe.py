@@ -159,7 +159,7 @@ class PartSettings(ModelSettings):
     model_parts: Mapping[str, Mapping[str, Any]] | None = setting(
         PARTS,
         None,
-        "parts (unet, vae, text_encoder, tokenizer, scheduler) not from --model_name: each with "
+        "parts (unet, vae, text_encoder, ...) not from --model_name: each with "
         "`pretrained`, a place as for --model_name, or `params`, to build it from",
         identifies=True,
     )

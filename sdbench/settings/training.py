@@ -38,8 +38,8 @@ class ModelSettings:
     model_name: str = setting(
         row_of("sdbench.models.architecture:built_in_names", or_text=True),
         "sd2-base",
-        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
-        "tiny), a local diffusers folder, or a hub id",
+        "built-in architecture with random weights (sd2-base, sdxl, sd3-medium, flux-schnell, "
+        "tiny, ...: docs/models.md), a local diffusers folder, or a hub id",
         is_everyday=True,
         diffusers=("--pretrained_model_name_or_path",),
     )
@@ -66,7 +66,7 @@ class ModelSettings:
     train_text_encoder: bool = setting(
         SWITCH,
         False,
-        "train the text encoder with the U-Net",
+        "train the text encoder of Stable Diffusion 1 or 2 with the U-Net",
         before=False,
         demands=encodes_in_step("encoded captions cannot train the text encoder"),
     )

@@ -77,17 +77,15 @@ class Feed(Task):
         self._machine, self._ranks = machine, ranks
         self._settings, self._chosen = _resolve(self.request, machine, ranks)
         place = self._settings.remote or self._settings.local
-        options = read_encoded(place, width=self._settings.text_embedding_dim)
+        inputs = read_encoded(place, width=self._settings.text_embedding_dim)
+        options: dict[str, Any] = {"inputs": inputs}
         if self._settings.engine == RAY:
             architecture = self._architecture = _find_model(self._settings)
             options = {
                 "num_workers": 0,
                 "rank": ranks.rank,
                 "world_size": ranks.world_size,
-                "captions": architecture.captions,
-                "conditions": architecture.conditions,
-                "latent_channels": architecture.latent_channels,
-                "tells_sizes": architecture.tells_sizes,
+                "inputs": architecture.inputs,
             }
         self._source = SourceConfig.from_settings(
             self._settings,

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from sdbench import data
-from sdbench.base.conditions import Condition
+from sdbench.base.conditions import Condition, ModelInputs
 from sdbench.data.source import SourceConfig
 
 NUM_SAMPLES = 49
@@ -81,7 +81,7 @@ def make_source(kind: str, place: Path | str | None, **changes) -> SourceConfig:
         "latents": "precomputed" if kind.endswith("latents") else "online",
         "remote": None if place is None else str(place),
         "image_size": IMAGE_SIZE,
-        "conditions": (Condition(shape=EMBEDDING_SHAPE),),
+        "inputs": ModelInputs(conditions=(Condition(shape=EMBEDDING_SHAPE),)),
         "device_batch_size": 4,
         "seed": 3,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sdbench import data
-from sdbench.base.conditions import Captions
+from sdbench.base.conditions import Captions, ModelInputs
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.data import DataSettings
 from tests.data.datasets import make_source
@@ -68,7 +68,12 @@ def test_the_folders_of_data_below_a_place_are_named(tmp_path):
     ("kind", "changes", "flag", "value"),
     [
         ("mds latents", {"caption_drop_probability": 0.1}, "--caption_drop_probability", 0.1),
-        ("mds", {"captions": (Captions(folder=Path("empty")),)}, "--model_name", "empty"),
+        (
+            "mds",
+            {"inputs": ModelInputs(captions=(Captions(folder=Path("empty")),))},
+            "--model_name",
+            "empty",
+        ),
         ("synthetic latents", {"remote": None, "image_size": 70}, "--image_size", 70),
     ],
 )

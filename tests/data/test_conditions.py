@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from sdbench import data
-from sdbench.base.conditions import T5, Captions, Condition
+from sdbench.base.conditions import T5, Captions, Condition, ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.prepare.convert import main as convert
@@ -31,12 +32,7 @@ CONDITIONS = (
     Condition(name="pooled_embedding", shape=(6,)),
     Condition(name="t5_embedding", shape=(12, 4), dtype="float32"),
 )
-OPTIONS = {
-    "captions": CAPTIONS,
-    "conditions": CONDITIONS,
-    "latent_channels": 16,
-    "tells_sizes": True,
-}
+INPUTS = ModelInputs(captions=CAPTIONS, conditions=CONDITIONS, latent_channels=16, tells_sizes=True)
 # As precompute describes it.
 ENCODED = {
     "latent_channels": 16,
@@ -92,7 +88,7 @@ WRITERS = {"mds latents": write_mds, "parquet latents": write_parquet}
 @pytest.mark.parametrize("kind", WRITERS)
 def test_latents_come_with_all_conditions_in_their_types(kind, tmp_path):
     folder = WRITERS[kind](tmp_path / "data")
-    source = datasets.make_source(kind, folder, shuffle=False, device_batch_size=6, **OPTIONS)
+    source = datasets.make_source(kind, folder, shuffle=False, device_batch_size=6, inputs=INPUTS)
     (batch,) = data.build(source)
     expected = {
         "latent_mean": ((6, 16, 4, 4), torch.float16),
@@ -121,7 +117,7 @@ def test_latents_come_with_all_conditions_in_their_types(kind, tmp_path):
 def test_a_column_that_is_missing_is_named(kind, left_out, tmp_path):
     folder = WRITERS[kind](tmp_path / "data", left_out=left_out)
     with refused(PLACE_FLAGS) as caught:
-        data.check(datasets.make_source(kind, folder, **OPTIONS))
+        data.check(datasets.make_source(kind, folder, inputs=INPUTS))
     assert caught.value.what == f"The data set holds no column {left_out}"
     assert caught.value.allowed == f"{left_out}; or --latents online for images"
     assert left_out not in caught.value.value
@@ -130,7 +126,7 @@ def test_a_column_that_is_missing_is_named(kind, left_out, tmp_path):
 def test_another_resolution_is_told_from_a_missing_column(tmp_path):
     folder = write_mds(tmp_path / "data")
     with refused("--image_size", value=64) as caught:
-        data.check(datasets.make_source("mds latents", folder, **{**OPTIONS, "image_size": 64}))
+        data.check(datasets.make_source("mds latents", folder, inputs=INPUTS, image_size=64))
     assert caught.value.allowed == "32"
 
 
@@ -141,7 +137,7 @@ def test_a_state_of_t5_that_is_not_finite_is_found(kind, value, tmp_path):
         row["t5_embedding"][5, 1] = value
 
     folder = WRITERS[kind](tmp_path / "data", damage=damage)
-    source = datasets.make_source(kind, folder, shuffle=False, device_batch_size=6, **OPTIONS)
+    source = datasets.make_source(kind, folder, shuffle=False, device_batch_size=6, inputs=INPUTS)
     with pytest.raises(RunError, match=r"t5_embedding: a value is NaN or infinite\."):
         list(data.build(source))
 
@@ -150,7 +146,8 @@ def test_conditions_of_another_shape_are_another_models(tmp_path):
     folder = write_mds(tmp_path / "data")
     wider = (*CONDITIONS[:2], Condition(name="t5_embedding", shape=(12, 5), dtype="float32"))
     with refused("--model_name", value="ndarray:float32:12,4"):
-        data.check(datasets.make_source("mds latents", folder, **{**OPTIONS, "conditions": wider}))
+        inputs = dataclasses.replace(INPUTS, conditions=wider)
+        data.check(datasets.make_source("mds latents", folder, inputs=inputs))
 
 
 @pytest.mark.parametrize("out_format", ["mds", "parquet"])
@@ -170,7 +167,7 @@ def test_convert_and_verify_know_the_arrays_from_the_description(out_format, tmp
             assert all(np.array_equal(row[name], expected[name]) for name in row)
     assert verify([str(copy), "--deep"]) == 0
     assert "each of the 6 samples can be used" in capsys.readouterr().out
-    source = datasets.make_source(f"{out_format} latents", copy, device_batch_size=6, **OPTIONS)
+    source = datasets.make_source(f"{out_format} latents", copy, device_batch_size=6, inputs=INPUTS)
     (batch,) = data.build(source)
     assert sorted(batch["t5_embedding"][:, 0, 0].tolist()) == [1e5 * (i + 3) for i in range(6)]
 
@@ -199,7 +196,7 @@ def test_pictures_come_with_the_ids_of_each_encoder_and_their_sizes(tmp_path):
         horizontal_flip_probability=0.5,
         shuffle=False,
         num_workers=2,
-        **OPTIONS,
+        inputs=INPUTS,
     )
     batches = list(data.build(source))
     num_mirrored = 0
@@ -225,7 +222,7 @@ def test_pictures_come_with_the_ids_of_each_encoder_and_their_sizes(tmp_path):
 
 
 def test_synthetic_pictures_have_the_sizes_of_squares():
-    source = datasets.make_source("synthetic", None, **OPTIONS)
+    source = datasets.make_source("synthetic", None, inputs=INPUTS)
     batch = next(iter(data.build(source)))
     assert batch.keys() == {"image", "input_ids", "input_ids_2", "input_ids_3", "sizes"}
     assert batch["sizes"].tolist() == [[32, 32, 0, 0, 32, 32]] * 4
@@ -236,7 +233,7 @@ def test_synthetic_pictures_have_the_sizes_of_squares():
 
 
 def test_synthetic_latents_have_all_conditions():
-    source = datasets.make_source("synthetic latents", None, **OPTIONS)
+    source = datasets.make_source("synthetic latents", None, inputs=INPUTS)
     batch = next(iter(data.build(source)))
     shapes = {name: (tuple(values.shape[1:]), values.dtype) for name, values in batch.items()}
     assert shapes == {
@@ -290,7 +287,9 @@ def test_a_tokenizer_of_t5_that_is_missing_is_named(files, is_there, tmp_path):
     for name, content in files.items():
         (folder / name).write_text(content)
     captions = (Captions(), Captions(name="input_ids_3", kind=T5, folder=folder))
-    source = datasets.make_source("folder", tmp_path / "data", captions=captions)
+    source = datasets.make_source(
+        "folder", tmp_path / "data", inputs=ModelInputs(captions=captions)
+    )
     if is_there:
         assert data.check(source) == 4
         return

@@ -10,7 +10,7 @@ import pytest
 
 from data import main as data_main
 from sdbench import data
-from sdbench.base.conditions import Condition
+from sdbench.base.conditions import Condition, ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from tests.data import datasets
@@ -113,9 +113,15 @@ def test_verify_data_counts_and_convert_names_them(folder, tmp_path, capsys):
 
 def test_what_cannot_be_told_or_is_of_another_model(folder, tmp_path):
     leave_out = {"missing_latents": "leave_out"}
+    wider = ModelInputs(conditions=(Condition(shape=(77, 16)),))
     with pytest.raises(RunError, match=r"sample 1: .*into shape \(77,16\)"):
         read_epoch(
-            make_config(folder, conditions=(Condition(shape=(77, 16)),), shuffle=False, **leave_out)
+            make_config(
+                folder,
+                inputs=wider,
+                shuffle=False,
+                **leave_out,
+            )
         )
     for place in ({"local": str(tmp_path / "cache")}, {"remote": None, "streams": f"{folder}=1"}):
         with refused("--missing_latents, --remote, --local or --streams"):

@@ -38,6 +38,7 @@ GUIDES = (
     "docs/measure.md",
     "docs/data.md",
     "docs/train.md",
+    "docs/models.md",
     "docs/subject.md",
     "docs/results.md",
     "multi-node/ray.md",

@@ -238,6 +238,14 @@ def test_folder_with_a_second_text_encoder_is_refused(folder) -> None:
         resolve_architecture(str(folder), random_weights=True)
 
 
+def test_a_single_file_is_refused(tmp_path) -> None:
+    file = tmp_path / "sdxl.safetensors"
+    file.write_bytes(b"")
+    with refused("--model_name", value=str(file)) as caught:
+        resolve_architecture(str(file))
+    assert "from_single_file" in caught.value.allowed
+
+
 def test_folder_with_numbers_that_make_no_model_is_refused(folder) -> None:
     change(folder / "unet" / "config.json", block_out_channels="many")
     with refused("--model_name"):

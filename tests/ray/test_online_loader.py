@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sdbench import data
-from sdbench.base.conditions import Condition
+from sdbench.base.conditions import Condition, ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
@@ -37,6 +37,7 @@ TINY = resolve_architecture("tiny", revision=None, random_weights=False)
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
 NUM_BATCHES = datasets.NUM_SAMPLES // BATCH_SIZE  # of an epoch: 6
 ENCODER = "EncodeStage"
+WIDTH_32 = ModelInputs(conditions=(Condition(shape=(77, 32)),))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def source_of(place: Path | str | None, data_format: str = "parquet", **changes) -> SourceConfig:
-    of_tiny = {"device_batch_size": BATCH_SIZE, "conditions": (Condition(shape=(77, 32)),)}
+    of_tiny = {"device_batch_size": BATCH_SIZE, "inputs": WIDTH_32}
     return datasets.make_source(data_format, place, **of_tiny, **changes)
 
 
@@ -179,10 +180,7 @@ def test_models_of_other_families_get_all_conditions_and_sizes(name, place, stre
     architecture = resolve_architecture(name, revision=None, random_weights=False)
     source = dataclasses.replace(
         source_of(place, crop="random", horizontal_flip_probability=0.5),
-        captions=architecture.captions,
-        conditions=architecture.conditions,
-        latent_channels=architecture.latent_channels,
-        tells_sizes=architecture.tells_sizes,
+        inputs=architecture.inputs,
     )
     batches = read(open_loader(source, architecture=architecture, model_name=name), num_epochs=1)
     encoder = Encoder(architecture, encoder_dtype="fp32", seed=3, device="cpu")

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 
 from sdbench import data
-from sdbench.base.conditions import Condition
+from sdbench.base.conditions import Condition, ModelInputs
 from tests.data.datasets import make_source
 from tests.data.seed_parquet import NUM_ROWS, TEXT_WIDTH, make_latents, make_texts
 
@@ -25,7 +25,10 @@ def test_tensors_of_ray_data_are_read(tmp_path: Path):
     assert isinstance(pyarrow.parquet.read_schema(file)[0].type, pyarrow.ExtensionType)
     whole = {"image_size": 256, "device_batch_size": NUM_ROWS, "shuffle": False}
     config = make_source(
-        "parquet latents", file, conditions=(Condition(shape=(77, TEXT_WIDTH)),), **whole
+        "parquet latents",
+        file,
+        inputs=ModelInputs(conditions=(Condition(shape=(77, TEXT_WIDTH)),)),
+        **whole,
     )
     (batch,) = data.build(config)
     assert np.array_equal(batch["latent"].numpy(), latents.astype(np.float16))

@@ -113,7 +113,9 @@ def test_diffusers_and_generate_draw_the_same_with_the_export(family, run, tmp_p
     settings = DrawingSettings(
         image_size=64, num_steps=2, guidance_scale=3.0, negative_prompt=NEGATIVE
     )
-    (picture,) = draw(model, [PROMPT], [SEED], tokenize=CaptionTokenizers.of(other), settings=settings)
+    (picture,) = draw(
+        model, [PROMPT], [SEED], tokenize=CaptionTokenizers.of(other), settings=settings
+    )
     assert np.abs(pixels(picture) - expected).max() <= 1
 
 

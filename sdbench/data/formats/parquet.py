@@ -301,9 +301,10 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
             return
         except BadSampleError as error:
             reason = str(error)
+    width = config.inputs.conditions[0].shape[-1]
     raise ConfigError(
         f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
-        value=f"{config.image_size} px, embeddings of width {config.conditions[0].shape[-1]}",
+        value=f"{config.image_size} px, embeddings of width {width}",
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",
     )

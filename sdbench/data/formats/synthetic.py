@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sdbench.base.conditions import CLIP, SIZES, Captions, Condition
+from sdbench.base.conditions import (
+    CLIP,
+    SIZES,
+    STABLE_DIFFUSION_2,
+    Captions,
+    Condition,
+    ModelInputs,
+)
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import SharedBatches
@@ -30,9 +37,6 @@ from sdbench.data.source import (
 # Distinct samples per rank. 64 images of 512 px take 50 MB as uint8 and 201 MB as float32.
 NUM_DISTINCT = 64
 
-# SD's scaling factor, 0.18215, brings latents to unit variance, so the VAE's mean has a standard
-# deviation of about 1 / 0.18215 = 5.49.
-LATENT_STD = 1 / 0.18215
 # Any small posterior deviation will do, as it is only sampled from: exp(-10 / 2) = 0.007.
 LATENT_LOGVAR = -10.0
 
@@ -59,35 +63,32 @@ class SyntheticImageCaptionDataset(Dataset):
         num_images: int = NUM_SYNTHETIC_IMAGES,
         image_dtype: str = "uint8",
         wants_latents: bool = False,
-        captions: Sequence[Captions] = (Captions(),),
-        conditions: Sequence[Condition] = (Condition(),),
-        latent_channels: int = 4,
-        tells_sizes: bool = False,
+        inputs: ModelInputs = STABLE_DIFFUSION_2,
     ) -> None:
         """Draw the samples, which `seed` and `rank` decide.
 
         An epoch has `num_images` over all ranks. Images are ``uint8``, or ``float32`` in [-1, 1];
-        latents are float16. The last four arguments are as in `SourceConfig`.
+        latents are float16. `inputs` is what the model reads.
         """
         self.num_images = num_images
         generator = np.random.default_rng([seed, rank])
         if wants_latents:
             side = image_size // VAE_FACTOR
-            shape = (NUM_DISTINCT, latent_channels, side, side)
-            mean = generator.standard_normal(shape) * LATENT_STD
+            shape = (NUM_DISTINCT, inputs.latent_channels, side, side)
+            mean = generator.standard_normal(shape) * inputs.latent_std
             samples = {
                 "latent_mean": mean.astype(np.float16),
                 "latent_logvar": np.full(shape, LATENT_LOGVAR, dtype=np.float16),
-                **{one.name: _draw_condition(one, generator) for one in conditions},
+                **{one.name: _draw_condition(one, generator) for one in inputs.conditions},
             }
         else:
             shape = (NUM_DISTINCT, 3, image_size, image_size)
             image = generator.integers(0, 256, size=shape, dtype=np.uint8)
-            ids = {one.name: _draw_ids(one, generator) for one in captions}
+            ids = {one.name: _draw_ids(one, generator) for one in inputs.captions}
             if image_dtype == "float32":
                 image = to_float(image)
             samples = {"image": image, **ids}
-        if tells_sizes:
+        if inputs.tells_sizes:
             whole = (image_size, image_size, 0, 0, image_size, image_size)
             samples[SIZES] = np.tile(np.float32(whole), (NUM_DISTINCT, 1))
         self.samples = {name: torch.from_numpy(values) for name, values in samples.items()}
@@ -129,10 +130,7 @@ class SyntheticBatchReader(BatchReader):
             rank=config.rank,
             image_dtype=config.image_dtype,
             wants_latents=config.wants_latents,
-            captions=config.captions,
-            conditions=config.conditions,
-            latent_channels=config.latent_channels,
-            tells_sizes=config.tells_sizes,
+            inputs=config.inputs,
         )
         super().__init__(Samples([config.num_images or NUM_SYNTHETIC_IMAGES]), config=config)
         self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES

@@ -178,10 +178,10 @@ class ImageBatchReader(SampleBatchReader):
         super().__init__(samples, config=config)
         size = config.image_size
         layout = {"image": ((size, size, 3), torch.uint8)}
-        if config.tells_sizes:
+        if config.inputs.tells_sizes:
             layout |= {SIZES: ((NUM_SIZES,), torch.float32)}
         self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
-        self._tokenize = CaptionTokenizers(config.captions, new_token=config.new_token)
+        self._tokenize = CaptionTokenizers(config.inputs.captions, new_token=config.new_token)
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str:
         with report.phase("read"):
@@ -206,7 +206,7 @@ class ImageBatchReader(SampleBatchReader):
             raise undecodable(sample.name, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded.transpose(1, 2, 0)
-            if config.tells_sizes:
+            if config.inputs.tells_sizes:
                 self._arrays[SIZES][position] = sizes
         return "" if drop < config.caption_drop_probability else sample.caption
 

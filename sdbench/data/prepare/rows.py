@@ -131,8 +131,8 @@ def describe_source(
     }
     if flags is None:
         return SourceConfig(**options)
-    encoded = read_encoded(place, width=flags.text_embedding_dim)
-    return SourceConfig.from_settings(flags, **encoded, **options)
+    inputs = read_encoded(place, width=flags.text_embedding_dim)
+    return SourceConfig.from_settings(flags, inputs=inputs, **options)
 
 
 def open_rows(config: SourceConfig) -> RowReader:

@@ -221,10 +221,7 @@ class Precompute(Task):
             latents=ONLINE,
             device_batch_size=1,
             shuffle=False,
-            captions=architecture.captions,
-            conditions=architecture.conditions,
-            latent_channels=architecture.latent_channels,
-            tells_sizes=architecture.tells_sizes,
+            inputs=architecture.inputs,
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
         self._reader = data.open_batches(source)

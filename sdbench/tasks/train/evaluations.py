@@ -21,7 +21,7 @@ from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
-from sdbench.plan.resolve import Plan
+from sdbench.plan.resolve import Plan, check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED
 from sdbench.tasks.validation import (
     averaged_weights,
@@ -65,6 +65,7 @@ def _held_out_source(plan: Plan) -> SourceConfig:
         caption=None,  # a subject's does not apply to them
     )
     with blamed_on("--validation_remote"):
+        check_latents(source, plan.architecture)
         data.check(source)
     return source
 
