@@ -19,6 +19,7 @@ import generate
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main as sdbench
 from sdbench.launch.child import LOCK_NAME
+from sdbench.launch.dreambooth import DreamboothFlags, plan_steps
 from sdbench.record.store import load_record
 from tests.data.datasets import write_folder
 from tests.launch.steps_here import run_steps_here
@@ -56,6 +57,22 @@ def times(*patterns: str) -> dict[str, int]:
 
 
 KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/latents*")
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize(("model", "is_frozen"), [("tiny", False), ("tiny-sdxl", True)])
+def test_a_text_encoder_that_a_family_keeps_frozen_is_not_trained(model, is_frozen, rank) -> None:
+    flags = DreamboothFlags(
+        subject="my-dog",
+        model=model,
+        prompt=PROMPT,
+        class_prompt=CLASS_PROMPT,
+        lora_rank=rank,
+        image_size=64,
+    )
+    steps = plan_steps(flags, (), folder=FOLDER)
+    (training,) = (step.command for step in steps if step.what == "training")
+    assert ("train_text_encoder=false" in training) == is_frozen
 
 
 def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:

@@ -10,6 +10,7 @@ from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
+from tests.marks import quick_and_slow
 from tests.ray.conftest import run_alone
 from tests.schemas import validate
 from tests.train.in_turn import train_in_turn
@@ -18,28 +19,33 @@ from tests.train.written import read_losses
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("on_cluster")]
 
 NUM_STEPS = 7  # step 6 ends an epoch of 49 samples
-MODEL = ("--model_name", "tiny", "--image_size", "64", "--encoder_dtype", "fp32")
+ENCODED = ("--image_size", "64", "--encoder_dtype", "fp32")
 TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_threads", "1")
 ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_size", "4")
 
 
 def make_argv(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> list[str]:
-    options = [*MODEL, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
+    """The arguments of train.py."""
+    options = [*ENCODED, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
     return [*options, "--max_duration", f"{num_steps}ba", "--log_every_batches", "1"]
 
 
-def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", quick_and_slow(["tiny", "tiny-sdxl", "tiny-flux"], quick=["tiny"]))
+def test_two_ranks_that_are_stopped_and_go_on(name, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     pictures, latents = tmp_path / "pictures", tmp_path / "latents"
+    model = ("--model_name", name)
     datasets.write_parquet(pictures)
     # Made in batches of those that the encoders of `ONLINE` see.
-    argv = [*MODEL, "--remote", str(pictures), "--folder", str(latents), "--out_format", "parquet"]
-    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
+    argv = [*model, *ENCODED, "--remote", str(pictures), "--folder", str(latents)]
+    argv += ["--out_format", "parquet", "--results_dir", str(tmp_path / "precompute")]
+    argv += ["--device_batch_size", "4"]
     assert precompute.main(argv) == 0
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
-    reference = make_argv(tmp_path, "reference", *on_latents)
+    reference = make_argv(tmp_path, "reference", *model, *on_latents)
     train_in_turn("torch", tmp_path, reference)
-    online = (*ONLINE, "--num_ray_workers", "2", "--remote", str(pictures), "--resume", "auto")
+    online = (*model, *ONLINE, "--num_ray_workers", "2", "--resume", "auto")
+    online += ("--remote", str(pictures))
     run_alone("train.py", *make_argv(tmp_path, "online", *online, num_steps=4))
     run_alone("train.py", *make_argv(tmp_path, "online", *online))
     losses = read_losses(tmp_path / "online")
@@ -52,7 +58,7 @@ def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
     assert record["ranks"]["world_size"] == 2
     # The model of a step has no encoders, and its figure is that of the U-Net alone.
     reference = load_record(tmp_path / "reference" / "record.json")
-    for name in ("num_parameters", "flops_per_image"):
-        assert record["workload"][name] == reference["workload"][name]
+    for figure in ("num_parameters", "flops_per_image"):
+        assert record["workload"][figure] == reference["workload"][figure]
     told = (tmp_path / "online" / "ray_data.txt").read_text()
     assert read_stages(told).keys() == {"DecodeStage", "EncodeStage"}

@@ -149,3 +149,23 @@ def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run,
     drawn = draw_by_generate(tmp_path / "out", "--model_name", model, "--lora", file)
     assert np.abs(drawn - expected).max() <= 1
     assert np.abs(plain - expected).max() > 1
+
+
+@pytest.mark.slow
+def test_latents_of_each_format_train_as_the_pictures_and_resume(family):
+    write_folder(Path("data"), num_samples=6)
+    argv = (*argv_of(family), "--no_use_synth_data", "--remote")
+    online = read_losses(trained("online", 3, *argv, "data"))
+    assert len(set(online)) == 3
+    for out_format in ("mds", "parquet"):
+        folder = Path(out_format)
+        flags = ("--model_name", f"tiny-{family}", "--remote", "data", "--folder", folder)
+        line = ["precompute", *map(str, flags), "--out_format", out_format]
+        assert sdbench([*line, "--encoder_dtype", "fp32", "--seed", "17"]) == 0
+        latents = (*argv, folder, "--latents", "precomputed")
+        whole = read_losses(trained(f"{out_format}-whole", 3, *latents))
+        # Moments and CLIP's states are stored in fp16.
+        assert list(map(float, whole)) == pytest.approx(list(map(float, online)), rel=2e-4)
+        for num_steps in (1, 3):
+            parts = trained(f"{out_format}-parts", num_steps, *latents, "--resume", "auto")
+        assert read_losses(parts) == whole
