@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from calculate_number_of_parameters import main as count
+from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.models import memory, replay
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters, make_part
@@ -19,6 +20,7 @@ from sdbench.models.replay import Step, count_flops
 from sdbench.models.sd.network import StableDiffusionNetwork
 from sdbench.models.weights import Weights
 from sdbench.ranks.distributed import Ranks
+from tests.marks import quick_and_slow
 
 STEP_NAMES = {field.name for field in dataclasses.fields(Step)}
 PLAIN_STEP = dict(architecture=resolve_architecture("tiny"), image_size=64)
@@ -193,18 +195,27 @@ def count_saved_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int:
     return sum(saved.values())
 
 
-def test_activations_are_those_that_autograd_saves() -> None:
+@pytest.mark.parametrize(
+    "name",
+    quick_and_slow(["tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux"], quick=["tiny", "tiny-flux"]),
+)
+def test_activations_are_those_that_autograd_saves(name) -> None:
     """Independent count on real tensors: distinct saved storages, per image."""
-    unet = make_part("unet", resolve_architecture("tiny"), weights=Weights(seed=0))
+    architecture = resolve_architecture(name)
+    network = architecture.family.load_network()
+    denoiser = make_part(architecture.family.denoiser, architecture, weights=Weights(seed=0))
 
     def predict(num_images: int) -> torch.Tensor:
-        latents, states = torch.randn(num_images, 4, 8, 8), torch.randn(num_images, 77, 32)
-        return unet(latents, torch.zeros(num_images), states).sample
+        latents = torch.randn(num_images, architecture.latent_channels, 8, 8)
+        shapes = {one.name: one.shape for one in architecture.conditions} | {SIZES: (NUM_SIZES,)}
+        conditions = {what: torch.randn(num_images, *shape) for what, shape in shapes.items()}
+        times = torch.zeros(num_images)
+        return network.predict(denoiser, latents, times=times, conditions=conditions)
 
-    two, three = (count_saved_bytes(unet, functools.partial(predict, size)) for size in (2, 3))
+    two, three = (count_saved_bytes(denoiser, functools.partial(predict, size)) for size in (2, 3))
     saved_gib = (three - two) / 2**30
     # With several micro-batches all activations and all gradients meet.
-    options = {"num_microbatches": 2, "encodes_images": False}
+    options = {"num_microbatches": 2, "encodes_images": False, "architecture": architecture}
     first, second = (estimate(micro_batch=size, **options).activations for size in (64, 65))
     # Temporaries of the busiest operation come on top.
     assert saved_gib <= second - first <= 1.25 * saved_gib

@@ -35,8 +35,14 @@ def online(tmp_path_factory) -> Path:
     return folder
 
 
+LORA = ("--lora_rank", "4")
+FAMILIES = [("--model_name", f"tiny-{family}") for family in ("sdxl", "sd3", "flux")]
+
+
 @pytest.mark.parametrize(
-    "part", [VAE, pytest.param((*TEXT, "--lora_rank", "4"), marks=pytest.mark.slow)]
+    "part",
+    [VAE, *(pytest.param(part, marks=pytest.mark.slow) for part in ((*TEXT, *LORA), *FAMILIES))],
+    ids=str,
 )
 def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
     monkeypatch.setattr(memory, "profile_step", replay.profile_step)
