@@ -197,6 +197,27 @@ FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
 ONE_GRAPH = ["", "--attention flash", "--group_norm fused", "--activation_checkpointing full"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["model", "block"])
+@pytest.mark.parametrize(("family", "num_parts"), [("sdxl", 4), ("sd3", 5), ("flux", 4)])
+def test_each_compiled_part_of_a_family_is_one_graph(
+    family, num_parts, unit, tmp_path, monkeypatch
+):
+    """The denoiser, the VAE's encoder and each text encoder; or no break in any block."""
+    compile_it = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, *, mode, dynamic: compile_it(module, backend="eager", dynamic=dynamic),
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses_of(tmp_path, *FAST, "--model_name", f"tiny-{family}", "--compile_unit", unit)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert num_graphs == num_parts if unit == "model" else num_graphs > num_parts
+    assert "graph_breaks" not in only_record(tmp_path)["summary"]["flags"]
+
+
 @pytest.mark.parametrize("flags", quick_and_slow(ONE_GRAPH, quick=ONE_GRAPH[:1]))
 @pytest.mark.parametrize("breaks", quick_and_slow([False, True], quick=[False]))
 def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(

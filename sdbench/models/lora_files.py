@@ -17,7 +17,7 @@ from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.components import make_part
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import Family
-from sdbench.models.lora import ADAPTER, TEXT_ENCODER, Lora, lora_layers, merge_lora
+from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
 from sdbench.models.quiet import quiet_diffusers
 from sdbench.settings.lora import LoraFile
 
@@ -73,8 +73,9 @@ def fuse_lora_files(model: DiffusionModel, files: Sequence[LoraFile]) -> None:
 
 
 def _parts_with_lora(family: Family) -> tuple[str, ...]:
-    """The parts that a file may have LoRA for."""
-    return (family.denoiser, TEXT_ENCODER)
+    """The parts that a file may have LoRA for: denoiser and CLIP, but not T5."""
+    clips = [part for part in family.text_encoders if family.parts[part].startswith("CLIP")]
+    return (family.denoiser, *clips)
 
 
 def _load(file: LoraFile, parts: Mapping[str, nn.Module], family: Family) -> None:
@@ -112,8 +113,13 @@ def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module], family: Famil
     for part, module in parts.items():
         own = [name for name in tensors if name.startswith(f"{part}.")]
         if own:
-            options = {part: module, "metadata": metadata, **scales}
-            load = getattr(pipeline, f"load_lora_into_{part}")
+            options: dict[str, Any] = {"metadata": metadata, **scales}
+            if part == family.denoiser:
+                load = getattr(pipeline, f"load_lora_into_{part}")
+                options[part] = module
+            else:
+                load = pipeline.load_lora_into_text_encoder
+                options |= {"text_encoder": module, "prefix": part}
             load(tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
         num_layers = sum(".down." in name or ".lora_A." in name for name in own)
         num_found = len(lora_layers(module))

@@ -166,3 +166,30 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
             save_file(content, path, metadata=metadata)
         with refused("--lora", value=str(path)):
             check_lora_files([LoraFile(str(path))], TINY)
+
+
+def test_a_file_for_both_text_encoders_of_sdxl_is_added_to_their_weights(tmp_path) -> None:
+    architecture = resolve_architecture("tiny-sdxl")
+    text_layers = ("q_proj", "v_proj")
+    layers = (("unet", ("to_q",)), ("text_encoder", text_layers), ("text_encoder_2", text_layers))
+    lora = Lora(rank=2, alpha=6.0, layers=layers)
+    trained = build_model(architecture, seed=3)
+    lora.add_to({part: trained.get_submodule(part) for part, _ in layers}, seed=1)
+    stored = {name: weight.detach() for name, weight in trained.named_parameters() if is_lora(name)}
+    for name, weight in stored.items():
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    file = tmp_path / "lora.safetensors"
+    write_for_diffusers(lora_weights(stored, lora), file, lora=lora, family=architecture.family)
+    check_lora_files([LoraFile(str(file))], architecture)
+    fused = build_model(architecture, seed=3)
+    plain = {name: weight.clone() for name, weight in weights_of(fused).items()}
+    fuse_lora_files(fused, [LoraFile(str(file))])
+    changed = set()
+    for name, weight in weights_of(fused).items():
+        layer = name.removesuffix(".weight")
+        change = torch.zeros(())
+        if (down := stored.get(f"{layer}.lora_A.default.weight")) is not None:
+            change = 6.0 / 2 * stored[f"{layer}.lora_B.default.weight"] @ down
+            changed.add(name.partition(".")[0])
+        torch.testing.assert_close(weight, plain[name] + change, msg=name)
+    assert changed == {"unet", "text_encoder", "text_encoder_2"}
