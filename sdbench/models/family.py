@@ -163,7 +163,9 @@ class Family:
         facts += [
             (f"vae's {key}", vae.get(key), (None,)) for key in ("latents_mean", "latents_std")
         ]
-        facts.append(("kind of the scheduler", kind_of(schedule), (self.objective,)))
+        is_own = kind_of(schedule) == self.objective
+        class_name = self.scheduler if is_own else schedule.get("_class_name")
+        facts.append(("scheduler's class", class_name, (self.scheduler,)))
         others = {path.name for path in folder.glob("text_encoder*")} - self.parts.keys()
         return facts + [("further text encoder", name, (None,)) for name in sorted(others)]
 

@@ -199,7 +199,7 @@ def test_sizes_of_pictures(name, default, multiple, largest) -> None:
         allowed = f"multiples of {multiple}, nearest {largest}, the largest"
         with refused("--image_size", value=largest + multiple, allowed=allowed):
             model.check_image_size(largest + multiple)
-    assert model.tells_sizes == (model.family.name == "sdxl")
+    assert model.family.tells_sizes == (model.family.name == "sdxl")
 
 
 @pytest.mark.parametrize("name", MINIATURES.values())

@@ -47,7 +47,6 @@ class Flux(Family):
         widths = self.widths(configs)
         return [
             *super().facts(configs, folder),
-            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
             # Those that fill or vary a picture read its latents beside the noise.
             *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
             ("transformer's out_channels", transformer.get("out_channels"), (None, in_channels)),

@@ -49,7 +49,6 @@ class StableDiffusion3(Family):
         widths = self.widths(configs)
         return [
             *super().facts(configs, folder),
-            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
             *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
             ("transformer's out_channels", transformer.get("out_channels"), latent_channels),
         ]
