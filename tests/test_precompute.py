@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import benchmark
 from sdbench.base.errors import ConfigError
@@ -346,9 +347,10 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
     run("latents", "--model_name", str(model))
     place = tmp_path / "latents"
     note = read_note(place)
-    vae = note["weights"]["vae"]
+    vae = note["vae_tensors"]
     (file,) = (model / "vae").glob("*.safetensors")
-    assert vae == f"{zlib.crc32(file.read_bytes()):08x}:{file.stat().st_size}"
+    files = f"{zlib.crc32(file.read_bytes()):08x}:{file.stat().st_size}"
+    assert note["weights"]["vae"] == files
 
     def train_dry(name: object, **changes: object) -> ConfigError | None:
         (place / ".made_by.json").write_text(json.dumps({**note, **changes}))
@@ -361,11 +363,14 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
 
     assert train_dry(model) is None
     assert train_dry("tiny") is None  # random weights
-    assert train_dry(model, weights={"vae": "random, seed 3"}) is None
-    assert train_dry(model, weights="?") is None
-    other = train_dry(model, weights={"vae": "00000000:1"})
+    assert train_dry(model, vae_tensors=None) is None
+    other = train_dry(model, vae_tensors="00000000")
     assert (other.flag, other.value) == ("--model_name", vae)
-    assert "00000000:1" in other.allowed
+    assert "00000000" in other.allowed
+    # The same tensors in another file, as after an export.
+    save_file(load_file(file), file, metadata={"saved": "again"})
+    assert zlib.crc32(file.read_bytes()) != int(files[:8], 16)
+    assert train_dry(model) is None
     other = train_dry("tiny", family="flux")
     assert (other.flag, other.value) == ("--model_name", "sd")
     other = train_dry("tiny-flux")

@@ -14,9 +14,9 @@ from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
 from sdbench.data.source import NUM_TOKENS, SourceConfig
 from sdbench.settings.data import DataSettings
 
-# What is said of the model that encoded the samples: the name of its family, and the checksum of
-# the files of each of its parts. One that begins with this word stands for random weights.
-FAMILY, WEIGHTS, RANDOM = "family", "weights", "random"
+# What is said of the model that encoded the samples: the name of its family, the checksum of the
+# files of each of its parts, or that they were random, and that of the tensors of its VAE.
+FAMILY, WEIGHTS, RANDOM, VAE_TENSORS = "family", "weights", "random", "vae_tensors"
 # And the arrays of a sample, where they are not those of Stable Diffusion 1 or 2.
 ENCODED = "encoded"
 # Types that conditions may have.
@@ -28,9 +28,9 @@ def check_maker(
 ) -> None:
     """Refuse latents that are said to be of another family of models, or of another VAE.
 
-    The format of the data is known. `identify_vae` returns the checksum of the VAE of the model
-    that is trained, as `precompute` writes it; None: random weights. What a data set does not say
-    is not checked.
+    The format of the data is known. `identify_vae` returns the checksum of the tensors of the VAE
+    of the model that is trained, as `precompute` writes it; None: random weights. What a data set
+    does not say is not checked.
     """
     if settings.data_format == "synthetic" or not settings.wants_latents:
         return
@@ -44,9 +44,8 @@ def check_maker(
                 allowed=f"a model of the family {made_by}, or latents made by this one",
                 flag="--model_name",
             )
-        weights = facts.get(WEIGHTS)
-        stored = weights.get("vae", RANDOM) if isinstance(weights, Mapping) else RANDOM
-        vae = None if str(stored).startswith(RANDOM) else identify_vae()
+        stored = facts.get(VAE_TENSORS)
+        vae = None if stored is None else identify_vae()
         if vae is not None and vae != stored:
             raise ConfigError(
                 f"The latents of {place} were made by a VAE of other weights",
@@ -59,7 +58,7 @@ def check_maker(
 def tell_maker(place: str) -> dict[str, Any]:
     """Return what a data set says of the model that encoded it, for a copy of it."""
     facts = read_provenance(Path(place)) or {}
-    return {name: facts[name] for name in (FAMILY, WEIGHTS, ENCODED) if name in facts}
+    return {name: facts[name] for name in (FAMILY, WEIGHTS, VAE_TENSORS, ENCODED) if name in facts}
 
 
 def tell_encoded(source: SourceConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,24 @@ class Architecture:
                 sums = ["{:08x}:{}".format(*crc32_of(file)) for file in files]
                 known[part] = " ".join(sums)
         return known
+
+    def identify_tensors(self, part: str) -> str | None:
+        """Checksum of the tensors of a part, whatever their names; None: random weights.
+
+        A part that diffusers has loaded and saved again has it too, if its type is the same.
+        """
+        from safetensors import deserialize
+
+        folder = self.weights_folder_of(part)
+        if folder is None:
+            return None
+        sums = [
+            zlib.crc32(tensor["data"])
+            for file in (folder / part).glob(f"{self.family.weights_stem(part)}*.safetensors")
+            if ".fp16." not in file.name and ".bf16." not in file.name
+            for _, tensor in deserialize(file.read_bytes())
+        ]
+        return f"{zlib.crc32(repr(sorted(sums)).encode()):08x}"
 
     def weights_folder_of(self, part: str) -> Path | None:
         """The diffusers folder with the weights of a part; None: random weights."""

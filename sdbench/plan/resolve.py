@@ -227,7 +227,7 @@ def check_latents(settings: DataSettings, architecture: Architecture) -> None:
     check_maker(
         settings,
         family=architecture.family.name,
-        identify_vae=lambda: architecture.identify_weights(("vae",)).get("vae"),
+        identify_vae=lambda: architecture.identify_tensors("vae"),
     )
 
 

@@ -19,7 +19,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
 from sdbench.data.identity import identify_data
-from sdbench.data.maker import FAMILY, RANDOM, WEIGHTS, tell_encoded
+from sdbench.data.maker import FAMILY, RANDOM, VAE_TENSORS, WEIGHTS, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
@@ -278,6 +278,7 @@ class Precompute(Task):
             "model_revision": architecture.revision,
             "num_samples": self._job.num_samples,
             FAMILY: architecture.family.name,
+            VAE_TENSORS: architecture.identify_tensors("vae"),
             WEIGHTS: {
                 **architecture.identify_weights(encoders),
                 **dict.fromkeys(random, f"{RANDOM}, seed {config.seed}"),
