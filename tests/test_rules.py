@@ -46,8 +46,6 @@ def check(argv: str = "", world_size: int = 1) -> TrainConfig:
         ("--fid_network a", "score_every_batches", SCORED),
         ("--text_encoder_lr 2", "train_text_encoder or --learned_token", "--train_text_encoder"),
         ("--kl_weight 2", "train", "--train vae"),
-        ("--time_mean 1", "time_sampling", LOGIT_NORMAL),
-        ("--time_std 2", "time_sampling", LOGIT_NORMAL),
         ("--lr_end_factor 0.5", "lr_schedule", "--lr_schedule linear"),
         ("--ema_half_life_batches 9", "use_ema", "--use_ema"),
         ("--ema_warmup", "use_ema", "--use_ema"),

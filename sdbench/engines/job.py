@@ -91,6 +91,7 @@ class TrainJob:
         prepare: Applied to the whole batch of a step on the device, without gradients, before it is
             split into micro-batches.
         sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.
+        casts_inputs: Whether FSDP casts the inputs of these to the type of their weights.
         max_gradient_norm: Gradients of a step with a larger norm, over all trained weights and
             micro-batches, are scaled down to it.
         kept: Frozen weights that are saved too, because they came from another run: on the CPU, in
@@ -111,6 +112,7 @@ class TrainJob:
     num_trainable_parameters: int
     prepare: Callable[[Batch], Batch] | None = None
     sharded_blocks: tuple[type[torch.nn.Module], ...] = ()
+    casts_inputs: bool = True
     max_gradient_norm: float | None = None
     kept: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 

@@ -97,7 +97,11 @@ def shard_weights(job: TrainJob, *, config: EngineConfig) -> None:
         fully_shard,
         mesh=mesh,
         reshard_after_forward=config.sharding not in GATHERED_ONCE,
-        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=job.casts_inputs,
+        ),
     )
     # The innermost first: a block does not shard again what a block inside it has sharded.
     for trained in job.trained.values():

@@ -128,7 +128,7 @@ class Architecture:
         """How captions become token ids, for each text encoder."""
         return self.family.captions(self)
 
-    def captions_by(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
+    def _captions_by(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
         """How one of the tokenizers makes the tensor `name` of a batch."""
         return Captions(
             name=name,
@@ -140,11 +140,12 @@ class Architecture:
 
     def clip_captions(self, tokenizer: str, *, name: str = "input_ids") -> Captions:
         """77 tokens of one of CLIP's tokenizers."""
-        return self.captions_by(tokenizer, name=name, num_tokens=NUM_CLIP_TOKENS)
+        return self._captions_by(tokenizer, name=name, num_tokens=NUM_CLIP_TOKENS)
 
     def t5_captions(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
-        """Tokens of one of T5's tokenizers."""
-        return self.captions_by(tokenizer, name=name, num_tokens=num_tokens)
+        """`num_tokens` of one of T5's tokenizers, or fewer if it has fewer."""
+        own = self.parts[tokenizer].get("num_tokens", num_tokens)
+        return self._captions_by(tokenizer, name=name, num_tokens=min(own, num_tokens))
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

@@ -46,12 +46,14 @@ class DiffusionModel(nn.Module):
         parts: Mapping[str, nn.Module | None],
         *,
         objective: Noising,
+        weights_dtype: torch.dtype,
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
         phase: PhaseObserver = contextlib.nullcontext,
     ) -> None:
         """Join the sub-models, which are named as in the architecture.
 
+        `weights_dtype` is the type of the denoiser's weights; shards of them may be in fp32.
         `autocast_dtype` is the compute type of the denoiser; None: that of its weights. `phase` is
         entered around each sub-model.
         """
@@ -68,6 +70,7 @@ class DiffusionModel(nn.Module):
         self.latent_shift = architecture.parts["vae"].get("shift_factor")
         self.latent_channels = architecture.latent_channels
         self.objective = objective
+        self.weights_dtype = weights_dtype
         self.autocast_dtype = autocast_dtype
         self.memory_format = memory_format
         self._phase = phase
@@ -76,6 +79,11 @@ class DiffusionModel(nn.Module):
     def denoiser(self) -> Any:
         """The sub-model that predicts."""
         return getattr(self, self.family.denoiser)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The type in which the denoiser takes latents and encoded captions."""
+        return self.denoiser.dtype if self.network.casts_inputs else self.weights_dtype
 
     @property
     def text_encoders(self) -> list[nn.Module]:
@@ -133,7 +141,7 @@ class DiffusionModel(nn.Module):
         with self._phase("unet_forward"), self.autocast(latents.device):
             prediction = self.network.predict(
                 self.denoiser,
-                noised.to(self.denoiser.dtype, memory_format=self.memory_format),
+                noised.to(self.input_dtype, memory_format=self.memory_format),
                 times=self.objective.network_times(times),
                 conditions=conditions,
             )
@@ -192,8 +200,12 @@ class DiffusionModel(nn.Module):
         return autocast(device, self.autocast_dtype)
 
     def _encoder_autocast(self, encoder: Any) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as for the denoiser if the encoder is in fp32, as in the reference."""
-        if encoder.dtype == torch.float32:
+        """Autocast as for the denoiser if the encoder is in fp32, as in the reference.
+
+        Not to fp16 where the family's encoders are too wide for it.
+        """
+        is_too_wide = self.autocast_dtype == torch.float16 and self.family.too_wide_for_fp16
+        if encoder.dtype == torch.float32 and not is_too_wide:
             return self.autocast(encoder.device)
         return torch.autocast(encoder.device.type, enabled=False)
 
@@ -349,6 +361,7 @@ def build_model(
             objective,
             flow=architecture.family.flow,
         ),
+        weights_dtype=numbers.weights,
         autocast_dtype=numbers.autocast,
         memory_format=layout,
         phase=phase,

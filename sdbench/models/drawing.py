@@ -16,7 +16,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler, kind_of
+from sdbench.models.family import kind_of
+from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
@@ -42,13 +43,14 @@ class DrawingSettings:
     """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
 
     The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
-    from the negative prompt to the prompt; up to a scale of 1 there is none.
+    from the negative prompt to the prompt; up to a scale of 1 there is none, and None is that of
+    the model's family.
     """
 
     image_size: int
     sampler: str | None = None
     num_steps: int = 25
-    guidance_scale: float = 7.5
+    guidance_scale: float | None = None
     negative_prompt: str = ""
     batch_size: int = 4
 
@@ -91,11 +93,14 @@ def draw(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     was_training = model.training
+    scale = settings.guidance_scale
+    if scale is None:
+        scale = model.family.guidance_scale
 
     def encode(texts: Sequence[str]) -> dict[str, torch.Tensor]:
         ids = {name: torch.from_numpy(some).to(device) for name, some in tokenize(texts).items()}
         states = model.encode_captions(ids, batch_size=len(texts))
-        return {name: state.to(denoiser.dtype) for name, state in states.items()}
+        return {name: state.to(model.input_dtype) for name, state in states.items()}
 
     model.eval()
     try:
@@ -103,8 +108,8 @@ def draw(
             negative_prompts = [settings.negative_prompt] * len(prompts)
             latents = pipeline(
                 **network.pipeline_arguments(encode(prompts), encode(negative_prompts)),
-                **network.guidance_arguments(settings.guidance_scale),
-                latents=network.pack(noise.to(device, denoiser.dtype)),
+                **network.guidance_arguments(scale, told=model.objective.guidance),
+                latents=network.pack(noise.to(device, model.input_dtype)),
                 height=settings.image_size,
                 width=settings.image_size,
                 num_inference_steps=settings.num_steps,

@@ -17,11 +17,11 @@ def families() -> dict[str, Family]:
     """The families by name; Stable Diffusion 1 and 2 come first."""
     names = [path.parent.name for path in Path(__file__).parent.glob("*/family.py")]
     found = [pkgutil.resolve_name(f"{__package__}.{name}.family:FAMILY") for name in names]
-    return {family.name: family for family in sorted(found, key=_num_parts_and_name)}
+    return {family.name: family for family in sorted(found, key=_default_first)}
 
 
-def _num_parts_and_name(family: Family) -> tuple[int, str]:
-    return len(family.parts), family.name
+def _default_first(family: Family) -> tuple[bool, str]:
+    return not family.is_default, family.name
 
 
 @functools.cache

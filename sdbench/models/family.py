@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import Captions, Condition
+from sdbench.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
@@ -53,6 +54,16 @@ class FlowSettings:
     guidance_embedding: float = 1.0
 
 
+def kind_of(schedule: Mapping[str, Any]) -> str:
+    """The kind of objective that the configuration of a scheduler of diffusers belongs to."""
+    name = schedule.get("_class_name")
+    if name is None:
+        return FLOW if "shift" in schedule else DDPM
+    if name.startswith("EDM"):
+        return "EDM"  # of no family
+    return FLOW if name.startswith("FlowMatch") else DDPM
+
+
 class Family:
     """A kind of diffusion model; a subclass for each, which sets these and overrides methods.
 
@@ -71,6 +82,9 @@ class Family:
         pipeline_options: Arguments of the pipeline's constructor beside parts and tokenizers.
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
             values and a reason, by setting.
+        too_wide_for_fp16: Why an encoder cannot compute in fp16, as a sentence; None: it can.
+        guidance_scale: Of classifier-free guidance, as its pipeline draws by default.
+        is_default: Whether a folder of no known kind is checked as one of this family.
     """
 
     name: ClassVar[str]
@@ -85,6 +99,9 @@ class Family:
     optional: ClassVar[tuple[str, ...]] = ()
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    too_wide_for_fp16: ClassVar[str | None] = None
+    guidance_scale: ClassVar[float] = 7.5
+    is_default: ClassVar[bool] = False
 
     @property
     def required_parts(self) -> tuple[str, ...]:
@@ -108,6 +125,22 @@ class Family:
         files["scheduler"] = "scheduler/scheduler_config.json"
         return files | {name: f"{name}/tokenizer_config.json" for name in self.tokenizers}
 
+    def encoder_dtype(self, fast: str, *, has_bf16: bool) -> str:
+        """The type of its encoders where `fast` is the smallest that is fast on a device."""
+        if fast != "fp16" or self.too_wide_for_fp16 is None:
+            return fast
+        return "bf16" if has_bf16 else "fp32"
+
+    def check_encoder_dtype(self, dtype: str | None, *, flag: str = "--encoder_dtype") -> None:
+        """Raise a ConfigError unless its encoders can compute in a type; None is one that can."""
+        if dtype == "fp16" and self.too_wide_for_fp16 is not None:
+            raise ConfigError(
+                self.too_wide_for_fp16,
+                value=dtype,
+                allowed=f"fp32 | bf16 with {self.title}",
+                flag=flag,
+            )
+
     def weights_stem(self, part: str) -> str:
         """The name of a part's file of weights, without its ending."""
         return TRANSFORMERS_STEM if part in self.text_encoders else DIFFUSERS_STEM
@@ -125,6 +158,14 @@ class Family:
             key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
             what = "type" if key == "model_type" else "class"
             facts.append((f"{part}'s {what}", configs[part].get(key), (wanted,)))
+        # Other moments of latents, and other schedules, would be trained on wrongly.
+        vae, schedule = configs["vae"], configs["scheduler"]
+        facts += [
+            (f"vae's {key}", vae.get(key), (None,)) for key in ("latents_mean", "latents_std")
+        ]
+        is_own = kind_of(schedule) == self.objective
+        class_name = self.scheduler if is_own else schedule.get("_class_name")
+        facts.append(("scheduler's class", class_name, (self.scheduler,)))
         others = {path.name for path in folder.glob("text_encoder*")} - self.parts.keys()
         return facts + [("further text encoder", name, (None,)) for name in sorted(others)]
 

@@ -16,12 +16,15 @@ class Network:
     Attributes:
         sharded_blocks: Classes of the denoiser's blocks. FSDP gathers the weights of one at a time.
         compiled_blocks: Classes of blocks of all sub-models, which do not contain each other.
+        casts_inputs: Whether FSDP may cast all inputs of sharded blocks to the type of weights. It
+            may not where times or positions are among them, which bf16 would round.
         transformers: Classes of modules that hold the denoiser's transformer blocks and can
             recompute their activations.
     """
 
     sharded_blocks: tuple[type[nn.Module], ...]
     compiled_blocks: tuple[type[nn.Module], ...]
+    casts_inputs = True
     transformers: tuple[type[nn.Module], ...]
 
     def encode_text(
@@ -46,6 +49,8 @@ class Network:
 
     def fill_buffers(self, denoiser: nn.Module) -> None:
         """Fill buffers of a denoiser that was made on the meta device; most have none."""
+        names = [name for name, _ in denoiser.named_buffers()]
+        assert not names, f"the content of these buffers is not known: {names}"
 
     def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
         """Arguments of the pipeline of diffusers for encoded captions and negative captions.
@@ -54,8 +59,11 @@ class Network:
         """
         raise NotImplementedError
 
-    def guidance_arguments(self, scale: float) -> dict[str, Any]:
-        """Arguments of the pipeline for a scale of classifier-free guidance."""
+    def guidance_arguments(self, scale: float, *, told: float | None) -> dict[str, Any]:
+        """Arguments of the pipeline for a scale of classifier-free guidance.
+
+        `told` is the scale that a network with an input for it is told, `Noising.guidance`.
+        """
         return {"guidance_scale": scale}
 
     def pack(self, latents: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.family import DDPM, FLOW, FlowSettings
+from sdbench.models.family import DDPM, FLOW, FlowSettings, kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,11 +121,14 @@ def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str)
     return snr.clamp(max=gamma) / divisors[prediction_type]
 
 
-def check_objective(kind: str, config: Any, *, takes_guidance: bool = False) -> None:
+def check_objective(
+    kind: str, config: Any, *, takes_guidance: bool = False, flow: FlowSettings | None = None
+) -> None:
     """Raise a ConfigError if settings change what a model's objective does not have.
 
     `kind` is ``family.DDPM`` or ``family.FLOW``. `takes_guidance` says whether the network is told
-    a scale of guidance. Settings that `config` lacks are not checked.
+    a scale of guidance, and `flow` is the family's own choice. Settings that `config` lacks are
+    not checked.
     """
     (other,) = CHANGES.keys() - {kind}
     for name, unchanged in CHANGES[other].items():
@@ -136,6 +139,16 @@ def check_objective(kind: str, config: Any, *, takes_guidance: bool = False) -> 
                 value=value,
                 allowed=f"no --{name}, or only with a model of {TITLES[other]}",
                 flag=f"--{name} or --model_name",
+            )
+    sampling = getattr(config, "time_sampling", None) or (flow or FlowSettings()).time_sampling
+    for name in ("time_mean", "time_std") if kind == FLOW and sampling != LOGIT_NORMAL else ():
+        value = getattr(config, name, None)
+        if value is not None:
+            raise ConfigError(
+                f"times that are {sampling} have no such number",
+                value=value,
+                allowed=f"no --{name}, or --time_sampling {LOGIT_NORMAL}",
+                flag=f"--{name} or --time_sampling",
             )
     guidance = getattr(config, "guidance_embedding", None)
     if guidance is not None and not takes_guidance:
@@ -150,13 +163,6 @@ def check_objective(kind: str, config: Any, *, takes_guidance: bool = False) -> 
 def sampler_names() -> list[str]:
     """The samplers of all kinds of objective."""
     return [name for samplers in SAMPLERS.values() for name in samplers]
-
-
-def kind_of(schedule: Mapping[str, Any]) -> str:
-    """The kind of objective that the configuration of a scheduler of diffusers belongs to."""
-    name = schedule.get("_class_name")
-    is_flow = "shift" in schedule if name is None else name.startswith("FlowMatch")
-    return FLOW if is_flow else DDPM
 
 
 def default_sampler(schedule: Mapping[str, Any]) -> str:

@@ -42,6 +42,14 @@ def replace_parts(
             source = resolve_architecture(given["pretrained"])
             if part not in source.parts:
                 raise _refuse_part(part, source)
+            kinds = [_kind_of_part(part, one) for one in (architecture, source)]
+            if kinds[0] != kinds[1]:
+                raise ConfigError(
+                    f"the {part} of {source.name} is of another kind",
+                    value=kinds[1],
+                    allowed=kinds[0],
+                    flag=PARTS_FLAG,
+                )
             params = source.parts[part]
             folder, tokenizer_folder = source.weights_folder, source.tokenizer_folders.get(part)
         folders = {**architecture.part_folders, part: folder}
@@ -58,6 +66,12 @@ def replace_parts(
         )
     _check_widths(architecture)
     return architecture
+
+
+def _kind_of_part(part: str, architecture: Architecture) -> str:
+    """The class of a sub-model, the kind of a tokenizer, or the objective of a scheduler."""
+    family = architecture.family
+    return {**family.parts, **family.tokenizers, "scheduler": family.objective}[part]
 
 
 def _refuse_part(part: str, architecture: Architecture) -> ConfigError:

@@ -18,6 +18,4 @@ NOT_OF_TRANSFORMERS: Unsuitable = {
         "diffusers has no attention of xformers over pixels and text together",
     ),
 }
-T5_IN_FP16: Unsuitable = {
-    "encoder_dtype": (("fp32", "bf16"), "T5's states are too large for fp16"),
-}
+T5_IN_FP16 = "T5's states are too large for fp16"

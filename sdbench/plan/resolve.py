@@ -169,7 +169,9 @@ def _suit_family(draft: Draft) -> None:
     """Refuse settings that the model's family cannot have, and choose others for its presets."""
     family = draft.architecture.family
     takes_guidance = family.takes_guidance(draft.architecture)
-    check_objective(family.objective, draft.config, takes_guidance=takes_guidance)
+    check_objective(family.objective, draft.config, takes_guidance=takes_guidance, flow=family.flow)
+    if draft.config.step_has_encoders and draft.request.is_users("encoder_dtype"):
+        family.check_encoder_dtype(draft.config.encoder_dtype)
     for name, (allowed, reason) in family.unsuitable.items():
         value = getattr(draft.config, name, allowed[0])
         if value is None or value in allowed:

@@ -51,7 +51,6 @@ PROMPT_SEPARATOR = "|"
 AVERAGED = Beside(("use_ema",))
 SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
-LOGIT_NORMAL = Beside(("time_sampling",), "logit_normal")
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
 HAS_ENCODERS = encodes_in_step("drawing needs the encoders in the step")
 # All other values are for the U-Net.
@@ -269,15 +268,13 @@ class ObjectiveSettings:
     time_mean: float | None = setting(
         FINITE_NUMBER,
         None,
-        "mean of the logit of logit-normal times (default: 0)",
-        acts_beside=(LOGIT_NORMAL,),
+        "mean of the logit of times that are logit-normal (default: 0)",
         before=None,
     )
     time_std: float | None = setting(
         POSITIVE_NUMBER,
         None,
-        "standard deviation of the logit of logit-normal times (default: 1)",
-        acts_beside=(LOGIT_NORMAL,),
+        "standard deviation of the logit of times that are logit-normal (default: 1)",
         before=None,
     )
     time_shift: float | str | None = setting(

@@ -81,6 +81,7 @@ class Feed(Task):
         options: dict[str, Any] = {"inputs": inputs}
         if self._settings.engine == RAY:
             architecture = self._architecture = _find_model(self._settings)
+            architecture.family.check_encoder_dtype(self._settings.encoder_dtype)
             options = {
                 "num_workers": 0,
                 "rank": ranks.rank,
@@ -234,7 +235,9 @@ def _resolve(
             from sdbench.tasks.encode.ray_stream import encoder_resources
 
             device_type = "cuda" if "GPU" in encoder_resources(settings) else "cpu"
-            dtype = machine.fast_dtype(device_type, on_ray=True)
+            family = _find_model(settings).family
+            fast = machine.fast_dtype(device_type, on_ray=True)
+            dtype = family.encoder_dtype(fast, has_bf16=machine.has_fast_bf16)
             draft.choose("encoder_dtype", dtype, "the device of the encoders")
     else:
         num_workers = min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)

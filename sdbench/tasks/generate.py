@@ -23,7 +23,12 @@ from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.objective import check_sampler, default_sampler
+from sdbench.models.objective import (
+    Objective,
+    check_objective,
+    check_sampler,
+    default_sampler,
+)
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -37,7 +42,7 @@ from sdbench.settings.kinds import (
     row_of,
 )
 from sdbench.settings.lora import LORA_FILE, LoraFile
-from sdbench.settings.recipe import WatchSettings
+from sdbench.settings.recipe import ObjectiveSettings, WatchSettings
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
 from sdbench.settings.setting import GIVEN, REQUIRED, Rule, on_gpu, setting, shared
@@ -81,8 +86,16 @@ class GenerateFlags:
         "sampler that removes the noise (default: ddim, or flow_euler with rectified flow)",
     )
     num_steps: int = setting(POSITIVE, 25, "denoising steps", diffusers=("--num_inference_steps",))
-    guidance_scale: float = setting(
-        NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance; at most 1: no guidance"
+    guidance_scale: float | None = setting(
+        NOT_NEGATIVE_NUMBER,
+        None,
+        "scale of classifier-free guidance; at most 1: no guidance (default: 7.5, SDXL 5, SD3 7, "
+        "Flux.1 1)",
+    )
+    guidance_embedding: float | None = shared(
+        ObjectiveSettings,
+        "guidance_embedding",
+        help="scale of guidance that Flux.1 dev is told (default: 1; 3.5 suits the published one)",
     )
     negative_prompt: str | None = setting(
         TEXT,
@@ -91,7 +104,7 @@ class GenerateFlags:
         rules=(
             Rule(
                 GIVEN,
-                lambda s: s.config.guidance_scale > 1,
+                lambda s: s.config.guidance_scale is None or s.config.guidance_scale > 1,
                 "a negative prompt has no effect without guidance",
                 allowed="only with a --guidance_scale above 1",
                 others=("guidance_scale",),
@@ -156,11 +169,22 @@ class Generate(Task):
         schedule = self._architecture.parts["scheduler"]
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)
-        default_dtype = "fp16" if machine.device_type == "cuda" else "fp32"
+        family = self._architecture.family
+        check_objective(
+            family.objective,
+            flags,
+            takes_guidance=family.takes_guidance(self._architecture),
+        )
+        family.check_encoder_dtype(flags.dtype, flag="--dtype")
+        fast = "fp16" if machine.device_type == "cuda" else "fp32"
+        default_dtype = family.encoder_dtype(fast, has_bf16=machine.has_fast_bf16)
         self._flags = dataclasses.replace(
             flags,
             image_size=flags.image_size or self._architecture.default_image_size,
             scheduler=sampler,
+            guidance_scale=flags.guidance_scale
+            if flags.guidance_scale is not None
+            else family.guidance_scale,
             dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)
@@ -213,7 +237,7 @@ class Generate(Task):
         # The files are read as a whole, and only the first rank compares them.
         parts = architecture.modules if self._ranks.rank == 0 else ()
         names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
-        names += ("negative_prompt", "seed", "batch_size", "dtype")
+        names += ("negative_prompt", "guidance_embedding", "seed", "batch_size", "dtype")
         return {
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
@@ -358,14 +382,16 @@ def _build(
         # A small change would be lost in the rounding of half-precision weights.
         encoder_dtype="fp32" if flags.lora else flags.dtype,
         trained=(),
+        objective=Objective(guidance_embedding=flags.guidance_embedding),
         device=f"cuda:{ranks.local_rank}" if machine.device_type == "cuda" else "cpu",
     )
     if flags.lora:
         from sdbench.models.lora_files import fuse_lora_files
 
         fuse_lora_files(model, flags.lora)
+    model.weights_dtype = ENCODER_DTYPES[flags.dtype]
     for part in architecture.modules:
-        torch.nn.Module.to(model.get_submodule(part), ENCODER_DTYPES[flags.dtype])
+        torch.nn.Module.to(model.get_submodule(part), model.weights_dtype)
     return model
 
 

@@ -62,6 +62,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         loader=_build_loader(plan),
         prepare=prepare,
         sharded_blocks=model.network.sharded_blocks,
+        casts_inputs=model.network.casts_inputs,
     )
 
 

@@ -25,6 +25,9 @@ ON_ONE_NODE = ("none", "zero1", "grad_op", "full")
 ON_TWO_NODES = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
 
 
+BF16 = "full, weights in bf16"
+
+
 class GivenNoise(DiffusionModel):
     """A model whose batches have the noise and the times."""
 
@@ -42,8 +45,9 @@ class Loader(CountingLoader):
             yield batch
 
 
-def make_model(family: str) -> DiffusionModel:
-    model = build_model(resolve_architecture(f"tiny-{family}"), seed=3, encoders=False)
+def make_model(family: str, *, precision: str) -> DiffusionModel:
+    architecture = resolve_architecture(f"tiny-{family}")
+    model = build_model(architecture, seed=3, precision=precision, encoders=False)
     model.__class__ = GivenNoise
     return model
 
@@ -58,13 +62,13 @@ def make_data(family: str, model: DiffusionModel) -> StackDataset:
         conditions = {
             one.name: torch.randn(num_samples, *one.shape) for one in architecture.conditions
         }
-        sizes = torch.randint(0, 100, (num_samples, NUM_SIZES))
+        sizes = torch.randint(0, 2000, (num_samples, NUM_SIZES))  # bf16 would round them
     return StackDataset(latent=latents, times=times, noise=noise, **conditions, **{SIZES: sizes})
 
 
-def train(family: str, sharding: str) -> dict:
+def train(family: str, sharding: str, *, precision: str = "fp32") -> dict:
     """Losses, and the whole gradients and weights of the last step."""
-    ranks, model = Ranks.from_environment(), make_model(family)
+    ranks, model = Ranks.from_environment(), make_model(family, precision=precision)
     name, denoiser, gradients = model.family.denoiser, model.denoiser, {}
     data = make_data(family, model)
     sampler = DistributedSampler(
@@ -95,8 +99,14 @@ def train(family: str, sharding: str) -> dict:
         num_parameters=1,
         num_trainable_parameters=1,
         sharded_blocks=model.network.sharded_blocks,
+        casts_inputs=model.network.casts_inputs,
     )
-    config = make_config(sharding=sharding, device_train_microbatch_size=1)
+    config = make_config(
+        sharding=sharding,
+        device_train_microbatch_size=1,
+        precision=precision,
+        master_weights="fp32" if precision == "bf16" and sharding != "none" else "none",
+    )
     measurements = load_engine("torch")(job, config, watch_of(0, NUM_STEPS))
     return {
         "losses": [step.loss for step in measurements.timings.steps],
@@ -109,6 +119,8 @@ def train_all(folder, shardings, **ranks_and_nodes):
     def program(rank):
         cases = [(family, sharding) for family in FAMILIES for sharding in shardings]
         results = {case: train(*case) for case in cases}
+        for family in FAMILIES if "full" in shardings else ():
+            results[family, BF16] = train(family, "full", precision="bf16")
         if rank == 0:
             torch.save(results, folder / "results.pt")
 
@@ -143,6 +155,13 @@ def check(found: dict, expected: dict) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_what_one_process_trains(family, sharding, of_two_ranks, alone):
     check(of_two_ranks[family, sharding], alone[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_of_bf16_weights_are_told_what_whole_ones_are(family, of_two_ranks):
+    # Times, sizes and positions are not rounded: the first loss is that of unsharded weights.
+    expected = train(family, "none", precision="bf16")["losses"][0]
+    assert of_two_ranks[family, BF16]["losses"][0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

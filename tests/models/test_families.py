@@ -184,13 +184,13 @@ def test_captions_are_encoded_and_drawn_as_by_the_pipeline(family) -> None:
     given = {
         "latents": network.pack(draw_inputs(family)[1]),
         **{"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"},
-        **network.guidance_arguments(3.0),
+        **network.guidance_arguments(3.0, told=None),
     }
     expected = pipeline(prompt=CAPTIONS, negative_prompt=NEGATIVE, **lengths, **given).images
     arguments = network.pipeline_arguments(encoded, negative)
     found = pipeline(**arguments, **given).images
     assert torch.equal(found, expected)
-    without = pipeline(**arguments, **given | network.guidance_arguments(1.0)).images
+    without = pipeline(**arguments, **given | network.guidance_arguments(1.0, told=None)).images
     assert not torch.allclose(found, without)
     unpacked = network.unpack(found, side=8)
     assert unpacked.shape == draw_inputs(family)[1].shape

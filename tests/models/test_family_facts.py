@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdbench.base.conditions import Captions, Condition
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -198,15 +199,30 @@ def test_sizes_of_pictures(name, default, multiple, largest) -> None:
         allowed = f"multiples of {multiple}, nearest {largest}, the largest"
         with refused("--image_size", value=largest + multiple, allowed=allowed):
             model.check_image_size(largest + multiple)
-    assert model.tells_sizes == (model.family.name == "sdxl")
+    assert model.family.tells_sizes == (model.family.name == "sdxl")
 
 
 @pytest.mark.parametrize("name", MINIATURES.values())
 def test_text_encoders_stay_frozen(name) -> None:
-    unsuitable = resolve_architecture(name).family.unsuitable
+    family = resolve_architecture(name).family
+    unsuitable = family.unsuitable
     assert unsuitable["train_text_encoder"][0] == (False,)
     assert unsuitable["learned_token"][0] == (None,)
-    # SDXL's VAE and T5 overflow.
-    assert unsuitable["encoder_dtype"][0] == ("fp32", "bf16")
     has_unet = name == "tiny-sdxl"
     assert ("keep_layout" in unsuitable) == ("convolution" in unsuitable) == (not has_unet)
+
+
+@pytest.mark.parametrize("name", MINIATURES.values())
+def test_encoders_that_overflow_in_fp16_never_compute_in_it(name) -> None:
+    family = resolve_architecture(name).family
+    with refused("--encoder_dtype", value="fp16"):
+        family.check_encoder_dtype("fp16")
+    assert family.encoder_dtype("fp16", has_bf16=True) == "bf16"
+    assert family.encoder_dtype("fp16", has_bf16=False) == "fp32"
+    # amp_fp16, the default on a GPU, casts the denoiser's products alone.
+    model = build_model(resolve_architecture(name), seed=1, precision="amp_fp16")
+    with model._encoder_autocast(model.vae):
+        assert not torch.is_autocast_enabled("cpu")
+    plain = build_model(resolve_architecture("tiny"), seed=1, precision="amp_fp16")
+    with plain._encoder_autocast(plain.vae):
+        assert torch.is_autocast_enabled("cpu")

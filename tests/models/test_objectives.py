@@ -14,6 +14,7 @@ from sdbench.models.drawing import make_sampler
 from sdbench.models.family import DDPM, FLOW, FlowSettings
 from sdbench.models.objective import (
     CHANGES,
+    LOGIT_NORMAL,
     Objective,
     check_objective,
     check_sampler,
@@ -212,7 +213,17 @@ def test_what_an_objective_does_not_have_is_refused(kind, changes, takes_guidanc
 @pytest.mark.parametrize("kind", [DDPM, FLOW])
 def test_an_objective_has_its_own_changes(kind):
     values = dict.fromkeys(CHANGES[kind], 1)
+    if kind == FLOW:
+        values["time_sampling"] = LOGIT_NORMAL
     check_objective(kind, SimpleNamespace(**values), takes_guidance=True)
+
+
+def test_uniform_times_have_neither_mean_nor_deviation():
+    for name in ("time_mean", "time_std"):
+        changed = SimpleNamespace(**{name: 0.5})
+        with refused(f"--{name} or --time_sampling", value=0.5):
+            check_objective(FLOW, changed)
+        check_objective(FLOW, changed, flow=FlowSettings(time_sampling=LOGIT_NORMAL))
 
 
 @pytest.mark.parametrize(

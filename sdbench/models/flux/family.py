@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
 from sdbench.models.family import FLOW, Fact, Family
-from sdbench.models.t5_captions import read_by_t5
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
 if TYPE_CHECKING:
@@ -35,8 +34,11 @@ class Flux(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": T5}
     objective = FLOW
+    # schnell and dev are distilled: they draw without it.
+    guidance_scale = 1.0
     network = "sdbench.models.flux.network:FluxNetwork"
-    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}
+    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS}
+    too_wide_for_fp16 = T5_IN_FP16
 
     def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
         """What has to hold for the configurations in a folder."""
@@ -45,7 +47,6 @@ class Flux(Family):
         widths = self.widths(configs)
         return [
             *super().facts(configs, folder),
-            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
             # Those that fill or vary a picture read its latents beside the noise.
             *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
             ("transformer's out_channels", transformer.get("out_channels"), (None, in_channels)),
@@ -73,7 +74,7 @@ class Flux(Family):
         num_tokens = NUM_T5_TOKENS_WITH_GUIDANCE if has_guidance else NUM_T5_TOKENS
         return (
             architecture.clip_captions("tokenizer"),
-            read_by_t5(architecture, "tokenizer_2", name="input_ids_2", num_tokens=num_tokens),
+            architecture.t5_captions("tokenizer_2", name="input_ids_2", num_tokens=num_tokens),
         )
 
     def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
@@ -97,7 +98,7 @@ class Flux(Family):
 
     def default_image_size(self, architecture: Architecture) -> int:
         """That of the VAE, 1024; the transformer's configuration has none."""
-        return architecture.parts["vae"]["sample_size"]
+        return architecture.parts["vae"].get("sample_size", 1024)
 
 
 FAMILY = Flux()

@@ -32,6 +32,7 @@ class FluxNetwork(Network):
     """The work of Flux.1."""
 
     sharded_blocks = (FluxTransformerBlock, FluxSingleTransformerBlock)
+    casts_inputs = False
     compiled_blocks = (*sharded_blocks, ResnetBlock2D, CLIPEncoderLayer, T5Block)
     transformers = (FluxTransformer2DModel,)
 
@@ -46,12 +47,12 @@ class FluxNetwork(Network):
         self, denoiser: Any, noised: Tensor, *, times: Tensor, conditions: Conditions
     ) -> Tensor:
         """Predict by the transformer, from packs of 2 x 2 latents."""
-        states = conditions[TEXT_EMBEDDING].to(denoiser.dtype)
+        states = conditions[TEXT_EMBEDDING].to(noised.dtype)
         height, width = noised.shape[-2:]
         predicted = denoiser(
             hidden_states=self.pack(noised),
             encoder_hidden_states=states,
-            pooled_projections=conditions[POOLED_EMBEDDING].to(denoiser.dtype),
+            pooled_projections=conditions[POOLED_EMBEDDING].to(noised.dtype),
             timestep=times / NUM_TIMES,
             guidance=_guidance(denoiser, times, conditions),
             img_ids=_places(height // PACK_SIZE, width // PACK_SIZE, device=noised.device),
@@ -72,9 +73,9 @@ class FluxNetwork(Network):
             "negative_pooled_prompt_embeds": negative[POOLED_EMBEDDING],
         }
 
-    def guidance_arguments(self, scale: float) -> dict[str, Any]:
-        """Guidance from a negative caption; the scale that dev is told is that of training."""
-        return {"true_cfg_scale": scale, "guidance_scale": 1.0}
+    def guidance_arguments(self, scale: float, *, told: float | None) -> dict[str, Any]:
+        """Guidance from a negative caption, and the scale that dev is told."""
+        return {"true_cfg_scale": scale, "guidance_scale": 1.0 if told is None else told}
 
     def pack(self, latents: Tensor) -> Tensor:
         """Latents (B, C, H, W) as tokens (B, H/2 * W/2, 4 C), row by row."""

@@ -36,6 +36,7 @@ class StableDiffusion(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP}
     objective = DDPM
+    is_default = True
     network = "sdbench.models.sd.network:StableDiffusionNetwork"
     pipeline_options: ClassVar = {
         "safety_checker": None,

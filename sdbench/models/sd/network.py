@@ -34,7 +34,7 @@ class StableDiffusionNetwork(Network):
         self, denoiser: Any, noised: Tensor, *, times: Tensor, conditions: Conditions
     ) -> Tensor:
         """Predict by the U-Net."""
-        states = conditions[TEXT_EMBEDDING].to(denoiser.dtype)
+        states = conditions[TEXT_EMBEDDING].to(noised.dtype)
         return denoiser(noised, times, states).sample
 
     def set_attention(self, denoiser: Any, kind: str) -> None:

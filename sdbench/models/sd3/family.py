@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
 from sdbench.models.family import FLOW, Fact, Family, FlowSettings
-from sdbench.models.t5_captions import read_by_t5
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
 if TYPE_CHECKING:
@@ -36,11 +35,12 @@ class StableDiffusion3(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP, "tokenizer_3": T5}
     objective = FLOW
-    flow = FlowSettings(time_sampling="logit_normal")
+    guidance_scale = 7.0
     flow = FlowSettings(time_sampling="logit_normal")
     network = "sdbench.models.sd3.network:StableDiffusion3Network"
     optional = ("text_encoder_3", "tokenizer_3")
-    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS, **T5_IN_FP16}
+    unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS}
+    too_wide_for_fp16 = T5_IN_FP16
 
     def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
         """What has to hold for the configurations in a folder."""
@@ -49,7 +49,6 @@ class StableDiffusion3(Family):
         widths = self.widths(configs)
         return [
             *super().facts(configs, folder),
-            ("scheduler's class", configs["scheduler"].get("_class_name"), (self.scheduler,)),
             *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
             ("transformer's out_channels", transformer.get("out_channels"), latent_channels),
         ]
@@ -81,7 +80,7 @@ class StableDiffusion3(Family):
         )
         if "text_encoder_3" not in architecture.parts:
             return clips
-        t5 = read_by_t5(architecture, "tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS)
+        t5 = architecture.t5_captions("tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS)
         return (*clips, t5)
 
     def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:

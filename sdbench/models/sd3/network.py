@@ -16,16 +16,17 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
+from sdbench.models.clip_states import encode_by_clip
 from sdbench.models.joint_attention import set_joint_attention
 from sdbench.models.network import Conditions, Network
 from sdbench.models.sd3.family import NUM_T5_TOKENS, T5_WIDTH
-from sdbench.models.sdxl.network import encode_by_clip
 
 
 class StableDiffusion3Network(Network):
     """The work of Stable Diffusion 3."""
 
     sharded_blocks = (JointTransformerBlock,)
+    casts_inputs = False
     compiled_blocks = (*sharded_blocks, ResnetBlock2D, CLIPEncoderLayer, T5Block)
     transformers = (SD3Transformer2DModel,)
 
@@ -54,8 +55,8 @@ class StableDiffusion3Network(Network):
         """Predict by the transformer."""
         return denoiser(
             hidden_states=noised,
-            encoder_hidden_states=conditions[TEXT_EMBEDDING].to(denoiser.dtype),
-            pooled_projections=conditions[POOLED_EMBEDDING].to(denoiser.dtype),
+            encoder_hidden_states=conditions[TEXT_EMBEDDING].to(noised.dtype),
+            pooled_projections=conditions[POOLED_EMBEDDING].to(noised.dtype),
             timestep=times,
         ).sample
 

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sdbench.base.conditions import POOLED_EMBEDDING, SIZES, TEXT_EMBEDDING
+from sdbench.models.clip_states import encode_by_clip
 from sdbench.models.network import Conditions
 from sdbench.models.sd.network import StableDiffusionNetwork
-
-
-def encode_by_clip(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The states (B, N, D) before the last layer, as SDXL and SD3 take them, and pooled text.
-
-    The pooled text (B, P) is that of a model with a projection; of others it is not of use.
-    """
-    encoded = encoder(ids, output_hidden_states=True)
-    return encoded.hidden_states[-2], encoded[0]
 
 
 class StableDiffusionXLNetwork(StableDiffusionNetwork):
@@ -38,11 +30,11 @@ class StableDiffusionXLNetwork(StableDiffusionNetwork):
     ) -> Tensor:
         """Predict by the U-Net, which is told pooled text and sizes beside the states."""
         added = {
-            "text_embeds": conditions[POOLED_EMBEDDING].to(denoiser.dtype),
-            # Numbers of up to 1024 and more, which bf16 would round.
-            "time_ids": conditions[SIZES].float(),
+            "text_embeds": conditions[POOLED_EMBEDDING].to(noised.dtype),
+            # Whole numbers of up to 1024 and more: FSDP casts no integers to bf16.
+            "time_ids": conditions[SIZES].long(),
         }
-        states = conditions[TEXT_EMBEDDING].to(denoiser.dtype)
+        states = conditions[TEXT_EMBEDDING].to(noised.dtype)
         return denoiser(noised, times, states, added_cond_kwargs=added).sample
 
     def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:

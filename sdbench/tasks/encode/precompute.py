@@ -74,8 +74,6 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopp
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
 TORCH = "torch"
-# For encoders that fp16 is too narrow for.
-HALF_OF_WIDE_RANGE = "bf16"
 # The first batches include allocations and the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
@@ -442,19 +440,12 @@ def _choose(draft: Draft, *, on_gpu: bool) -> None:
 
 def _choose_dtype(draft: Draft, architecture: Architecture, *, on_gpu: bool) -> None:
     """Choose the type of the encoders, or refuse one that the model cannot have."""
-    given, on_ray = draft.config.encoder_dtype, draft.config.engine == RAY
-    dtype, reason = draft.machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=on_ray), None
-    allowed, why_not = architecture.family.unsuitable.get("encoder_dtype", (None, ""))
-    if allowed is not None and given not in (None, *allowed):
-        raise ConfigError(
-            f"{architecture.name} cannot be encoded in this type: {why_not}",
-            value=given,
-            allowed=" | ".join(allowed),
-            flag="--encoder_dtype",
-        )
-    if allowed is not None and dtype not in allowed:
-        dtype, reason = HALF_OF_WIDE_RANGE, why_not
-    draft.choose_if_open("encoder_dtype", dtype, reason or "the device")
+    family, machine = architecture.family, draft.machine
+    family.check_encoder_dtype(draft.config.encoder_dtype)
+    fast = machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=draft.config.engine == RAY)
+    dtype = family.encoder_dtype(fast, has_bf16=machine.has_fast_bf16)
+    reason = "the device" if dtype == fast else family.too_wide_for_fp16
+    draft.choose_if_open("encoder_dtype", dtype, reason)
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
