@@ -32,6 +32,7 @@ from tests.engines.linear import (
     train_by_hand,
     watch_with,
 )
+from tests.marks import quick_and_slow
 from tests.runs import only_record
 from tests.train.written import read_losses
 
@@ -194,7 +195,10 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32(warms_up, decay):
     torch.testing.assert_close(average, torch.full((3,), 2 - decay))
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux"])
+@pytest.mark.parametrize(
+    "model",
+    quick_and_slow(["tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux"], quick=["tiny", "tiny-flux"]),
+)
 def test_all_engines_draw_the_same_noise_and_have_the_same_losses(
     model, tmp_path, launched, plain_replay
 ):
