@@ -53,7 +53,7 @@ def export(
     trained: Mapping[str, Tensor],
     tokenizers: Mapping[str, Any],
     dtype: str = "fp32",
-    sampler: str = "ddim",
+    sampler: str | None = None,
     card: str,
     learned: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -63,7 +63,7 @@ def export(
     weights, by the name ``<module>.<parameter>``; `tokenizers` are those of transformers, by their
     names in the folder; `learned` has the rows (D,) of learned tokens, by token, for a separate
     file. A weight that is not finite in `dtype` (fp32, fp16 or bf16) is a RunError.
-    `sampler`, a key of `objective.SAMPLERS`, becomes diffusers' default; `card` is README.md.
+    `sampler`, one of `objective.sampler_names`, becomes diffusers' default; `card` is README.md.
     """
     assert model.vae is not None and model.text_encoders
     check_folder(folder)

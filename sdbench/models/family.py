@@ -84,6 +84,7 @@ class Family:
             values and a reason, by setting.
         too_wide_for_fp16: Why an encoder cannot compute in fp16, as a sentence; None: it can.
         guidance_scale: Of classifier-free guidance, as its pipeline draws by default.
+        tells_sizes: Whether it is told the sizes of each picture, `conditions.SIZES`.
         is_default: Whether a folder of no known kind is checked as one of this family.
     """
 
@@ -101,6 +102,7 @@ class Family:
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
     too_wide_for_fp16: ClassVar[str | None] = None
     guidance_scale: ClassVar[float] = 7.5
+    tells_sizes: ClassVar[bool] = False
     is_default: ClassVar[bool] = False
 
     @property
@@ -184,11 +186,6 @@ class Family:
     def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
         """The tensors of an encoded caption."""
         raise NotImplementedError
-
-    @property
-    def tells_sizes(self) -> bool:
-        """Whether it is told the sizes of each picture, `conditions.SIZES`."""
-        return False
 
     def takes_guidance(self, architecture: Architecture) -> bool:
         """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""

@@ -53,7 +53,7 @@ SAMPLED = Beside(("sample_every_batches",))
 SCORED = Beside(("score_every_batches",))
 DRAWN = Beside(("sample_every_batches", "score_every_batches"))
 HAS_ENCODERS = encodes_in_step("drawing needs the encoders in the step")
-# All other values are for the U-Net.
+# All other values are for the denoiser.
 SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "latents": (ONLINE,),
     "online_preprocessing": (False,),
@@ -165,7 +165,7 @@ class PartSettings(ModelSettings):
     train: str = setting(
         one_of("diffusion", "vae"),
         "diffusion",
-        "what is trained: the U-Net, or the VAE alone",
+        "what is trained: the U-Net or transformer, or the VAE alone",
         identifies=True,
         demands={
             name: (allowed, "this setting is not for a VAE") for name, allowed in SUITS_VAE.items()
@@ -246,7 +246,7 @@ class ObjectiveSettings:
     prediction_type: str | None = setting(
         one_of("epsilon", "v_prediction", "sample"),
         None,
-        "what the U-Net predicts (default: that of the model's scheduler)",
+        "DDPM: what the network predicts (default: that of the model's scheduler)",
         identifies=True,
     )
     min_snr_gamma: float | None = setting(

@@ -184,7 +184,7 @@ def test_sd3_may_lack_t5(tmp_path) -> None:
         ("tiny-sdxl", 64, 32, None),
         ("tiny-sd3", 64, 16, 192),
         ("tiny-flux", 64, 16, None),
-        ("small-flux", 64, 16, None),
+        ("mini-flux", 64, 16, None),
     ],
 )
 def test_sizes_of_pictures(name, default, multiple, largest) -> None:

@@ -34,6 +34,7 @@ class StableDiffusionXL(Family):
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP}
     objective = DDPM
     guidance_scale = 5.0
+    tells_sizes = True
     network = "sdbench.models.sdxl.network:StableDiffusionXLNetwork"
     unsuitable = FROZEN_TEXT_ENCODERS
     too_wide_for_fp16 = "the activations of SDXL's VAE are too large for fp16"
@@ -89,11 +90,6 @@ class StableDiffusionXL(Family):
             Condition(shape=(first.num_tokens, width)),
             Condition(name=POOLED_EMBEDDING, shape=(pooled,)),
         )
-
-    @property
-    def tells_sizes(self) -> bool:
-        """It is."""
-        return True
 
     def size_multiple(self, architecture: Architecture) -> int:
         """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""
