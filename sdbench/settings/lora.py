@@ -69,7 +69,8 @@ class LoraSettings:
     lora_layers: str = setting(
         NAMES,
         "to_q,to_k,to_v,to_out.0",
-        "linear layers of the U-Net or transformer that get LoRA: full names, or the ends of names after a dot",
+        "linear layers of the U-Net or transformer that get LoRA: full names, or the ends of names "
+        "after a dot",
         acts_beside=(WITH_LORA,),
     )
     lora_text_encoder_layers: str = setting(
