@@ -172,6 +172,14 @@ def test_convert_and_verify_know_the_arrays_from_the_description(out_format, tmp
     assert sorted(batch["t5_embedding"][:, 0, 0].tolist()) == [1e5 * (i + 3) for i in range(6)]
 
 
+def test_parts_that_nothing_describes_are_not_left_out_of_a_copy(tmp_path):
+    folder = write_mds(tmp_path / "data")
+    flags = ["--latents", "precomputed", "--text_embedding_dim", "8", "--out_format", "parquet"]
+    with refused("PLACE", value="pooled_embedding, sizes_32"):
+        convert([str(folder), "--folder", str(tmp_path / "copy"), *flags])
+    assert not list(tmp_path.glob("copy*"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"latent_channels": "?"}, {"conditions": [{}]}, {"conditions": 3}, {"dtype": "int8"}],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from sdbench.base.conditions import POOLED_EMBEDDING, SIZES
 from sdbench.data import detect_format, open_samples, read_columns
+from sdbench.data.formats.checks import bad_place
+from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import (
     array_columns,
     check_array,
@@ -139,7 +142,26 @@ def open_rows(config: SourceConfig) -> RowReader:
     """Open a data set, latents in all their resolutions."""
     if not config.wants_latents:
         return ImageRowReader(open_samples(config), config=config)
+    columns = read_columns(config)
+    _check_explained(columns, config)
     # Without any size, the check of this one says what is there and what is needed.
-    sizes = find_image_sizes(read_columns(config)) or [config.image_size]
+    sizes = find_image_sizes(columns) or [config.image_size]
     configs = [dataclasses.replace(config, image_size=size) for size in sizes]
     return LatentRowReader([(config, open_samples(config)) for config in configs])
+
+
+def _check_explained(columns: Iterable[str], config: SourceConfig) -> None:
+    """Refuse encoded samples of a family whose description is not there: a part would be lost."""
+    known = {condition.name for condition in config.inputs.beside_latents}
+    strange = [
+        column
+        for column in sorted(columns)
+        for part in (POOLED_EMBEDDING, SIZES)
+        if part not in known and column.partition("_")[0] == part.partition("_")[0]
+    ]
+    if strange:
+        raise bad_place(
+            "The data set has no description of these encoded parts",
+            value=", ".join(strange),
+            allowed=f"a folder with {PROVENANCE_NAME} as precompute has written it",
+        )

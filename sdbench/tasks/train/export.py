@@ -188,7 +188,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     random_parts = [part for part in architecture.random_parts if part not in trained_or_kept]
     if random_parts:
         parts = " and ".join(random_parts)
-        print(f"With random weights, so it may draw noise for any prompt: {parts}.")
+        print(f"With random weights: {parts}. What was not trained on them draws noise.")
     if lora is not None:
         put_weights(model, weights)
         weights = {}
