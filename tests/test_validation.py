@@ -154,6 +154,7 @@ def as_job(model: DiffusionModel) -> SimpleNamespace:
         model=model,
         trained={"unet": TrainedModule(model.unet, lr=1e-4, weight_decay=0.0)},
         sharded_blocks=StableDiffusionNetwork.sharded_blocks,
+        casts_inputs=StableDiffusionNetwork.casts_inputs,
         trained_weights=lambda: weights,
     )
 

@@ -119,6 +119,7 @@ def test_what_a_killed_run_leaves_does_not_stop_the_next(mds_folder, repository,
         "import os, signal\n"
         "from multiprocessing import resource_tracker\n"
         "from sdbench import data\n"
+        "from sdbench.base.conditions import Captions, Condition, ModelInputs\n"
         "from sdbench.data.source import SourceConfig\n"
         f"loader = data.build({config!r})\n"
         "next(iter(loader))\n"

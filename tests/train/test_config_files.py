@@ -261,7 +261,7 @@ def pipeline(tmp_path: Path) -> Path:
 
 def unet_of(model: str) -> list[str]:
     """Overrides that make the U-Net of the template that of a built-in model."""
-    unet = resolve_architecture(model).unet
+    unet = resolve_architecture(model).parts["unet"]
     params = yaml.safe_load(TEMPLATE.read_text())["model"]["unet"]["params"]
     wanted = {name: value for name, value in unet.items() if params.get(name) != value}
     return [f"model.unet.params.{name}={value}" for name, value in wanted.items()]
