@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLIP, T5 = "clip", "t5"
+# CLIP's context length: `max_position_embeddings` of the text encoders.
+NUM_CLIP_TOKENS = 77
+# That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.
+SCALING_FACTOR = 0.18215
 TEXT_EMBEDDING = "text_embedding"
 POOLED_EMBEDDING = "pooled_embedding"
 # The scale of guidance that a denoiser is told; the objective of a training decides it.
@@ -29,7 +33,7 @@ class Captions:
 
     name: str = "input_ids"
     kind: str = CLIP
-    num_tokens: int = 77
+    num_tokens: int = NUM_CLIP_TOKENS
     pad_token_id: int = 0
     folder: Path | None = None
 
@@ -45,7 +49,7 @@ class Condition:
     """
 
     name: str = TEXT_EMBEDDING
-    shape: tuple[int, ...] = (77, 1024)
+    shape: tuple[int, ...] = (NUM_CLIP_TOKENS, 1024)
     dtype: str = "float16"
 
 
@@ -64,7 +68,7 @@ class ModelInputs:
     captions: tuple[Captions, ...] = (Captions(),)
     conditions: tuple[Condition, ...] = (Condition(),)
     latent_channels: int = 4
-    latent_std: float = 1 / 0.18215
+    latent_std: float = 1 / SCALING_FACTOR
     tells_sizes: bool = False
 
     @property

@@ -254,12 +254,11 @@ def build(config: SourceConfig) -> CheckedLoader:
         A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
         (B, C, S / 8, S / 8) float16, text_embedding: (B, 77, D) float16}`` with ``latent`` in place
-        of the first two where the data set stores sampled latents. Which tensors there are for
-        captions, and their shapes and types, `config.inputs` says; with
-        `tells_sizes` there is ``sizes`` too, (B, 6) float32. Stored
-        images are channels_last in memory. All batches are full, deterministic under the seed and
-        disjoint across ranks; each epoch has its own order. The loader can be stopped and resumed
-        inside an epoch (`state_dict`, `load_state_dict`).
+        of the first two where the data set stores sampled latents. `config.inputs` says which
+        tensors there are for captions, with shapes and types, and whether there is ``sizes`` too,
+        (B, 6) float32. Stored images are channels_last in memory. All batches are full,
+        deterministic under the seed and disjoint across ranks; each epoch has its own order. The
+        loader can be stopped and resumed inside an epoch (`state_dict`, `load_state_dict`).
 
     Raises:
         ConfigError: As `check`.

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import Condition, ModelInputs
+from sdbench.base.conditions import NUM_CLIP_TOKENS, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
-from sdbench.data.source import NUM_TOKENS, SourceConfig
+from sdbench.data.source import SourceConfig
 from sdbench.settings.data import DataSettings
 
 # What is said of the model that encoded the samples: the name of its family, the checksum of the
@@ -79,7 +79,7 @@ def _arrays(inputs: ModelInputs) -> dict[str, Any]:
 
 def _of_width(width: int) -> ModelInputs:
     """What Stable Diffusion 1 and 2 read."""
-    return ModelInputs(conditions=(Condition(shape=(NUM_TOKENS, width)),))
+    return ModelInputs(conditions=(Condition(shape=(NUM_CLIP_TOKENS, width)),))
 
 
 def read_encoded(place: str | None, *, width: int) -> ModelInputs:

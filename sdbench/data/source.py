@@ -9,9 +9,7 @@ from sdbench.base.conditions import STABLE_DIFFUSION_2, ModelInputs
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
-# CLIP's context length and vocabulary, as every architecture of this suite uses them
-# (`max_position_embeddings` and `vocab_size` of the text encoders of SD 1 and SD 2).
-NUM_TOKENS = 77
+# CLIP's vocabulary: `vocab_size` of the text encoders.
 VOCABULARY_SIZE = 49408
 BOS_TOKEN_ID = 49406
 EOS_TOKEN_ID = 49407

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import CLIP, T5, Captions, Condition, ModelInputs
+from sdbench.base.conditions import (
+    CLIP,
+    NUM_CLIP_TOKENS,
+    SCALING_FACTOR,
+    T5,
+    Captions,
+    Condition,
+    ModelInputs,
+)
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
@@ -46,10 +54,6 @@ DRAWING = 2
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
 
-# That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.
-SCALING_FACTOR = 0.18215
-# Of each CLIP text encoder, its `max_position_embeddings`.
-NUM_CLIP_TOKENS = 77
 # The pad tokens of tokenizers, with their ids: CLIP's as Stable Diffusion 2 and 1 have them, T5's.
 PAD_TOKEN_IDS = {CLIP: {"!": 0, "<|endoftext|>": 49407}, T5: {"<pad>": 0}}
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from sdbench.models.architecture import Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
+from sdbench.models.family import Family
 from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
 
 # diffusers' attention processors of a U-Net. The one head of the VAE is too wide, 512, for flash
@@ -35,10 +36,10 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 SAFE = {"use_safetensors": True, "local_files_only": True}
 
 
-def class_of_part(part: str, architecture: Architecture) -> Any:
+def class_of_part(part: str, family: Family) -> Any:
     """The class of a sub-model, of diffusers or transformers."""
-    library = transformers if part in architecture.text_encoders else diffusers
-    return getattr(library, architecture.family.parts[part])
+    library = transformers if part in family.text_encoders else diffusers
+    return getattr(library, family.parts[part])
 
 
 def make_part(
@@ -58,7 +59,7 @@ def make_part(
     is_denoiser = part == architecture.family.denoiser
     is_text_encoder = part in architecture.text_encoders
     kind = attention if is_denoiser or attention == "eager" else "sdpa"
-    model_class = class_of_part(part, architecture)
+    model_class = class_of_part(part, architecture.family)
     options: dict[str, Any] = {}
     if is_text_encoder:
         # T5 adds a bias to the scores, and transformers has it in eager attention alone.

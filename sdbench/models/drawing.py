@@ -16,7 +16,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.models.family import kind_of
+from sdbench.models.family import Family, kind_of
 from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -85,7 +85,10 @@ def draw(
     """
     assert model.text_encoders and len(prompts) == len(seeds)
     network, denoiser = model.network, model.denoiser
-    pipeline = make_pipeline(model, make_sampler(settings.sampler, model.objective.config))
+    sampler = make_sampler(settings.sampler, model.objective.config)
+    # Prompts are encoded and latents decoded by the model, each in its encoder's type.
+    parts = {model.family.denoiser: denoiser, "vae": model.vae}
+    pipeline = make_pipeline(model.family, parts, sampler=sampler)
     pipeline.set_progress_bar_config(disable=True)
     device = next(denoiser.parameters()).device
     side = settings.image_size // pipeline.vae_scale_factor
@@ -122,16 +125,11 @@ def draw(
     return VaeImageProcessor().postprocess(images, output_type="pil")
 
 
-def make_pipeline(model: DiffusionModel, sampler: Any) -> Any:
-    """The pipeline of diffusers around denoiser and VAE of a model.
-
-    Prompts are encoded and latents decoded by the model, each in its encoder's type.
-    """
-    family = model.family
-    parts = dict.fromkeys((*family.parts, *family.tokenizers))
-    parts |= {family.denoiser: model.denoiser, "vae": model.vae}
+def make_pipeline(family: Family, parts: Mapping[str, Any], *, sampler: Any) -> Any:
+    """The pipeline of diffusers around parts and tokenizers, by name; those left out are None."""
+    absent = dict.fromkeys((*family.parts, *family.tokenizers))
     pipeline = getattr(diffusers, family.pipeline)
-    return pipeline(**parts, scheduler=sampler, **family.pipeline_options)
+    return pipeline(**absent | dict(parts), scheduler=sampler, **family.pipeline_options)
 
 
 def draw_samples(

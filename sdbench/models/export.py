@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,8 +17,9 @@ from torch import Tensor, nn
 from sdbench.base.errors import RunError
 from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.base.secrets import redact_values
+from sdbench.models.components import class_of_part
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.models.drawing import make_sampler
+from sdbench.models.drawing import make_pipeline, make_sampler
 from sdbench.models.family import Family
 from sdbench.models.learned_token import LEARNED_FILE_NAME
 from sdbench.models.quiet import quiet_diffusers
@@ -82,12 +81,8 @@ def export(
             if name.startswith(f"{part}.")
         }
         module.load_state_dict(own, assign=True)
-    absent = dict.fromkeys((*family.parts, *family.tokenizers))
-    pipeline = getattr(diffusers, family.pipeline)(
-        **absent | modules | dict(tokenizers),
-        scheduler=make_sampler(sampler, model.objective.config),
-        **family.pipeline_options,
-    )
+    scheduler = make_sampler(sampler, model.objective.config)
+    pipeline = make_pipeline(family, {**modules, **tokenizers}, sampler=scheduler)
     with in_one_piece(folder, card=card) as partial:
         with quiet_diffusers():  # it warns of each part that the model lacks
             pipeline.save_pretrained(partial, safe_serialization=True)
@@ -98,9 +93,8 @@ def export(
 
 def _make_alike(module: Any, part: str, family: Family) -> nn.Module:
     """The module as its configuration says, without what training has changed in it."""
-    if part in family.text_encoders:
-        return getattr(transformers, family.parts[part])(module.config)
-    return getattr(diffusers, family.parts[part]).from_config(module.config)
+    kind = class_of_part(part, family)
+    return kind(module.config) if part in family.text_encoders else kind.from_config(module.config)
 
 
 @contextlib.contextmanager

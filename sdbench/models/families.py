@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import pkgutil
 from pathlib import Path
+from typing import Any
 
-from sdbench.models.family import SAID_OF_CLASS, Family
+from sdbench.base.outside import read_json_object
+from sdbench.models.family import Family
 
 SIZES_FOLDER = "sizes"
 
@@ -53,21 +54,18 @@ def has_all_parts(folder: Path, family: Family) -> bool:
 
 def has_denoiser(folder: Path, family: Family) -> bool:
     """Whether a folder says that its denoiser is of the class that a family has."""
-    config_file = folder / family.denoiser / "config.json"
-    return _says_class(config_file, family.parts[family.denoiser])
+    class_name = family.parts[family.denoiser]
+    return _say(folder / family.denoiser / "config.json", "_class_name") == class_name
 
 
 def said_pipeline(folder: Path) -> str | None:
     """The class of diffusers that the folder's model_index.json names, if it has one."""
+    return _say(folder / "model_index.json", "_class_name")
+
+
+def _say(file: Path, key: str) -> Any:
+    """What a JSON file says; None if it is not there, is no JSON, or does not say it."""
     try:
-        return json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json_object(file).get(key)
+    except (OSError, ValueError):
         return None
-
-
-def _says_class(config_file: Path, class_name: str) -> bool:
-    key, wanted = SAID_OF_CLASS.get(class_name, ("_class_name", class_name))
-    try:
-        return json.loads(config_file.read_text(encoding="utf-8"))[key] == wanted
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

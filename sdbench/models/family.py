@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
 # Kinds of objectives, and the class of diffusers that reads the configuration of their schedule.
 DDPM, FLOW = "ddpm", "flow"
+PREDICTION_TYPES = EPSILON, VELOCITY, SAMPLE = ("epsilon", "v_prediction", "sample")
 SCHEDULERS = {DDPM: "DDPMScheduler", FLOW: "FlowMatchEulerDiscreteScheduler"}
 # What a configuration says of its class: a key and a value, by class of diffusers or transformers.
 SAID_OF_CLASS = {
@@ -152,7 +153,7 @@ class Family:
         return resolve_name(self.network)()
 
     def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
-        """What has to hold for the configurations in a folder; extended by subclasses."""
+        """What has to hold for the configurations in a folder."""
         facts: list[Fact] = []
         for part, class_name in self.parts.items():
             if part not in configs:  # an optional one
@@ -168,15 +169,25 @@ class Family:
         is_own = kind_of(schedule) == self.objective
         class_name = self.scheduler if is_own else schedule.get("_class_name")
         facts.append(("scheduler's class", class_name, (self.scheduler,)))
+        if self.objective == DDPM:
+            # Schedulers that were saved before the key existed mean "epsilon".
+            prediction_type = schedule.get("prediction_type", "epsilon")
+            facts.append(("prediction type", prediction_type, PREDICTION_TYPES))
         others = {path.name for path in folder.glob("text_encoder*")} - self.parts.keys()
-        return facts + [("further text encoder", name, (None,)) for name in sorted(others)]
+        facts += [("further text encoder", name, (None,)) for name in sorted(others)]
+        denoiser = configs[self.denoiser]
+        read = [
+            (f"{self.denoiser}'s {key}", denoiser.get(key), (width,))
+            for key, (_, width) in self.widths(configs).items()
+        ]
+        return [*facts, *self.own_facts(configs), *read]
 
-    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
-        """What of the denoiser has to be equal to what of another part.
+    def own_facts(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Fact]:
+        """What has to hold for this family beside the parts' kinds and `widths`."""
+        return []
 
-        Each row has a key of the denoiser's configuration, its value, the width that it has to be
-        equal to, in words, and that width.
-        """
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """The widths that the denoiser reads and gives, in words and numbers, by its own keys."""
         raise NotImplementedError
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
@@ -200,5 +211,5 @@ class Family:
         return None
 
     def default_image_size(self, architecture: Architecture) -> int:
-        """Side in pixels that the model was configured for."""
-        raise NotImplementedError
+        """Side in pixels that the denoiser was configured for, such as 64 latents x 8 = 512."""
+        return architecture.parts[self.denoiser]["sample_size"] * architecture.latent_factor

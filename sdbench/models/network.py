@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
+
 Conditions = Mapping[str, Tensor]
+# How diffusers' pipelines name encoded captions.
+ARGUMENTS = {TEXT_EMBEDDING: "prompt_embeds", POOLED_EMBEDDING: "pooled_prompt_embeds"}
 
 
 class Network:
@@ -57,7 +61,11 @@ class Network:
 
         Both have the type of the denoiser's weights.
         """
-        raise NotImplementedError
+        return {
+            f"{prefix}{ARGUMENTS[name]}": tensor
+            for prefix, encoded in (("", conditions), ("negative_", negative))
+            for name, tensor in encoded.items()
+        }
 
     def guidance_arguments(self, scale: float, *, told: float | None) -> dict[str, Any]:
         """Arguments of the pipeline for a scale of classifier-free guidance.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.family import DDPM, FLOW, FlowSettings, kind_of
+from sdbench.models.family import DDPM, EPSILON, FLOW, SAMPLE, VELOCITY, FlowSettings, kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Keys of diffusers' schedulers.
 ZERO_TERMINAL_SNR_KEY = "rescale_betas_zero_snr"
 SPACING_KEY = "timestep_spacing"
-PREDICTION_TYPES = EPSILON, VELOCITY, SAMPLE = ("epsilon", "v_prediction", "sample")
 # Values of settings of rectified flow.
 LOGIT_NORMAL, BY_RESOLUTION = "logit_normal", "resolution"
 NO_WEIGHTING, COSMAP = "none", "cosmap"

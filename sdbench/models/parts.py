@@ -106,7 +106,7 @@ def _check_params(part: str, params: Mapping[str, Any], architecture: Architectu
     if part == "scheduler":
         part_class = getattr(diffusers, architecture.family.scheduler)
     else:
-        part_class = class_of_part(part, architecture)
+        part_class = class_of_part(part, architecture.family)
         # Models of transformers take a configuration, which takes the parameters.
         if part in architecture.text_encoders:
             part_class = part_class.config_class
@@ -127,7 +127,9 @@ def _check_params(part: str, params: Mapping[str, Any], architecture: Architectu
 def _check_widths(architecture: Architecture) -> None:
     """Check that the denoiser can read latents and text."""
     family = architecture.family
-    for key, value, what, allowed in family.widths(architecture.parts):
+    denoiser = architecture.parts[family.denoiser]
+    for key, (what, allowed) in family.widths(architecture.parts).items():
+        value = denoiser.get(key)
         if value != allowed:
             raise ConfigError(
                 f"the {family.denoiser}'s {key} is not the width of the {what}",

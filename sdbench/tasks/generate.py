@@ -182,9 +182,9 @@ class Generate(Task):
             flags,
             image_size=flags.image_size or self._architecture.default_image_size,
             scheduler=sampler,
-            guidance_scale=flags.guidance_scale
-            if flags.guidance_scale is not None
-            else family.guidance_scale,
+            guidance_scale=family.guidance_scale
+            if flags.guidance_scale is None
+            else flags.guidance_scale,
             dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)

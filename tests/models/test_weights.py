@@ -25,7 +25,7 @@ def make_by_constructor(part: str) -> nn.Module:
     torch.manual_seed(5)
     if part == "text_encoder":
         return CLIPTextModel(CLIPTextConfig(**TINY.parts["text_encoder"]))
-    return class_of_part(part, TINY).from_config(TINY.parts[part])
+    return class_of_part(part, TINY.family).from_config(TINY.parts[part])
 
 
 def is_uniform(weight: torch.Tensor) -> bool:

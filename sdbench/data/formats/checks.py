@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from pathlib import Path
 
 from sdbench.base.conditions import T5, Captions
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import read_json_object
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
@@ -132,10 +132,9 @@ def check_tokenizer_folder(captions: Captions) -> None:
 def names_byt5(folder: Path) -> bool:
     """Return whether a folder says that its tokenizer is that of ByT5, whose tokens are bytes."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return read_json_object(folder / "tokenizer_config.json").get("tokenizer_class") == BYT5
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("tokenizer_class") == BYT5
 
 
 def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:

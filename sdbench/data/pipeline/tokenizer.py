@@ -21,9 +21,9 @@ import numpy as np
 from transformers import ByT5Tokenizer, CLIPTokenizerFast, T5TokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from sdbench.base.conditions import CLIP, T5, Captions
+from sdbench.base.conditions import CLIP, NUM_CLIP_TOKENS, T5, Captions
 from sdbench.data.formats.checks import names_byt5
-from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_TOKENS, VOCABULARY_SIZE
+from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, VOCABULARY_SIZE
 
 END_OF_WORD = "</w>"
 BOS_TOKEN = "<|startoftext|>"
@@ -43,7 +43,7 @@ class CaptionTokenizer:
         pad_token_id: int,
         new_token: str | None = None,
         kind: str = CLIP,
-        num_tokens: int = NUM_TOKENS,
+        num_tokens: int = NUM_CLIP_TOKENS,
     ) -> None:
         """Load the tokenizer of a folder, or build the one with the built-in vocabulary.
 
@@ -166,7 +166,7 @@ def load_carried_tokenizer(pad_token_id: int) -> CLIPTokenizerFast:
         text = "\n".join(["#version: 0.2", *merges, ""])
         Path(folder, "merges.txt").write_text(text, encoding="utf-8")
         # Without a class transformers guesses one from the folder's name, and warns.
-        settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": NUM_TOKENS}
+        settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": NUM_CLIP_TOKENS}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     if tokenizer.pad_token_id != pad_token_id:

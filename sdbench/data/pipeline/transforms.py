@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,18 +49,9 @@ class Decoded(NamedTuple):
     top: float = 0.0
 
 
-def decode_image(
-    data: bytes,
-    *,
-    image_size: int,
-    crop: tuple[float, float] | None = None,
-    flip: bool = False,
-    read_avif: bool = False,
-    phase: Phase = contextlib.nullcontext,
-) -> np.ndarray:
+def decode_image(data: bytes, **options: Any) -> np.ndarray:
     """Decode an image file to (3, image_size, image_size) uint8, RGB, as `decode_picture` does."""
-    options = {"image_size": image_size, "crop": crop, "flip": flip, "read_avif": read_avif}
-    return decode_picture(data, **options, phase=phase)[0]
+    return decode_picture(data, **options)[0]
 
 
 def decode_picture(
@@ -88,9 +79,9 @@ def decode_picture(
         else:
             decoded = _decode_any(image, image_size=image_size)
     with phase("transform"):
-        cut_out = _cut_out if isinstance(decoded, Decoded) else _cut_out_fast
-        array = cut_out(decoded, image_size=image_size, crop=crop)
         is_by_pil = isinstance(decoded, Decoded)
+        cut_out = _cut_out if is_by_pil else _cut_out_fast
+        array = cut_out(decoded, image_size=image_size, crop=crop)
         width, height = decoded.size if is_by_pil else (decoded.shape[2], decoded.shape[1])
         sizes = find_sizes(width, height, image_size=image_size, crop=crop, flip=flip)
         return array[:, :, ::-1] if flip else array, sizes

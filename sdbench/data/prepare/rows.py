@@ -153,12 +153,9 @@ def open_rows(config: SourceConfig) -> RowReader:
 def _check_explained(columns: Iterable[str], config: SourceConfig) -> None:
     """Refuse encoded samples of a family whose description is not there: a part would be lost."""
     known = {condition.name for condition in config.inputs.beside_latents}
-    strange = [
-        column
-        for column in sorted(columns)
-        for part in (POOLED_EMBEDDING, SIZES)
-        if part not in known and column.partition("_")[0] == part.partition("_")[0]
-    ]
+    # How the names of our columns begin: those of sizes end with a number of pixels.
+    unknown = {POOLED_EMBEDDING, SIZES} - known
+    strange = [column for column in sorted(columns) if column.startswith(tuple(unknown))]
     if strange:
         raise bad_place(
             "The data set has no description of these encoded parts",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
@@ -40,33 +39,21 @@ class Flux(Family):
     unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS}
     too_wide_for_fp16 = T5_IN_FP16
 
-    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
-        """What has to hold for the configurations in a folder."""
+    def own_facts(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Fact]:
+        """It predicts what it reads; models that vary a picture read its latents too."""
         transformer = configs["transformer"]
-        in_channels = transformer.get("in_channels")
-        widths = self.widths(configs)
-        return [
-            *super().facts(configs, folder),
-            # Those that fill or vary a picture read its latents beside the noise.
-            *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
-            ("transformer's out_channels", transformer.get("out_channels"), (None, in_channels)),
-        ]
+        allowed = (None, transformer.get("in_channels"))
+        return [("transformer's out_channels", transformer.get("out_channels"), allowed)]
 
-    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
-        """The transformer reads T5's states, pooled CLIP and packs of latents."""
-        transformer, vae, clip, t5 = (configs[part] for part in self.parts)
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """T5's states, pooled CLIP and packs of latents."""
+        _, vae, clip, t5 = (configs[part] for part in self.parts)
         packed = PACK_SIZE**2 * vae.get("latent_channels", 0)
-        return [
-            (
-                *("joint_attention_dim", transformer.get("joint_attention_dim")),
-                *("second text encoder's states", t5.get("d_model")),
-            ),
-            (
-                *("pooled_projection_dim", transformer.get("pooled_projection_dim")),
-                *("first text encoder's states", clip.get("hidden_size")),
-            ),
-            ("in_channels", transformer.get("in_channels"), "packs of 2 x 2 latents", packed),
-        ]
+        return {
+            "joint_attention_dim": ("second text encoder's states", t5.get("d_model")),
+            "pooled_projection_dim": ("first text encoder's states", clip.get("hidden_size")),
+            "in_channels": ("packs of 2 x 2 latents", packed),
+        }
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
         """77 tokens of CLIP, and 256 (schnell) or 512 (dev) of T5."""

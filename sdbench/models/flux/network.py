@@ -64,15 +64,6 @@ class FluxNetwork(Network):
         """Set the attention of all blocks."""
         set_joint_attention(denoiser, FluxAttnProcessor(), kind)
 
-    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
-        """States and pooled text of captions and of negative captions."""
-        return {
-            "prompt_embeds": conditions[TEXT_EMBEDDING],
-            "pooled_prompt_embeds": conditions[POOLED_EMBEDDING],
-            "negative_prompt_embeds": negative[TEXT_EMBEDDING],
-            "negative_pooled_prompt_embeds": negative[POOLED_EMBEDDING],
-        }
-
     def guidance_arguments(self, scale: float, *, told: float | None) -> dict[str, Any]:
         """Guidance from a negative caption, and the scale that dev is told."""
         return {"true_cfg_scale": scale, "guidance_scale": 1.0 if told is None else told}

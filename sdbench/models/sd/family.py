@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, Captions, Condition
 from sdbench.models.family import DDPM, Fact, Family
-from sdbench.models.objective import PREDICTION_TYPES
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
@@ -44,35 +42,22 @@ class StableDiffusion(Family):
         "requires_safety_checker": False,
     }
 
-    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
-        """What has to hold for the configurations in a folder."""
-        unet, vae = configs["unet"], configs["vae"]
-        # Schedulers that were saved before the key existed mean "epsilon".
-        prediction_type = configs["scheduler"].get("prediction_type", "epsilon")
-        latent_channels = (vae.get("latent_channels"),)
-        return [
-            *super().facts(configs, folder),
-            ("prediction type", prediction_type, PREDICTION_TYPES),
-            *((f"unet's {key}", value, (width,)) for key, value, _, width in self.widths(configs)),
-            # Nine in inpainting models.
-            ("unet's out_channels", unet.get("out_channels"), latent_channels),
-            # Inputs of U-Nets of other families, beside time and text.
-            *((f"unet's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
-        ]
+    def own_facts(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Fact]:
+        """Conditions of other families' U-Nets, beside time and text, are not there."""
+        unet = configs["unet"]
+        return [(f"unet's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS]
 
-    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
-        """The U-Net reads text and latents of these widths."""
-        unet, vae, text_encoder = (configs[part] for part in self.parts)
-        return [
-            (
-                *("cross_attention_dim", unet.get("cross_attention_dim")),
-                *("text encoder's states", text_encoder.get("hidden_size")),
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """Text and latents."""
+        latents = ("VAE's latents", configs["vae"].get("latent_channels"))
+        return {
+            "cross_attention_dim": (
+                "text encoder's states",
+                configs["text_encoder"].get("hidden_size"),
             ),
-            (
-                *("in_channels", unet.get("in_channels")),
-                *("VAE's latents", vae.get("latent_channels")),
-            ),
-        ]
+            "in_channels": latents,  # nine in inpainting models
+            "out_channels": latents,
+        }
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
         """77 tokens of CLIP."""
@@ -88,10 +73,6 @@ class StableDiffusion(Family):
         """8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
         return architecture.latent_factor * 2 ** (num_blocks - 1)
-
-    def default_image_size(self, architecture: Architecture) -> int:
-        """That of the U-Net's latents, 64 x 8 = 512 for SD2-base."""
-        return architecture.parts["unet"]["sample_size"] * architecture.latent_factor
 
 
 FAMILY = StableDiffusion()

@@ -40,10 +40,3 @@ class StableDiffusionNetwork(Network):
     def set_attention(self, denoiser: Any, kind: str) -> None:
         """Set the attention of the U-Net's transformers."""
         denoiser.set_attn_processor(ATTENTION[kind]())
-
-    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
-        """States of captions and of negative captions."""
-        return {
-            "prompt_embeds": conditions[TEXT_EMBEDDING],
-            "negative_prompt_embeds": negative[TEXT_EMBEDDING],
-        }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
-from sdbench.models.family import FLOW, Fact, Family, FlowSettings
+from sdbench.models.family import FLOW, Family, FlowSettings
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
 if TYPE_CHECKING:
@@ -42,35 +41,18 @@ class StableDiffusion3(Family):
     unsuitable: ClassVar = {**FROZEN_TEXT_ENCODERS, **NOT_OF_TRANSFORMERS}
     too_wide_for_fp16 = T5_IN_FP16
 
-    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
-        """What has to hold for the configurations in a folder."""
-        transformer = configs["transformer"]
-        latent_channels = (configs["vae"].get("latent_channels"),)
-        widths = self.widths(configs)
-        return [
-            *super().facts(configs, folder),
-            *((f"transformer's {key}", value, (width,)) for key, value, _, width in widths),
-            ("transformer's out_channels", transformer.get("out_channels"), latent_channels),
-        ]
-
-    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
-        """The transformer reads states of T5's width, pooled text of both CLIPs, and latents."""
-        transformer, vae, first, second, t5 = (configs.get(part) for part in self.parts)
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """States of T5's width, pooled text of both CLIPs, and latents."""
+        _, vae, first, second, t5 = (configs.get(part) for part in self.parts)
+        latents = ("VAE's latents", vae.get("latent_channels"))
+        t5_width = T5_WIDTH if t5 is None else t5.get("d_model")
         pooled = first.get("projection_dim", 0) + second.get("projection_dim", 0)
-        return [
-            (
-                *("joint_attention_dim", transformer.get("joint_attention_dim")),
-                *("third text encoder's states", T5_WIDTH if t5 is None else t5.get("d_model")),
-            ),
-            (
-                *("pooled_projection_dim", transformer.get("pooled_projection_dim")),
-                *("first two text encoders' projections together", pooled),
-            ),
-            (
-                *("in_channels", transformer.get("in_channels")),
-                *("VAE's latents", vae.get("latent_channels")),
-            ),
-        ]
+        return {
+            "joint_attention_dim": ("third text encoder's states", t5_width),
+            "pooled_projection_dim": ("first two text encoders' projections together", pooled),
+            "in_channels": latents,
+            "out_channels": latents,
+        }
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
         """77 tokens of each tokenizer."""
@@ -102,10 +84,6 @@ class StableDiffusion3(Family):
         """As many patches along a side as the transformer has positions: 192 x 16 = 3072."""
         positions = architecture.parts["transformer"]["pos_embed_max_size"]
         return positions * self.size_multiple(architecture)
-
-    def default_image_size(self, architecture: Architecture) -> int:
-        """That of the transformer's latents, 128 x 8 = 1024."""
-        return architecture.parts["transformer"]["sample_size"] * architecture.latent_factor
 
 
 FAMILY = StableDiffusion3()

@@ -75,12 +75,3 @@ class StableDiffusion3Network(Network):
             output_type="pt",
         )
         embed.pos_embed.copy_(positions.unsqueeze(0))
-
-    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
-        """States and pooled text of captions and of negative captions."""
-        return {
-            "prompt_embeds": conditions[TEXT_EMBEDDING],
-            "pooled_prompt_embeds": conditions[POOLED_EMBEDDING],
-            "negative_prompt_embeds": negative[TEXT_EMBEDDING],
-            "negative_pooled_prompt_embeds": negative[POOLED_EMBEDDING],
-        }

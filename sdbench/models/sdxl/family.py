@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, NUM_SIZES, POOLED_EMBEDDING, Captions, Condition
 from sdbench.models.family import DDPM, Fact, Family
-from sdbench.models.objective import PREDICTION_TYPES
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS
 
 if TYPE_CHECKING:
@@ -41,38 +39,28 @@ class StableDiffusionXL(Family):
     # Training drops captions to the empty one, which is encoded like any other.
     pipeline_options: ClassVar = {"force_zeros_for_empty_prompt": False}
 
-    def facts(self, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Fact]:
-        """What has to hold for the configurations in a folder."""
-        unet, vae = configs["unet"], configs["vae"]
-        prediction_type = configs["scheduler"].get("prediction_type", "epsilon")
+    def own_facts(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Fact]:
+        """The U-Net is told pooled text and sizes, and nothing of other families."""
+        unet = configs["unet"]
         return [
-            *super().facts(configs, folder),
-            ("prediction type", prediction_type, PREDICTION_TYPES),
             ("unet's addition_embed_type", unet.get("addition_embed_type"), ("text_time",)),
-            *((f"unet's {key}", value, (width,)) for key, value, _, width in self.widths(configs)),
-            ("unet's out_channels", unet.get("out_channels"), (vae.get("latent_channels"),)),
             *((f"unet's {name}", unet.get(name), (None,)) for name in OTHER_CONDITIONS),
         ]
 
-    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any, str, Any]]:
-        """The U-Net reads the states of both text encoders side by side, pooled text and sizes."""
+    def widths(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """The states of both text encoders side by side, pooled text and sizes, and latents."""
         unet, vae, first, second = (configs[part] for part in self.parts)
         states = first.get("hidden_size", 0) + second.get("hidden_size", 0)
+        latents = ("VAE's latents", vae.get("latent_channels"))
         # Each of the six numbers becomes so many sines and cosines.
         added = second.get("projection_dim", 0)
         added += NUM_SIZES * (unet.get("addition_time_embed_dim") or 0)
-        projected = "projection_class_embeddings_input_dim"
-        return [
-            (
-                *("cross_attention_dim", unet.get("cross_attention_dim")),
-                *("text encoders' states together", states),
-            ),
-            (projected, unet.get(projected), "pooled text and sizes together", added),
-            (
-                *("in_channels", unet.get("in_channels")),
-                *("VAE's latents", vae.get("latent_channels")),
-            ),
-        ]
+        return {
+            "cross_attention_dim": ("text encoders' states together", states),
+            "projection_class_embeddings_input_dim": ("pooled text and sizes together", added),
+            "in_channels": latents,
+            "out_channels": latents,
+        }
 
     def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
         """77 tokens of CLIP for each encoder, which differ in what fills a caption up."""
@@ -95,10 +83,6 @@ class StableDiffusionXL(Family):
         """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
         return architecture.latent_factor * 2 ** (num_blocks - 1)
-
-    def default_image_size(self, architecture: Architecture) -> int:
-        """That of the U-Net's latents, 128 x 8 = 1024 for SDXL."""
-        return architecture.parts["unet"]["sample_size"] * architecture.latent_factor
 
 
 FAMILY = StableDiffusionXL()

@@ -36,11 +36,3 @@ class StableDiffusionXLNetwork(StableDiffusionNetwork):
         }
         states = conditions[TEXT_EMBEDDING].to(noised.dtype)
         return denoiser(noised, times, states, added_cond_kwargs=added).sample
-
-    def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:
-        """States and pooled text of captions and negative captions; the sizes are the picture's."""
-        return {
-            **super().pipeline_arguments(conditions, negative),
-            "pooled_prompt_embeds": conditions[POOLED_EMBEDDING],
-            "negative_pooled_prompt_embeds": negative[POOLED_EMBEDDING],
-        }
