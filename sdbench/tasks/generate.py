@@ -118,7 +118,8 @@ class GenerateFlags:
     dtype: str | None = setting(
         one_of("fp32", "fp16", "bf16"),
         None,
-        "type of weights and arithmetic (default: fp16 on a GPU, fp32 on a CPU)",
+        "type of weights and arithmetic (default: fp32 on a CPU; on a GPU fp16, or bf16 where "
+        "encoders need it)",
         rules=(Rule(("fp16",), on_gpu, "a CPU cannot draw in this type"),),
     )
 
