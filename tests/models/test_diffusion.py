@@ -8,7 +8,8 @@ import torch
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
-from sdbench.models.objective import PREDICTION_TYPES, Objective, min_snr_weights
+from sdbench.models.family import PREDICTION_TYPES
+from sdbench.models.objective import Objective, min_snr_weights
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")
