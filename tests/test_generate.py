@@ -167,6 +167,7 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
         ("--lora", "nothing.safetensors:nan"),
         ("--dtype", "fp16"),
         ("--negative_prompt", "a dog", "--guidance_scale", "1"),
+        ("--negative_prompt", "a dog", "--model_name", "tiny-flux"),
         ("--model_name", "tinny"),
     ],
 )

@@ -17,16 +17,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import benchmark
+from data import main as feed_main
+from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare.convert import main as convert
 from sdbench.data.prepare.writers import Output
+from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import make_encoder
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.data.datasets import read_files, read_mds
 from tests.forked import exit_codes, forked_ranks
-from tests.refusals import PLACE_FLAGS, printed_refusal
+from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 from tests.runs import only_record, run_and_load
 from tests.schemas import validate
 from tests.train.tiny_model import write_tiny_model
@@ -68,10 +72,11 @@ def test_training_on_latents_gives_the_losses_of_training_on_the_images(
         Image.fromarray(pixels).save(path)
     exit_code, _ = run("latents", "--samples_per_shard", "4")
     assert exit_code == 0
-    on_images, online = train(tmp_path / "online", "--remote", str(picture_folder))
-    on_latents, precomputed = train(
-        tmp_path / "precomputed", "--remote", str(tmp_path / "latents"), "--latents", "precomputed"
-    )
+    # Half of the captions are dropped here and there, and they are the same ones.
+    dropped = ("--caption_drop_probability", "0.5")
+    on_images, online = train(tmp_path / "online", "--remote", str(picture_folder), *dropped)
+    latents = ("--remote", str(tmp_path / "latents"), "--latents", "precomputed")
+    on_latents, precomputed = train(tmp_path / "precomputed", *latents, *dropped)
     # Eight steps, an epoch has five. Storing as float16 changes a loss by about 1e-5 of it here;
     # images that are mirrored, or captions that are dropped, by 1e-2.
     assert len(set(online)) == 8
@@ -79,6 +84,32 @@ def test_training_on_latents_gives_the_losses_of_training_on_the_images(
     flops = [record["workload"]["flops_per_image"] for record in (on_latents, on_images)]
     assert 0 < flops[0] < flops[1]
     assert any("compare with other precomputed runs only" in note for note in on_latents["notes"])
+
+
+def test_without_the_encoded_empty_caption_of_this_model_none_can_be_dropped(run, tmp_path):
+    run("latents", "--model_name", "tiny-flux")
+    place = tmp_path / "latents"
+    flags = ["--latents", "precomputed", "--folder", str(tmp_path / "copy")]
+    assert convert([str(place), *flags, "--out_format", "webdataset"]) == 0
+    dropped = {"latents": "precomputed", "image_size": 64, "caption_drop_probability": 0.5}
+
+    def check(folder: Path, name: str) -> None:
+        inputs = resolve_architecture(name).inputs
+        source = {"data_format": data.detect_format(str(folder)), "remote": str(folder)}
+        data.check(SourceConfig(**source, **dropped, inputs=inputs, device_batch_size=2, seed=1))
+
+    check(tmp_path / "copy", "tiny-flux")
+    file = place / ".empty_caption.npz"
+    other = {"text_embedding": np.zeros((77, 8), np.float16)}
+    for content in (b"", b"PK", b"\x93NUMPY", None, other):
+        file.unlink(missing_ok=True)
+        if isinstance(content, dict):
+            np.savez(file, **content)
+        elif content is not None:
+            file.write_bytes(content)
+        with refused("--caption_drop_probability", value=0.5) as caught:
+            check(place, "tiny-flux")
+        assert str(place) in caught.value.what
 
 
 def test_the_record_tells_how_fast_and_where_the_time_went(run):
@@ -325,6 +356,23 @@ def test_other_families_store_all_conditions_and_sizes(run, tmp_path, name, enco
     note = read_note(tmp_path / "latents")
     assert note["family"] == name.removeprefix("tiny-")
     assert set(note["weights"]) == {"vae", "text_encoder", "text_encoder_2"}
+
+
+def test_states_of_t5_that_are_encoded_in_bf16_are_stored_so(run, tmp_path):
+    exit_code, _ = run("latents", "--model_name", "tiny-flux", "--encoder_dtype", "bf16")
+    assert exit_code == 0
+    rows = read_mds(tmp_path / "latents")
+    expected = encode_for_flux([row["caption"] for row in rows])["text_embedding"]
+    bits = np.stack([row["text_embedding_bf16"] for row in rows])
+    found = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(found, expected, atol=0.1)
+    stored = read_note(tmp_path / "latents")["encoded"]["conditions"][0]
+    assert (stored["name"], stored["dtype"]) == ("text_embedding", "bfloat16")
+    reading = ("--remote", str(tmp_path / "latents"), "--latents", "precomputed")
+    reading += ("--image_size", "64", "--batch_size", "2", "--num_batches", "4")
+    record, exit_code = run_and_load(feed_main, tmp_path / "feeds", *reading)
+    assert (exit_code, record["summary"]["num_images"]) == (0, 8)
 
 
 def test_training_of_another_family_on_latents_is_that_on_the_images(run, tmp_path, picture_folder):

@@ -45,7 +45,8 @@ class Condition:
     Attributes:
         name: Of the tensor in a batch, and of the column that stores it.
         shape: Of one sample.
-        dtype: In which it is stored and delivered, ``float16`` or ``float32``.
+        dtype: In which it is stored: ``float16``, ``float32``, or ``bfloat16``, which is delivered
+            as float32.
     """
 
     name: str = TEXT_EMBEDDING

@@ -64,6 +64,7 @@ SOURCES = {
     "webdataset": Source(
         check=f"{_FORMATS}.webdataset:check",
         open=f"{_FORMATS}.webdataset:open_samples",
+        columns=f"{_FORMATS}.webdataset:read_columns",
         files=f"{_FORMATS}.files:list_files",
     ),
     "parquet": Source(
@@ -204,6 +205,8 @@ def check(config: SourceConfig) -> int | None:
         for captions in config.inputs.captions:
             check_tokenizer_folder(captions)
     num_samples = _call("check", config)
+    if config.drops_encoded_captions:
+        resolve_name("sdbench.data.empty_caption:read_empty_caption")(config)
     if num_samples is not None:
         check_enough_samples(config, num_samples=num_samples)
     return num_samples

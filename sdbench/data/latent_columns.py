@@ -1,16 +1,16 @@
-"""Columns of MDS and parquet: their names, their encodings, and checks of the values of arrays."""
+"""Columns of encoded samples: their names, their encodings, and checks of the values of arrays."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from sdbench.base.conditions import SIZES, TEXT_EMBEDDING
+from sdbench.base.conditions import SIZES, TEXT_EMBEDDING, Condition
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
-from sdbench.data.samples import BadSampleError, SampleType
+from sdbench.data.samples import BadSampleError, Samples, SampleType
 from sdbench.data.source import SourceConfig
 
 # Part of a sample to the names of its column, preferred first; <px> is the image size. Images: our
@@ -25,32 +25,68 @@ SPELLINGS = {
     SIZES: ("sizes_<px>",),
 }
 LATENTS = ("moments", "latent")
+# Samples tried at each end: if all are bad, the data set is taken for another model's.
+NUM_SAMPLES_CHECKED = 8
+# numpy has no bfloat16: a column whose name ends so holds its bits, as uint16.
+BFLOAT16, BITS_ENDING = "bfloat16", "_bf16"
 # Bit patterns of the first number that is not finite with either sign, as signed and as unsigned
 # integers of the same width: all bits of the exponent are set. As signed integers the negative ones
-# are below 0, as unsigned ones they are the largest.
+# are below 0, as unsigned ones they are the largest. uint16 has the bits of bfloat16.
 NOT_FINITE = {
+    np.dtype(np.uint16): (np.int16, 0x7F80, np.uint16, 0xFF80),
     np.dtype(np.float16): (np.int16, 0x7C00, np.uint16, 0xFC00),
     np.dtype(np.float32): (np.int32, 0x7F800000, np.uint32, 0xFF800000),
 }
 
 
-def name_column(part: str, *, image_size: int | None = None) -> str:
-    """Return our column name for a part of a sample; encoded captions have no image size."""
-    return _spell(part, image_size=image_size)[0]
+def name_column(array: Condition, *, image_size: int | None = None) -> str:
+    """Return our column name for an array of a sample; only latents and sizes tell a resolution."""
+    own, *_ = _spell(array.name, image_size=image_size)
+    return own + BITS_ENDING if array.dtype == BFLOAT16 else own
 
 
-def _spell(part: str, *, image_size: int | None) -> list[str]:
+def _spell(part: str, *, image_size: int | str | None) -> list[str]:
     return [name.replace("<px>", str(image_size)) for name in SPELLINGS.get(part, (part,))]
 
 
 def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, str]:
     """Return our columns for encoded samples of one resolution, with their MDS encodings."""
-    return {
-        name_column(array.name, image_size=config.image_size): (
-            f"ndarray:{array.dtype}:{','.join(map(str, array.shape))}"
-        )
-        for array in sample_type.arrays(config)
-    }
+    columns = {}
+    for array in sample_type.arrays(config):
+        dtype = "uint16" if array.dtype == BFLOAT16 else array.dtype
+        shape = ",".join(map(str, array.shape))
+        columns[name_column(array, image_size=config.image_size)] = f"ndarray:{dtype}:{shape}"
+    return columns
+
+
+def widen_bits(
+    arrays: dict[str, np.ndarray], columns: Mapping[str, str], *, name: str
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a sample, with bfloat16 as float32, which has all its values.
+
+    `columns` maps their names to those of their columns, and `name` is that of the sample.
+
+    Raises:
+        BadSampleError: A column that should have bits of bfloat16 has another type.
+    """
+    for part, column in columns.items():
+        if column.endswith(BITS_ENDING):
+            bits = arrays[part]
+            if bits.dtype != np.uint16:
+                raise BadSampleError(
+                    f"{name}, {column}: values of type {bits.dtype}, uint16 with the bits of "
+                    "bfloat16 is needed."
+                )
+            arrays[part] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return arrays
+
+
+def narrow(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return a copy as it is stored; float32 becomes bfloat16 by cutting bits off."""
+    with np.errstate(over="ignore"):
+        if dtype == BFLOAT16:
+            return (np.array(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return np.array(array, dtype)
 
 
 def columns_of(columns: Iterable[str], config: SourceConfig) -> dict[str, str]:
@@ -59,7 +95,7 @@ def columns_of(columns: Iterable[str], config: SourceConfig) -> dict[str, str]:
         columns,
         wants_latents=config.wants_latents,
         image_size=config.image_size,
-        beside=[condition.name for condition in config.inputs.beside_latents],
+        beside=config.inputs.beside_latents,
     )
 
 
@@ -68,7 +104,7 @@ def find_columns(
     *,
     wants_latents: bool,
     image_size: int,
-    beside: Sequence[str] = (TEXT_EMBEDDING,),
+    beside: Sequence[Condition] = (Condition(),),
 ) -> dict[str, str]:
     """Map the parts of a sample, as `SampleType` orders them, to the names of their columns.
 
@@ -77,14 +113,9 @@ def find_columns(
     is missing, or which resolutions there are.
     """
     present = set(columns)
-    found = {
-        part: spelling
-        for part in (*SPELLINGS, *beside)
-        for spelling in reversed(_spell(part, image_size=image_size))
-        if spelling in present
-    }
+    found = _find_each(present, beside, image_size=image_size)
     firsts = LATENTS if wants_latents else ("image",)
-    others = beside if wants_latents else ("caption",)
+    others = [condition.name for condition in beside] if wants_latents else ["caption"]
     for first in firsts:
         if found.keys() >= {first, *others}:
             return {part: found[part] for part in (first, *others)}
@@ -106,6 +137,32 @@ def find_columns(
     raise _missing_columns(what, missing[:1], present, image_size=image_size)
 
 
+def _find_each(
+    present: set[str], beside: Sequence[Condition], *, image_size: int | None
+) -> dict[str, str]:
+    """Map each part that is there to its column."""
+    found = {
+        part: spelling
+        for part in (*SPELLINGS, *(condition.name for condition in beside))
+        for spelling in reversed(_spell(part, image_size=image_size))
+        if spelling in present
+    }
+    for part in (condition.name for condition in beside if condition.dtype != "float16"):
+        bits = name_column(Condition(name=part, dtype=BFLOAT16))
+        if bits in present:
+            found.setdefault(part, bits)
+    return found
+
+
+def find_captions(columns: Iterable[str], conditions: Sequence[Condition]) -> dict[str, str]:
+    """Map the conditions of a model to their columns; a ValueError names what is missing."""
+    found = _find_each(set(columns), conditions, image_size=None)
+    missing = [condition.name for condition in conditions if condition.name not in found]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return {condition.name: found[condition.name] for condition in conditions}
+
+
 def _missing_columns(
     what: str, parts: Iterable[str], present: Iterable[str], *, image_size: int | None = None
 ) -> ConfigError:
@@ -115,7 +172,7 @@ def _missing_columns(
     ]
     return bad_place(
         f"The data set holds no {what}",
-        value=f"columns {', '.join(sorted(present))}",
+        value=f"columns {', '.join(sorted(present)) or 'of no array'}",
         allowed=f"{', and '.join(map(' | '.join, spelt))}; or --latents {other}",
     )
 
@@ -144,12 +201,44 @@ def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raise a `BadSampleError`, with this name, if a value is not finite (float16 or float32).
+    """Raise a `BadSampleError`, with this name, if a value is not finite.
+
+    The array is float16, float32, or uint16 with the bits of bfloat16.
 
     It compares bit patterns in two passes without temporaries: 14 microseconds for the 111,616
     values of a sample at 512 px on a core of a Xeon, where np.isfinite takes several times as long.
     """
     signed, positive, unsigned, negative = NOT_FINITE[array.dtype]
     if array.view(signed).max() >= positive or array.view(unsigned).max() >= negative:
-        limit = ", infinite, or beyond float16's 65504" if signed is np.int16 else " or infinite"
+        is_half = array.dtype == np.float16
+        limit = ", infinite, or beyond float16's 65504" if is_half else " or infinite"
         raise BadSampleError(f"{name}: a value is NaN{limit}.")
+
+
+def check_ends(samples: Samples, config: SourceConfig) -> None:
+    """Check that one of the first samples, and one of the last, has the arrays asked for.
+
+    Raises:
+        ConfigError: It has not, so that the data set is of another model.
+    """
+    num_checked = min(NUM_SAMPLES_CHECKED, len(samples))
+    for indices in (range(num_checked), range(len(samples) - num_checked, len(samples))):
+        _check_some(samples, indices, config=config)
+
+
+def _check_some(samples: Samples, indices: range, *, config: SourceConfig) -> None:
+    for index in indices:
+        try:
+            sample = samples.read(index)
+            for name, shape in samples.sample_type.array_shapes(config).items():
+                check_array(f"{sample.name}, {name}", sample.arrays[name], shape=shape)
+            return
+        except BadSampleError as error:
+            reason = str(error)
+    width = config.inputs.conditions[0].shape[-1]
+    raise ConfigError(
+        f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
+        value=f"{config.image_size} px, embeddings of width {width}",
+        allowed="latents made by the VAE and text encoder of the model that is trained",
+        flag="--model_name or --image_size",
+    )

@@ -11,6 +11,7 @@ from sdbench.base.conditions import NUM_CLIP_TOKENS, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
+from sdbench.data.latent_columns import BFLOAT16
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import DataSettings
 
@@ -20,7 +21,7 @@ FAMILY, WEIGHTS, RANDOM, VAE_TENSORS = "family", "weights", "random", "vae_tenso
 # And the arrays of a sample, where they are not those of Stable Diffusion 1 or 2.
 ENCODED = "encoded"
 # Types that conditions may have.
-DTYPES = ("float16", "float32")
+DTYPES = ("float16", "float32", BFLOAT16)
 
 
 def check_maker(

@@ -69,8 +69,9 @@ class SampleType(Enum):
         for array in self.arrays(config):
             parts = DELIVERED_NAMES.get(array.name, (array.name,))
             first, *others = array.shape
+            dtype = "float32" if array.dtype == "bfloat16" else array.dtype
             for part in parts:
-                tensors[part] = ((first // len(parts), *others), array.dtype)
+                tensors[part] = ((first // len(parts), *others), dtype)
         return tensors
 
 

@@ -51,6 +51,12 @@ class SourceConfig(DataSettings):
         return cls(**{**values, **others})
 
     @property
+    def drops_encoded_captions(self) -> bool:
+        """Whether stored encoded captions become the empty one, which has to be stored too."""
+        is_stored = self.data_format != "synthetic" and self.wants_latents
+        return is_stored and self.caption_drop_probability > 0
+
+    @property
     def global_batch_size(self) -> int:
         """Images per batch of all ranks together."""
         return self.device_batch_size * self.world_size

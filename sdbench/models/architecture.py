@@ -7,6 +7,7 @@ Only a hub id needs the network. torch is not imported here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -50,6 +51,9 @@ REVISION_FLAG = "--model_revision"
 # SCHEMA_VERSION of checkpoints, which do not hold frozen random weights. 1: one generator draws all
 # of a sub-model. 2: one for each block of 2^18 values.
 DRAWING = 2
+
+# A built-in model of full width with fewer blocks, e.g. ``flux-dev-2+4-blocks``.
+FEWER_BLOCKS = re.compile(r"(?P<whole>.+)-(?P<numbers>[0-9]+(\+[0-9]+)*)-blocks")
 
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
@@ -238,8 +242,9 @@ def resolve_architecture(
 ) -> Architecture:
     """Find the architecture and the weights of a model.
 
-    `model_name` is a built-in name, a local diffusers folder, or a hub id (`owner/name`), which may
-    have a revision: a branch, tag or commit. With `random_weights` the weights of a folder or hub
+    `model_name` is a built-in name, perhaps with fewer blocks (``flux-dev-2+4-blocks``), a local
+    diffusers folder, or a hub id (`owner/name`), which may have a revision: a branch, tag or
+    commit. With `random_weights` the weights of a folder or hub
     id are not loaded; hub ids of built-in architectures then need no network.
 
     Raises:
@@ -248,7 +253,10 @@ def resolve_architecture(
     """
     names = built_in_names()
     is_folder = os.path.isdir(model_name)  # False also for a text that cannot be a path
-    if revision is not None and (model_name in names or is_folder):
+    cut = None if is_folder else FEWER_BLOCKS.fullmatch(model_name)
+    if cut is not None and cut["whole"] not in names:
+        cut = None
+    if revision is not None and (model_name in names or is_folder or cut):
         raise ConfigError(
             "only a model from the hub has revisions",
             value=revision,
@@ -257,6 +265,8 @@ def resolve_architecture(
         )
     if model_name in names:
         return _load_built_in(model_name)
+    if cut is not None:
+        return _load_fewer_blocks(model_name, cut["whole"], cut["numbers"])
     if is_folder:
         folder = Path(model_name).resolve()
         if (folder / "checkpoints").is_dir() and not (folder / "vae").exists():
@@ -265,14 +275,13 @@ def resolve_architecture(
                 model_name,
                 f"its model; export it first: `python -m sdbench export {shlex.quote(model_name)}`",
             )
+        single_file = next(folder.glob("*.safetensors"), None)
+        is_of_diffusers = (folder / "config.json").exists() or any(folder.glob("*/config.json"))
+        if single_file is not None and not is_of_diffusers:
+            raise _single_file(str(single_file))
         return _load_folder(folder, name=folder.name, random_weights=random_weights)
     if os.path.isfile(model_name):
-        raise _refusal(
-            "this is a single file, and the parts of a model are read from a folder",
-            model_name,
-            "a folder; diffusers makes one of a .safetensors file: `from_single_file` of the "
-            "model's pipeline, then `save_pretrained`",
-        )
+        raise _single_file(model_name)
     if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
         meant = nearest(model_name, names)
         allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
@@ -294,6 +303,15 @@ def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
 
 
+def _single_file(path: str) -> ConfigError:
+    return _refusal(
+        "this is a single file, and the parts of a model are read from a folder",
+        path,
+        "a folder; diffusers makes one of a .safetensors file: `from_single_file` of the model's "
+        "pipeline, then `save_pretrained`",
+    )
+
+
 @contextlib.contextmanager
 def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG) -> Iterator[None]:
     """Make a ConfigError of any error of the block: diffusers and transformers raise all kinds."""
@@ -313,6 +331,24 @@ def _load_built_in(name: str) -> Architecture:
     content, family = _read_built_in(name), family_of_file(built_in_files()[name])
     parts = {part: content[part] for part in family.config_files if part in content}
     return Architecture(name=name, family=family, parts=parts)
+
+
+@functools.cache
+def _load_fewer_blocks(name: str, whole: str, numbers: str) -> Architecture:
+    architecture = _load_built_in(whole)
+    denoiser, keys = architecture.family.denoiser, architecture.family.block_counts
+    config = architecture.parts[denoiser]
+    counts = dict(zip(keys, map(int, numbers.split("+")), strict=False))
+    is_right = len(keys) == numbers.count("+") + 1
+    if not is_right or not all(0 < counts[key] <= config[key] for key in keys):
+        ranges = " + ".join(f"1 to {config[key]}" for key in keys)
+        raise _refusal(
+            f"{whole} has no such part of its blocks",
+            name,
+            f"{whole}-N-blocks with {ranges} for N" if keys else f"{whole} as a whole",
+        )
+    parts = {**architecture.parts, denoiser: {**config, **counts}}
+    return dataclasses.replace(architecture, name=name, parts=parts)
 
 
 def _load_folder(

@@ -84,6 +84,8 @@ class Family:
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
             values and a reason, by setting.
         too_wide_for_fp16: Why an encoder cannot compute in fp16, as a sentence; None: it can.
+        block_counts: Keys of the denoiser's configuration that say how many blocks of a kind it
+            has; a built-in model may be taken with fewer.
         guidance_scale: Of classifier-free guidance, as its pipeline draws by default.
         tells_sizes: Whether it is told the sizes of each picture, `conditions.SIZES`.
         is_default: Whether a folder of no known kind is checked as one of this family.
@@ -102,6 +104,7 @@ class Family:
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
     too_wide_for_fp16: ClassVar[str | None] = None
+    block_counts: ClassVar[tuple[str, ...]] = ()
     guidance_scale: ClassVar[float] = 7.5
     tells_sizes: ClassVar[bool] = False
     is_default: ClassVar[bool] = False

@@ -349,10 +349,10 @@ class WatchSettings:
         "are more also a file for each picture",
         acts_beside=(SAMPLED,),
     )
-    sample_guidance: float = setting(
+    sample_guidance: float | None = setting(
         NOT_NEGATIVE_NUMBER,
-        7.5,
-        "scale of classifier-free guidance when drawing",
+        None,
+        "scale of classifier-free guidance when drawing (default: 7.5, SDXL 5, SD3 7, Flux.1 1)",
         acts_beside=(DRAWN,),
     )
     sample_steps: int = setting(

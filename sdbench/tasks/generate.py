@@ -45,7 +45,7 @@ from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.recipe import ObjectiveSettings, WatchSettings
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
-from sdbench.settings.setting import GIVEN, REQUIRED, Rule, on_gpu, setting, shared
+from sdbench.settings.setting import REQUIRED, Rule, on_gpu, setting, shared
 from sdbench.settings.training import ModelSettings
 
 if TYPE_CHECKING:
@@ -101,15 +101,6 @@ class GenerateFlags:
         TEXT,
         None,
         "text that guidance steers away from, for all prompts (default: the empty caption)",
-        rules=(
-            Rule(
-                GIVEN,
-                lambda s: s.config.guidance_scale is None or s.config.guidance_scale > 1,
-                "a negative prompt has no effect without guidance",
-                allowed="only with a --guidance_scale above 1",
-                others=("guidance_scale",),
-            ),
-        ),
     )
     seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next one has the next")
     batch_size: int = setting(
@@ -189,6 +180,13 @@ class Generate(Task):
             dtype=flags.dtype or default_dtype,
         )
         self._architecture.check_image_size(self._flags.image_size)
+        if flags.negative_prompt is not None and self._flags.guidance_scale <= 1:
+            raise ConfigError(
+                "a negative prompt has no effect without guidance",
+                value=self._flags.guidance_scale,
+                allowed="a scale above 1, or no --negative_prompt",
+                flag="--guidance_scale",
+            )
         if flags.lora:
             from sdbench.models.lora_files import check_lora_files
 

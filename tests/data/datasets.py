@@ -158,6 +158,34 @@ def write_tars(folder: Path) -> None:
         write_tar(folder / name, members)
 
 
+def write_tars_of_latents(folder: Path) -> None:
+    """The same three tars with moments and embeddings as files of numpy's, and captions."""
+    numbers = iter(range(NUM_SAMPLES))
+    for name, size in TAR_SIZES.items():
+        members = []
+        for index in itertools.islice(numbers, size):
+            arrays = make_arrays(index)
+            members += array_members(
+                f"{index:06d}",
+                {
+                    f"latent_moments_{IMAGE_SIZE}": arrays["moments"],
+                    "text_embedding": arrays["text_embedding"],
+                },
+            )
+            members.append((f"{index:06d}.txt", make_caption(index).encode()))
+        write_tar(folder / name, members)
+
+
+def array_members(key: str, arrays: dict[str, np.ndarray]) -> list[tuple[str, bytes]]:
+    """Arrays as WebDataset names and stores them."""
+    members = []
+    for name, values in arrays.items():
+        content = io.BytesIO()
+        np.save(content, values)
+        members.append((f"{key}.{name}.npy", content.getvalue()))
+    return members
+
+
 def write_table(path: Path, columns: dict, *, row_group_size: int) -> Path:
     """A parquet file of columns by name, or of a table of Arrow's."""
     import pyarrow
@@ -207,6 +235,7 @@ WRITERS = {
     "mds": write_mds,
     "mds latents": write_mds_latents,
     "webdataset": write_tars,
+    "webdataset latents": write_tars_of_latents,
     "parquet": write_parquet,
     "parquet latents": write_parquet_latents,
     "folder": write_folder,

@@ -67,7 +67,7 @@ def test_the_folders_of_data_below_a_place_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "flag", "value"),
     [
-        ("mds latents", {"caption_drop_probability": 0.1}, "--caption_drop_probability", 0.1),
+        ("mds latents", {"crop": "random"}, "--crop", "random"),
         (
             "mds",
             {"inputs": ModelInputs(captions=(Captions(folder=Path("empty")),))},

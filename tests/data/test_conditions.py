@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from sdbench import data
 from sdbench.base.conditions import T5, Captions, Condition, ModelInputs
-from sdbench.base.errors import RunError
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.prepare.convert import main as convert
 from sdbench.data.prepare.verify import main as verify
@@ -82,7 +83,103 @@ def write_parquet(folder, *, left_out: str | None = None, damage=lambda row: Non
     return folder
 
 
-WRITERS = {"mds latents": write_mds, "parquet latents": write_parquet}
+def write_tar(folder, *, left_out: str | None = None, damage=lambda row: None):
+    """The same as files of numpy's in a tar."""
+    rows = [make_row(index) for index in range(6)]
+    damage(rows[3])
+    members = []
+    for index, row in enumerate(rows):
+        kept = {name: values for name, values in row.items() if name != left_out}
+        members += datasets.array_members(f"{index:03d}", kept)
+    datasets.write_tar(folder / "0.tar", members)
+    return folder
+
+
+WRITERS = {
+    "mds latents": write_mds,
+    "parquet latents": write_parquet,
+    "webdataset latents": write_tar,
+}
+# T5's states as bfloat16, whose bits are those of the first half of a float32.
+BITS_COLUMN, BITS_ENCODING = "t5_embedding_bf16", "ndarray:uint16:12,4"
+
+
+@pytest.fixture
+def with_bits(monkeypatch):
+    """Whatever is written has the states of T5 as bfloat16."""
+    columns = {
+        (BITS_COLUMN if name == "t5_embedding" else name): encoding
+        for name, encoding in COLUMNS.items()
+    }
+    columns[BITS_COLUMN] = BITS_ENCODING
+    whole = make_row
+
+    def make(index: int) -> dict[str, np.ndarray]:
+        row = whole(index)
+        states = torch.from_numpy(row["t5_embedding"]).to(torch.bfloat16)
+        bits = states.view(torch.int16).numpy().view(np.uint16)
+        return {name: bits if name == BITS_COLUMN else row[name] for name in columns}
+
+    rows = [make(index) for index in range(6)]
+    monkeypatch.setattr(sys.modules[__name__], "make_row", lambda index: rows[index])
+    monkeypatch.setattr(sys.modules[__name__], "COLUMNS", columns)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_states_stored_as_bfloat16_come_as_the_float32_of_the_same_value(kind, tmp_path, with_bits):
+    folder = WRITERS[kind](tmp_path / "data")
+    source = datasets.make_source(kind, folder, shuffle=False, device_batch_size=6, inputs=INPUTS)
+    (batch,) = data.build(source)
+    states = 100_000 * (torch.arange(6) + 3)[:, None, None].expand(6, 12, 4).float()
+    assert torch.equal(batch["t5_embedding"], states.bfloat16().float())
+    assert batch["sizes"].tolist() == [[400 + index, 600, 0, 8, 32, 32] for index in range(6)]
+
+
+@pytest.mark.parametrize("kind", ["mds latents", "webdataset latents"])
+def test_bits_of_another_type_are_not_taken_for_bfloat16(kind, tmp_path, with_bits, monkeypatch):
+    half = {**COLUMNS, BITS_COLUMN: "ndarray:float16:12,4"}
+    monkeypatch.setattr(sys.modules[__name__], "COLUMNS", half)
+    rows = [make_row(index) for index in range(6)]
+    for row in rows:
+        row[BITS_COLUMN] = row[BITS_COLUMN].view(np.float16)
+    folder = WRITERS[kind](tmp_path / "data")
+    with pytest.raises((ConfigError, RunError), match="uint16 with the bits of bfloat16"):
+        list(data.build(datasets.make_source(kind, folder, inputs=INPUTS)))
+
+
+def test_a_bit_of_bfloat16_that_makes_a_value_infinite_is_found_by_verify(
+    tmp_path, with_bits, capsys
+):
+    def damage(row: dict[str, np.ndarray]) -> None:
+        row[BITS_COLUMN][5, 1] = 0x7F80
+
+    folder = write_mds(tmp_path / "data", damage=damage)
+    describe(folder, dtype="bfloat16")
+    assert verify([str(folder), "--deep"]) == 1
+    assert "t5_embedding_bf16: a value is NaN or infinite." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out_format", ["mds", "parquet", "webdataset"])
+def test_a_copy_has_the_same_bits_of_bfloat16(out_format, tmp_path, with_bits):
+    folder = write_mds(tmp_path / "data")
+    describe(folder, dtype="bfloat16")
+    flags = ["--latents", "precomputed", "--folder"]
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert convert([str(folder), *flags, there, "--out_format", out_format]) == 0
+    assert convert([there, *flags, back]) == 0
+    for row, index in zip(read_mds(tmp_path / "back"), range(6), strict=True):
+        expected = make_row(index)
+        assert row.keys() == expected.keys()
+        assert all(np.array_equal(row[name], expected[name]) for name in row)
+
+
+def describe(folder, *, dtype: str = "float32") -> dict:
+    """Say of a folder what precompute says."""
+    encoded = copy.deepcopy(ENCODED)
+    encoded["conditions"][2]["dtype"] = dtype
+    said = {"family": "new", "weights": {"vae": "0123abcd:9"}, "encoded": encoded}
+    (folder / PROVENANCE_NAME).write_text(json.dumps({"command": "precompute", **said}))
+    return said
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -150,12 +247,11 @@ def test_conditions_of_another_shape_are_another_models(tmp_path):
         data.check(datasets.make_source("mds latents", folder, inputs=inputs))
 
 
-@pytest.mark.parametrize("out_format", ["mds", "parquet"])
+@pytest.mark.parametrize("out_format", ["mds", "parquet", "webdataset"])
 def test_convert_and_verify_know_the_arrays_from_the_description(out_format, tmp_path, capsys):
     """Without one they take the states of Stable Diffusion, with the width of their flag."""
     folder = write_mds(tmp_path / "data")
-    said = {"family": "new", "weights": {"vae": "0123abcd:9"}, "encoded": ENCODED}
-    (folder / PROVENANCE_NAME).write_text(json.dumps({"command": "precompute", **said}))
+    said = describe(folder)
     copy = tmp_path / "copy"
     flags = ["--latents", "precomputed", "--out_format", out_format]
     assert convert([str(folder), "--folder", str(copy), *flags]) == 0

@@ -255,7 +255,7 @@ def test_fewer_samples_than_a_batch(kind, make_config):
 
 @pytest.mark.parametrize("kind", [kind for kind in STORED if "latents" not in kind])
 def test_images_are_not_latents(kind, make_config):
-    has_columns = kind in ("mds", "parquet")
+    has_columns = kind != "folder"
     with refused(PLACE_FLAGS if has_columns else "--latents"):
         data.check(make_config(kind, latents="precomputed"))
 

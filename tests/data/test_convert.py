@@ -129,7 +129,7 @@ def test_shards_are_neither_tiny_nor_huge():
 
 def test_mistakes(tmp_path, mds_folder):
     out = tmp_path / "out"
-    with refused("--out_format", value="folder", allowed="mds or parquet"):
+    with refused("--out_format", value="folder", allowed="mds, parquet or webdataset"):
         main(mds_folder, out, "--out_format", "folder", "--latents", "precomputed")
     with refused("PLACE", value="columns caption, jpg"):
         main(mds_folder, out, "--latents", "precomputed")

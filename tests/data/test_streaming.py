@@ -46,7 +46,7 @@ def folder(tmp_path):
     def make(kind: str) -> Path:
         path = tmp_path / kind
         datasets.WRITERS[kind](path)
-        if kind == "webdataset":
+        if kind.startswith("webdataset"):
             (path / "sizes.json").write_text(json.dumps(TAR_SIZES))
         return path
 
@@ -62,7 +62,7 @@ def place(s3: S3Server, folder, tmp_path):
 
     def put(kind: str) -> str:
         url = s3.upload(folder(kind), f"{tmp_path.name}/why?#/{kind}")
-        return f"{url}/{NAMES[kind]}"
+        return f"{url}/{NAMES[kind.split()[0]]}"
 
     return put
 
@@ -303,6 +303,10 @@ def test_another_number_of_samples_than_declared_is_named(declared, place, tmp_p
         list(data.build(config))
 
 
+def test_tars_of_latents_are_streamed(place):
+    check_stored_order(place("webdataset latents"), "webdataset latents")
+
+
 def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
     tars = folder("webdataset")
     url = "s3://pictures/a/{0..1}.tar"
@@ -382,6 +386,9 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
         assert capsys.readouterr().out == f"49 samples in 3 tars: {out}\n"
     assert files_below(temporary_folder) == []
     check_stored_order(place, tar_sizes=str(out))
+    latents = folder("webdataset latents")
+    assert main(["count-samples", str(latents), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == TAR_SIZES
     # Names that are not told apart by their last part.
     both = f"{{{path}/00000.tar,{place}/00000.tar}}"
     assert main(["count-samples", both, "--out", str(out)]) == 0

@@ -19,6 +19,7 @@ from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import RunError
 from sdbench.cli import main
+from tests.data import datasets
 from tests.data.datasets import encode, indices, make_png, make_source, read_epoch, write_tar
 from tests.refusals import refused
 
@@ -313,6 +314,53 @@ def test_a_bad_sample_is_named_or_skipped(bad, what, tmp_path, capfd):
     assert indices(list(loader)) == [0, 2, 3, 0, 4, 5, 6, 7]
     assert loader.stats.num_bad_samples == 1
     assert "Skipped a bad sample: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "no text_embedding.npy"),
+        (b"", "text_embedding.npy cannot be read"),
+        (b"PK\x03\x04", "text_embedding.npy cannot be read"),
+        (b"\x93NUMPY\x01\x00\x08\x00{'descr'", "text_embedding.npy cannot be read"),
+        (np.zeros((77, 4), np.float16), r"shape \(77, 4\), \(77, 8\) is needed"),
+        (np.zeros((77, 8), object), "text_embedding.npy cannot be read"),
+    ],
+)
+def test_a_damaged_array_is_a_bad_sample(content, what, tmp_path):
+    members = []
+    for index in range(8):
+        arrays = datasets.make_arrays(index)
+        row = {"latent_moments_32": arrays["moments"], "text_embedding": arrays["text_embedding"]}
+        if index == 1 and not isinstance(content, bytes):
+            row["text_embedding"] = content
+        row = {name: values for name, values in row.items() if values is not None}
+        members += datasets.array_members(f"{index:03d}", row)
+        if index == 1 and isinstance(content, bytes):
+            members[-1] = (members[-1][0], content)
+    tar = write_tar(tmp_path / "a.tar", members)
+    place = functools.partial(datasets.make_source, "webdataset latents", tar, shuffle=False)
+    with pytest.raises(RunError, match=f"a.tar: 001.*{what}.*--on_bad_sample skip"):
+        list(data.build(place()))
+    skipping = place(on_bad_sample="skip", max_bad_fraction=0.125)
+    loader = data.build(skipping)
+    assert indices(list(loader)) == [0, 2, 3, 0, 4, 5, 6, 7]
+    assert loader.stats.num_bad_samples == 1
+
+
+def test_latents_are_found_behind_an_empty_tar(tmp_path):
+    write_tar(tmp_path / "0.tar", [])
+    members = []
+    for index in range(4):
+        arrays = datasets.make_arrays(index)
+        row = {"latents_32": arrays["latent"], "text_embedding": arrays["text_embedding"]}
+        members += datasets.array_members(f"{index:03d}", row)
+    write_tar(tmp_path / "1.tar", members)
+    place = datasets.make_source("webdataset latents", tmp_path, shuffle=False)
+    assert read_epoch(place) == [0, 1, 2, 3]
+    (tmp_path / "1.tar").unlink()
+    with refused(value=str(tmp_path)):
+        data.check(place)
 
 
 def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):

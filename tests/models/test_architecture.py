@@ -64,6 +64,8 @@ def test_built_ins() -> None:
         "flux-schnell": ("flux", 1024, [49407, 0], None),
         "mini": ("sd", 64, [0], "epsilon"),
         "mini-flux": ("flux", 64, [49407, 0], None),
+        "mini-sd3": ("sd3", 64, [49407, 0, 0], None),
+        "mini-sdxl": ("sdxl", 64, [49407, 0], "epsilon"),
         "sd1-base": ("sd", 512, [49407], "epsilon"),
         "sd2-768-v": ("sd", 768, [0], "v_prediction"),
         "sd2-base": ("sd", 512, [0], "epsilon"),

@@ -98,6 +98,13 @@ def test_a_part_that_is_missing_is_named(family, part, tmp_path) -> None:
     assert f"has no {described.config_files[part]} that can be read" in caught.value.what
 
 
+def test_a_folder_with_a_single_file_is_no_model(tmp_path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with refused(FLAG, value=str(tmp_path / "model.safetensors")) as caught:
+        resolve_architecture(str(tmp_path))
+    assert "`from_single_file`" in caught.value.allowed
+
+
 @pytest.mark.parametrize("family", MINIATURES)
 def test_a_folder_that_is_named_as_another_family_is_refused(family, tmp_path) -> None:
     folder = write_folder(tmp_path / "model", MINIATURES[family], {})
@@ -108,6 +115,21 @@ def test_a_folder_that_is_named_as_another_family_is_refused(family, tmp_path) -
         Path(folder, "model_index.json").write_text(index)
         with refused(FLAG, value=other):
             resolve_architecture(folder, random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("flux-dev-20+1-blocks", "flux-dev-N-blocks with 1 to 19 + 1 to 38 for N"),
+        ("flux-dev-0+1-blocks", "flux-dev-N-blocks with 1 to 19 + 1 to 38 for N"),
+        ("flux-dev-4-blocks", "flux-dev-N-blocks with 1 to 19 + 1 to 38 for N"),
+        ("sd3-medium-3+4-blocks", "sd3-medium-N-blocks with 1 to 24 for N"),
+        ("sdxl-2-blocks", "sdxl as a whole"),
+    ],
+)
+def test_parts_of_the_blocks_that_no_model_has_are_refused(name, allowed) -> None:
+    with refused(FLAG, value=name, allowed=allowed):
+        resolve_architecture(name)
 
 
 def test_a_vae_that_says_no_scale_has_that_of_diffusers(tmp_path) -> None:

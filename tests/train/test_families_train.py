@@ -174,7 +174,7 @@ def test_latents_of_each_format_train_as_the_pictures_and_resume(family):
     argv = (*argv_of(family), "--no_use_synth_data", "--remote")
     online = read_losses(trained("online", 3, *argv, "data"))
     assert len(set(online)) == 3
-    for out_format in ("mds", "parquet"):
+    for out_format in ("mds", "parquet", "webdataset"):
         folder = Path(out_format)
         flags = ("--model_name", f"tiny-{family}", "--remote", "data", "--folder", folder)
         line = ["precompute", *map(str, flags), "--out_format", out_format]

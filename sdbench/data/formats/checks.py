@@ -91,7 +91,6 @@ def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
             is_encoded and not has_columns,
             "online; python -m sdbench precompute makes latents of it",
         ),
-        "caption_drop_probability": (is_encoded and config.caption_drop_probability, when_made),
         "horizontal_flip_probability": (
             is_encoded and config.horizontal_flip_probability,
             when_made,

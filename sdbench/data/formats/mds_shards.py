@@ -35,7 +35,7 @@ from sdbench.data.formats.mds_index import (
     keep_index,
     locate_mds,
 )
-from sdbench.data.latent_columns import LATENTS, columns_of
+from sdbench.data.latent_columns import LATENTS, columns_of, widen_bits
 from sdbench.data.pipeline.transforms import to_rgb
 from sdbench.data.remote import errors_named
 from sdbench.data.samples import (
@@ -110,7 +110,7 @@ class MdsSamples(Samples):
                 raise kind(f"{name}, {columns[key]}: no value.")
         if self.sample_type is SampleType.IMAGES:
             return ImageSample(name, values["image"], clean_caption(values["caption"]))
-        return LatentSample(name, values)
+        return LatentSample(name, widen_bits(values, columns, name=name))
 
     def _find(self, index: int) -> tuple[int, int]:
         shard_id, position = super()._find(index)

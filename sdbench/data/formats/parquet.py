@@ -16,7 +16,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.checks import bad_place, wrong_type
 from sdbench.data.formats.files import StoredFile, fetch_files, find_streamed, read_whole
-from sdbench.data.latent_columns import LATENTS, check_array, columns_of
+from sdbench.data.latent_columns import BITS_ENDING, LATENTS, check_ends, columns_of, widen_bits
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
 from sdbench.data.samples import (
@@ -29,9 +29,6 @@ from sdbench.data.samples import (
     max_kept,
 )
 from sdbench.data.source import SourceConfig
-
-# Rows tried at each end: if all are bad, the data set is taken for another model's.
-NUM_ROWS_CHECKED = 8
 
 # Names of Arrow's types.
 BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
@@ -99,12 +96,14 @@ class ParquetSamples(Samples):
         dtypes = [np.dtype(np.float16), np.dtype(np.float32)]
         for part, shape in self._shapes.items():
             place = f"{name}, {self.columns[part]}"
-            arrays[part] = _to_array(values[part], place, shape=shape, dtypes=dtypes)
+            is_bits = self.columns[part].endswith(BITS_ENDING)
+            allowed = [np.dtype(np.uint16)] if is_bits else dtypes
+            arrays[part] = _to_array(values[part], place, shape=shape, dtypes=allowed)
             # Latents come first and fix the type: 77 x 512 numbers of 4 bytes are as long as 77 x
             # 1024 of 2, so bytes of a text embedding are float16 only beside float16 latents.
             if part in LATENTS and arrays[part].dtype.itemsize > 2:
                 dtypes = dtypes[1:]
-        return LatentSample(name, arrays)
+        return LatentSample(name, widen_bits(arrays, self.columns, name=name))
 
     def _read_group(self, block: int) -> dict[str, Any]:
         """Map each part of a sample to its column of a row group, an Arrow array."""
@@ -285,29 +284,8 @@ def check(config: SourceConfig) -> int | None:
         return None
     samples = ParquetSamples(config)
     if config.wants_latents:
-        num_rows = min(NUM_ROWS_CHECKED, len(samples))
-        for indices in (range(num_rows), range(len(samples) - num_rows, len(samples))):
-            _check_some(samples, indices, config=config)
+        check_ends(samples, config)
     return len(samples)
-
-
-def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig) -> None:
-    """Check that one of the rows has arrays of the right type and shapes."""
-    for index in indices:
-        try:
-            sample = samples.read(index)
-            for name, shape in samples.sample_type.array_shapes(config).items():
-                check_array(f"{sample.name}, {name}", sample.arrays[name], shape=shape)
-            return
-        except BadSampleError as error:
-            reason = str(error)
-    width = config.inputs.conditions[0].shape[-1]
-    raise ConfigError(
-        f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
-        value=f"{config.image_size} px, embeddings of width {width}",
-        allowed="latents made by the VAE and text encoder of the model that is trained",
-        flag="--model_name or --image_size",
-    )
 
 
 def _find(config: SourceConfig) -> Sequence[ParquetFile]:

@@ -1,26 +1,39 @@
-"""Listing of the samples of a tar, and reading of their images and captions."""
+"""Listing of the samples of a tar, and reading of images and captions, or of encoded samples."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from numpy.lib.format import read_array
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import read_json, refuse_repeated_keys
 from sdbench.data.formats.listing import is_visible
 from sdbench.data.image_files import image_extensions
-from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.latent_columns import columns_of, widen_bits
+from sdbench.data.samples import (
+    BadSampleError,
+    ImageSample,
+    LatentSample,
+    SampleType,
+    clean_caption,
+)
 from sdbench.data.source import SourceConfig
 
 # Members that a caption may come from, preferred first.
 CAPTION_EXTENSIONS = ("txt", "json", "cls")
 # The same with --class_prompts, which has a caption for each class: the class number is preferred.
 CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
+
+# An array of an encoded sample is a file of numpy's, named by its column.
+ARRAY_ENDING = ".npy"
 
 # WebDataset 1.0.2, webdataset/tariterators.py: `base_plus_ext` and `tar_file_iterator(skip_meta)`;
 # importing it would load torch.
@@ -111,22 +124,62 @@ def read_span(file: BinaryIO, span: Span) -> bytes:
     return file.read(num_bytes)
 
 
+def read_columns(file: BinaryIO, tar: object) -> set[str] | None:
+    """Return the columns of the first sample, if it is an encoded one; None: there is no sample."""
+    kinds = (*image_extensions(read_avif=True), *CAPTION_EXTENSIONS, ARRAY_ENDING[1:])
+    first = next(list_samples(file, tar, kinds=kinds), None)
+    if first is None:
+        return None
+    _, members = first
+    columns = {name.removesuffix(ARRAY_ENDING) for name in members if name.endswith(ARRAY_ENDING)}
+    return columns | {"caption"} if columns and "txt" in members else columns
+
+
+class ArrayReader:
+    """Makes encoded samples from the members of a tar, of one resolution."""
+
+    kinds = (ARRAY_ENDING[1:],)
+
+    def __init__(self, columns: Iterable[str], config: SourceConfig) -> None:
+        """Choose among the columns of a tar; a `ConfigError` if some are missing."""
+        self.columns = columns_of(columns, config)
+        self.sample_type = SampleType.of(self.columns)
+        self.members = tuple(column + ARRAY_ENDING for column in self.columns.values())
+
+    def choose(self, members: Mapping[str, object]) -> list[str]:
+        """Choose the members of a sample that are read."""
+        return [name for name in self.members if name in members]
+
+    def make(self, name: str, members: Mapping[str, bytes | None]) -> LatentSample:
+        """Make a sample from the contents of its members, by extension."""
+        arrays = {}
+        for part, member in zip(self.columns, self.members, strict=True):
+            content = members.get(member)
+            if content is None:
+                raise BadSampleError(f"{name}: no {member}.")
+            try:
+                arrays[part] = read_array(io.BytesIO(content), allow_pickle=False)
+            except Exception as error:  # of any type for a broken header
+                raise BadSampleError(f"{name}: {member} cannot be read ({error}).") from error
+        return LatentSample(name, widen_bits(arrays, self.columns, name=name))
+
+
 class SampleReader:
     """Makes samples from the members of a tar.
 
     `images` and `captions` are the extensions of their members, preferred first.
     """
 
+    columns: Mapping[str, str] = {}
+    sample_type = SampleType.IMAGES
+
     def __init__(self, config: SourceConfig) -> None:
         """Read the class prompts; a `ConfigError` if their file cannot be read."""
         self._class_prompts = _read_class_prompts(config.class_prompts)
         self.images = image_extensions(read_avif=config.read_avif)
         self.captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Extensions of all members that are read."""
-        return (*self.images, *self.captions)
+        # Extensions of the members of which one makes a sample, and of those that are read.
+        self.kinds = self.members = (*self.images, *self.captions)
 
     def choose(self, members: Mapping[str, object]) -> tuple[str | None, str | None]:
         """Choose the extensions of the image and of the caption; None where a sample lacks one."""

@@ -17,6 +17,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
+from sdbench.data.formats import tar_members
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.files import (
     StoredFile,
@@ -27,10 +28,17 @@ from sdbench.data.formats.files import (
     state_of,
 )
 from sdbench.data.formats.filters import parse_filters
-from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
+from sdbench.data.formats.tar_members import (
+    ArrayReader,
+    SampleReader,
+    Span,
+    list_samples,
+    read_span,
+)
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
+from sdbench.data.latent_columns import check_ends
 from sdbench.data.remote_files import must_be_copied
-from sdbench.data.samples import ImageSample, Samples
+from sdbench.data.samples import ImageSample, LatentSample, Samples
 from sdbench.data.source import SourceConfig
 
 # Changes whenever the content of an index does.
@@ -42,7 +50,7 @@ class TarIndex(NamedTuple):
 
     state: tuple[int, ...]
     # For each sample that meets the filters: its key (its members' path up to the first dot of the
-    # name), and the spans of image and caption by extension.
+    # name), and the spans of the members that are read, by extension.
     entries: Sequence[tuple[str, Mapping[str, Span]]]
     num_dropped: int  # samples that do not meet the filters
 
@@ -54,6 +62,9 @@ class WebDatasetSamples(Samples):
         """Index the tars, or read the indexes that were made before."""
         self._tars = tars
         self._reader = SampleReader(config)
+        if config.wants_latents and (columns := _read_columns(tars)) is not None:
+            self._reader = ArrayReader(columns, config)
+        self.columns, self.sample_type = self._reader.columns, self._reader.sample_type
         self._terms = parse_filters(config.filters)
         indexes = (read_whole(tar, self._load_index) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
@@ -74,7 +85,7 @@ class WebDatasetSamples(Samples):
 
         state, reader = state_of(os.stat(tar)), self._reader
         path = tar.path.absolute()
-        facts = (INDEX_VERSION, path, state, self._terms, reader.images, reader.captions)
+        facts = (INDEX_VERSION, path, state, self._terms, reader.members)
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
         index = private_folder("tar-indexes") / f"{digest}.json"
         with FileLock(index.with_suffix(".lock"), mode=0o600):
@@ -123,7 +134,7 @@ class WebDatasetSamples(Samples):
         key, _ = self._indexes[number].entries[position]
         return f"{self._tars[number]}: {key}"
 
-    def read(self, index: int) -> ImageSample:
+    def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample; a `RunError` if the tar has changed since it was indexed."""
         number, position = self._find(index)
         tar, stored = self._tars[number], self._indexes[number]
@@ -158,7 +169,10 @@ def check(config: SourceConfig) -> int | None:
     SampleReader(config)  # refuses class prompts that cannot be read
     if not config.is_streamed and any(map(must_be_copied, list_files(config))):
         return None
-    return len(open_samples(config))
+    samples = open_samples(config)
+    if config.wants_latents and not config.is_streamed:
+        check_ends(samples, config)
+    return len(samples)
 
 
 def open_samples(config: SourceConfig) -> WebDatasetSamples | StreamedTarSamples:
@@ -166,3 +180,19 @@ def open_samples(config: SourceConfig) -> WebDatasetSamples | StreamedTarSamples
     if config.is_streamed:
         return StreamedTarSamples(find_streamed(config), config=config)
     return WebDatasetSamples(fetch_files(config), config=config)
+
+
+def read_columns(config: SourceConfig) -> set[str]:
+    """Return the columns of encoded samples, as the first one has them; none for images."""
+    return _read_columns(fetch_files(config)) or set()
+
+
+def _read_columns(tars: Sequence[StoredFile]) -> set[str] | None:
+    """The columns of the first sample of all tars; None: there is no sample."""
+
+    def read(tar: StoredFile) -> set[str] | None:
+        with open(tar, "rb") as file:
+            return tar_members.read_columns(file, tar)
+
+    found = (read_whole(tar, read) for tar in tars)
+    return next((columns for columns in found if columns is not None), None)

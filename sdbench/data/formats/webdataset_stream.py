@@ -7,6 +7,7 @@ compared with what the tar holds.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,31 +18,45 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.listing import SIZES_NAME
-from sdbench.data.formats.tar_members import SampleReader, Span, list_samples, read_span
+from sdbench.data.formats.tar_members import (
+    ArrayReader,
+    SampleReader,
+    Span,
+    list_samples,
+    read_columns,
+    read_span,
+)
 from sdbench.data.remote import S3, path_of, shown
 from sdbench.data.remote_files import open_stream
-from sdbench.data.samples import ImageSample, Samples, max_kept
+from sdbench.data.samples import ImageSample, LatentSample, Samples, SampleType, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
 
 # 500,000 tars with long names; more than that is no list of sizes.
 MAX_SIZES_BYTES = 64 * 2**20
 # Size of the shuffle buffer: consecutive samples that are shuffled among themselves. Their files
-# are held in memory: 50 MB for images of 100 kB.
-SAMPLES_PER_BLOCK = 512
+# are held in memory: 50 MB for images of 100 kB. Of latents there are fewer: states of T5-XXL are
+# 4 MiB or more in each.
+SAMPLES_PER_BLOCK, MAX_BLOCK_BYTES = 512, 256 * 2**20
 
 
 class StreamedTarSamples(Samples):
     """The samples of tars, numbered over all of them; cheap to read only in ascending order."""
 
     def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
-        """Read the declared number of samples of each tar; no tar is opened."""
+        """Read the declared number of samples of each tar; of latents also the first sample."""
         self._tars = tars
         self._sizes = read_sizes(tars, place=config.tar_sizes)
         self._reader = SampleReader(config)
-        whole = [divmod(size, SAMPLES_PER_BLOCK) for size in self._sizes]
+        filled = [tar for tar, size in zip(tars, self._sizes, strict=True) if size]
+        if config.wants_latents and filled:
+            with open_stream(filled[0]) as file:
+                self._reader = ArrayReader(read_columns(file, shown(filled[0])) or (), config)
+        self.columns, self.sample_type = self._reader.columns, self._reader.sample_type
+        self._per_block = _samples_per_block(self.sample_type, config)
+        whole = [divmod(size, self._per_block) for size in self._sizes]
         blocks_of_tars = [
-            [SAMPLES_PER_BLOCK] * num_whole + [rest] * bool(rest) for num_whole, rest in whole
+            [self._per_block] * num_whole + [rest] * bool(rest) for num_whole, rest in whole
         ]
         blocks = list(itertools.chain.from_iterable(blocks_of_tars))
         super().__init__(self._sizes, blocks=blocks)
@@ -57,7 +72,7 @@ class StreamedTarSamples(Samples):
         number, position = self._find(index)
         return f"{shown(self._tars[number])}, sample {position}"
 
-    def read(self, index: int) -> ImageSample:
+    def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample, after the unread ones before it in the tar."""
         number, position = self._find(index)
         return self._reader.make(self.name(index), self._take(number, position))
@@ -74,7 +89,12 @@ class StreamedTarSamples(Samples):
         while len(self._readers) >= max_kept(self.num_lanes):
             self._readers.pop(0).close()
         if reader is None:
-            reader = _TarReader(tar, num_samples=self._sizes[number], kinds=self._reader.kinds)
+            reader = _TarReader(
+                tar,
+                num_samples=self._sizes[number],
+                reader=self._reader,
+                per_block=self._per_block,
+            )
         try:
             members = reader.take(position)
         except BaseException:
@@ -87,18 +107,32 @@ class StreamedTarSamples(Samples):
         return members
 
 
+def _samples_per_block(sample_type: SampleType, config: SourceConfig) -> int:
+    # Latents, too, are counted as float32.
+    num_bytes = 4 * sum(map(math.prod, sample_type.array_shapes(config).values()))
+    return min(SAMPLES_PER_BLOCK, max(1, MAX_BLOCK_BYTES // max(1, num_bytes)))
+
+
 class _TarReader:
     """Reads a tar from its first byte on; samples of one block may be taken in any order."""
 
-    def __init__(self, tar: str, *, num_samples: int, kinds: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tar: str,
+        *,
+        num_samples: int,
+        reader: SampleReader | ArrayReader,
+        per_block: int,
+    ) -> None:
         self.tar = tar
+        self._per_block = per_block
         self._num_samples = num_samples
         self._file = file = open_stream(tar)
 
         def take(extension: str, span: Span) -> bytes | None:  # without self, else a cycle
-            return read_span(file, span) if extension in kinds else None
+            return read_span(file, span) if extension in reader.members else None
 
-        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
+        self._samples = list_samples(file, shown(tar), kinds=reader.kinds, take=take)
         self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
@@ -113,7 +147,7 @@ class _TarReader:
 
     def take(self, position: int) -> dict[str, bytes | None]:
         """Return the members of a sample."""
-        block = position // SAMPLES_PER_BLOCK * SAMPLES_PER_BLOCK
+        block = position // self._per_block * self._per_block
         self._kept = {number: kept for number, kept in self._kept.items() if number >= block}
         while self.num_read <= position:
             sample = next(self._samples, None)

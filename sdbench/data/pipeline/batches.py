@@ -17,7 +17,8 @@ import torch
 
 from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import check_array, check_finite
+from sdbench.data.empty_caption import read_empty_caption
+from sdbench.data.latent_columns import BITS_ENDING, check_array, check_finite
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import SharedBatches
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
@@ -187,8 +188,7 @@ class ImageBatchReader(SampleBatchReader):
         with report.phase("read"):
             sample = self.samples.read(key.index)
         config = self.config
-        # Seeded by sample and epoch, so that neither workers nor ranks nor a resume change it.
-        x, y, flip, drop = np.random.default_rng([config.seed, key.epoch, key.index]).random(4)
+        x, y, flip, drop = _draw_chances(config, key)
         if config.caption is not None:
             sample = sample._replace(caption=config.caption)
         check_whole(sample, empty_captions=config.empty_captions)
@@ -223,16 +223,25 @@ class ImageBatchReader(SampleBatchReader):
         return tensors
 
 
+def _draw_chances(config: SourceConfig, key: Key) -> np.ndarray:
+    """Four numbers from 0 to 1: two for the crop, one for mirroring, one for the caption.
+
+    Seeded by sample and epoch, so that neither workers nor ranks nor a resume change them.
+    """
+    return np.random.default_rng([config.seed, key.epoch, key.index]).random(4)
+
+
 class LatentBatchReader(SampleBatchReader):
     """Makes ``{latent_mean, latent_logvar | latent: (B, C, S / 8, S / 8), text_embedding}``.
 
     Latents are float16, and what is beside them has the shapes and types that the model asks for.
-    Each value is copied once, from the file's pages into the batch.
+    Each value is copied once, from the file's pages into the batch; bfloat16 is widened before.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
         self._shapes = self.sample_type.array_shapes(config)
+        self._empty = read_empty_caption(config) if config.drops_encoded_captions else {}
         layout = {
             name: (shape, getattr(torch, dtype))
             for name, (shape, dtype) in self.sample_type.batch_tensors(config).items()
@@ -242,11 +251,17 @@ class LatentBatchReader(SampleBatchReader):
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):
             sample = self.samples.read(key.index)
+        arrays = sample.arrays
+        if self._empty:
+            *_, drop = _draw_chances(self.config, key)
+            if drop < self.config.caption_drop_probability:
+                arrays = arrays | self._empty
         with report.phase("collate"):
             for name, shape in self._shapes.items():
-                stored = sample.arrays[name]
+                stored = arrays[name]
                 check_array(f"{sample.name}, {name}", stored, shape=shape)
-                report.bytes_read += stored.nbytes
+                is_widened = self.samples.columns.get(name, "").endswith(BITS_ENDING)
+                report.bytes_read += stored.nbytes // (2 if is_widened else 1)
                 parts = DELIVERED_NAMES.get(name, (name,))
                 length = shape[0] // len(parts)
                 for number, part in enumerate(parts):

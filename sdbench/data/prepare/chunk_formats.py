@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import shutil
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import RunError
 from sdbench.data.formats.listing import SIZES_NAME
 from sdbench.data.formats.mds_entries import INDEX_NAME
+from sdbench.data.formats.tar_members import ARRAY_ENDING
 from sdbench.data.image_files import image_extension
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
@@ -140,7 +142,8 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> None:
     # A constant time, so that the same samples make the same file.
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
         for number, row in enumerate(rows):
-            writer.write({"__key__": _row_name(path.stem, number), **_image_files(row)})
+            files = _image_files(row) if "jpg" in columns else _array_files(row)
+            writer.write({"__key__": _row_name(path.stem, number), **files})
 
 
 def _finish_tars(folder: Path, chunks: dict[str, Chunk]) -> None:
@@ -169,6 +172,20 @@ def _image_files(row: Row) -> dict[str, bytes]:
         "txt": row["caption"].encode(),
         "json": json.dumps(size).encode(),
     }
+
+
+def _array_files(row: Row) -> dict[str, bytes]:
+    import numpy as np
+
+    files = {}
+    for column, value in row.items():
+        if column == "caption":
+            files["txt"] = value.encode()
+        else:
+            content = io.BytesIO()
+            np.save(content, value)
+            files[f"{column}{ARRAY_ENDING}"] = content.getvalue()
+    return files
 
 
 FORMATS = {

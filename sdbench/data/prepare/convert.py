@@ -12,6 +12,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data import read_columns
+from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.identity import identify_data
 from sdbench.data.maker import tell_maker
 from sdbench.data.prepare.chunk_formats import Row
@@ -49,9 +50,6 @@ exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 b
 130 stopped
 """
 
-# Formats that store images as files.
-FILE_FORMATS = ("webdataset", "folder")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Shards):
@@ -88,21 +86,32 @@ def main(argv: list[str] | None = None) -> int:
         description="Turn a data set of images with captions, or of latents, into another format.",
         epilog=EPILOG,
     ).config
-    if flags.wants_latents and flags.out_format in FILE_FORMATS:
+    if flags.wants_latents and flags.out_format == "folder":
         raise ConfigError(
             "This format cannot hold latents",
             value=flags.out_format,
-            allowed="mds or parquet",
+            allowed="mds, parquet or webdataset",
             flag="--out_format",
         )
     try:
         conversion = _open(flags)
         with conversion.output.lock():
+            if flags.wants_latents:
+                _copy_empty_caption(flags.place, conversion.output)
             _convert(conversion, flags)
     except STOPS:
         print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
+
+
+def _copy_empty_caption(place: str, output: Output) -> None:
+    try:
+        content = load_empty_caption(place)
+    except (OSError, RunError) as error:
+        print(f"The copy has no encoded empty caption, so that training can drop none ({error}).")
+    else:
+        output.write_beside(EMPTY_CAPTION_NAME, content)
 
 
 def _open(flags: ConvertFlags) -> Conversion:

@@ -14,7 +14,7 @@ from sdbench.base.secrets import redact
 from sdbench.base.units import counted
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.files import find_files
-from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
+from sdbench.data.formats.tar_members import ARRAY_ENDING, CAPTION_EXTENSIONS, list_samples
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json
 from sdbench.data.remote import in_parallel, path_of
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with blamed_on("PLACE"):
         tars = find_files(flags.place, data_format="webdataset", is_told=True)
         names = _name(tars)
-    kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
+    images = image_extensions(read_avif=flags.read_avif)
+    kinds = (*images, *CAPTION_EXTENSIONS, ARRAY_ENDING[1:])
     sizes_found = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
     found = dict(zip(names, sizes_found, strict=True))
     sizes = {name: size for name, size in found.items() if size is not None}

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from sdbench.base.conditions import POOLED_EMBEDDING, SIZES
 from sdbench.data import detect_format, open_samples, read_columns
 from sdbench.data.formats.checks import bad_place
@@ -18,6 +16,7 @@ from sdbench.data.latent_columns import (
     check_finite,
     find_image_sizes,
     name_column,
+    narrow,
 )
 from sdbench.data.maker import read_encoded
 from sdbench.data.prepare.chunk_formats import Columns, Row
@@ -99,11 +98,10 @@ class LatentRowReader:
                 continue
             assert isinstance(sample, LatentSample)
             for array in samples.sample_type.arrays(config):
-                column = name_column(array.name, image_size=config.image_size)
+                column = name_column(array, image_size=config.image_size)
                 place = f"{sample.name}, {column}"
                 check_array(place, sample.arrays[array.name], shape=array.shape)
-                with np.errstate(over="ignore"):
-                    row[column] = np.array(sample.arrays[array.name], dtype=array.dtype)
+                row[column] = narrow(sample.arrays[array.name], array.dtype)
                 check_finite(place, row[column])
         if missing is not None:
             raise missing

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,16 @@ class Output:
             num_bytes = _count_bytes(target) if num_rows else 0
             note = Chunk(num_rows, num_bytes, list(bad), details)
             replace_file(self._note(number), to_json(note._asdict()))
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Write a file beside the chunks, unless it is there; several processes may do so."""
+        target = self.partial / "data" / name
+        with self._errors_named():
+            if not target.exists():
+                with tempfile.NamedTemporaryFile(dir=self.partial / "tmp", delete=False) as file:
+                    file.write(content)
+                _synchronize(Path(file.name))
+                Path(file.name).rename(target)
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
@@ -188,8 +199,8 @@ def open_output(
     `job` holds, as JSON values, what decides the content of the chunks, but not how the work is
     done (workers, what happens on bad samples). `data` is the source as `identify_data` describes
     it. With `accepts_changes` it goes on if files of the source were written again under their
-    names, e.g. a repaired picture; finished chunks keep what they hold. Tars and folders take the
-    columns ``jpg``, ``caption``, ``width`` and ``height`` alone.
+    names, e.g. a repaired picture; finished chunks keep what they hold. Folders take the columns
+    ``jpg``, ``caption``, ``width`` and ``height`` alone; tars take these, or arrays.
     """
     out = out.resolve()
     output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)

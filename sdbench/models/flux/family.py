@@ -33,6 +33,7 @@ class Flux(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": T5}
     objective = FLOW
+    block_counts = ("num_layers", "num_single_layers")
     # schnell and dev are distilled: they draw without it.
     guidance_scale = 1.0
     network = "sdbench.models.flux.network:FluxNetwork"

@@ -34,6 +34,7 @@ class StableDiffusion3(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": CLIP, "tokenizer_3": T5}
     objective = FLOW
+    block_counts = ("num_layers",)
     guidance_scale = 7.0
     flow = FlowSettings(time_sampling="logit_normal")
     network = "sdbench.models.sd3.network:StableDiffusion3Network"

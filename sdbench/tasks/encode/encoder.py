@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdbench.base.conditions import SIZES
+from sdbench.base.conditions import SIZES, Condition
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_columns, check_finite, name_column
+from sdbench.data.latent_columns import BFLOAT16, array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prepare.pool import Shards
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
@@ -45,6 +46,7 @@ class EncodeJob(Shards):
             encoder_dtype=self.encoder_dtype,
             seed=self.config.seed,
             device=device,
+            conditions=self.config.inputs.conditions,
         )
 
     def pieces(self, number: int) -> list[range]:
@@ -61,11 +63,15 @@ class EncodeJob(Shards):
 
 
 class EncodedBatch(NamedTuple):
-    """A batch as it was loaded, without its tensors, and the columns that they became."""
+    """A batch as it was loaded, without its tensors, and the columns that they became.
+
+    The first one of each encoder has the columns of the empty caption, `empty`.
+    """
 
     batch: Batch
     columns: dict[str, np.ndarray]
     step: Step
+    empty: dict[str, np.ndarray] | None
 
 
 @dataclass
@@ -89,11 +95,22 @@ class Encoder:
     """VAE and text encoders on one device."""
 
     def __init__(
-        self, architecture: Architecture, *, encoder_dtype: str, seed: int, device: str
+        self,
+        architecture: Architecture,
+        *,
+        encoder_dtype: str,
+        seed: int,
+        device: str,
+        conditions: Sequence[Condition] | None = None,
     ) -> None:
-        """Build the encoders; `seed` is for random weights."""
+        """Build the encoders; `seed` is for random weights.
+
+        `conditions` has the types to return; None: those of the model.
+        """
         self._device = device
-        self._captions, self._conditions = architecture.captions, architecture.conditions
+        self._has_told_empty = False
+        self._captions = architecture.captions
+        self._conditions = architecture.conditions if conditions is None else conditions
         self._network = architecture.family.load_network()
         if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.
@@ -120,10 +137,20 @@ class Encoder:
         encoded = self._network.encode_text(self._text_encoders, ids)
         return {one.name: _as_array(encoded[one.name], one.dtype) for one in self._conditions}
 
+    def tell_empty(self) -> dict[str, np.ndarray] | None:
+        """Encode the empty caption to the columns of one sample; None from the second call on."""
+        if self._has_told_empty:
+            return None
+        self._has_told_empty = True
+        ids = CaptionTokenizers(self._captions)([""])
+        encoded = self.encode_captions({name: torch.from_numpy(one) for name, one in ids.items()})
+        return {name_column(one): encoded[one.name][0] for one in self._conditions}
+
 
 def _as_array(values: Tensor, dtype: str) -> np.ndarray:
     # Contiguous, as writers take the bytes and channels_last latents are not.
-    return values.to(getattr(torch, dtype)).contiguous().cpu().numpy()
+    values = values.to(getattr(torch, dtype)).contiguous().cpu()
+    return (values.view(torch.uint16) if dtype == BFLOAT16 else values).numpy()
 
 
 def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) -> EncodedBatch:
@@ -136,12 +163,13 @@ def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) 
             arrays |= encoder.encode_captions(tensors)
         if SIZES in tensors:
             arrays[SIZES] = tensors[SIZES].numpy()
-        for name, values in arrays.items():
-            columns[name_column(name, image_size=job.config.image_size)] = values
+        for array in SampleType.MOMENTS.arrays(job.config):
+            column = name_column(array, image_size=job.config.image_size)
+            columns[column] = arrays[array.name]
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             step.seconds[name] += seconds
-    return EncodedBatch(batch._replace(tensors={}), columns, step)
+    return EncodedBatch(batch._replace(tensors={}), columns, step, encoder.tell_empty())
 
 
 def find_finite(

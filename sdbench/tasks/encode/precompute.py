@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
+from sdbench.base.conditions import ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
 from sdbench.data.identity import identify_data
+from sdbench.data.latent_columns import BFLOAT16
 from sdbench.data.maker import FAMILY, RANDOM, VAE_TENSORS, WEIGHTS, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
@@ -110,7 +112,9 @@ class PrecomputeSettings:
     """Settings of precompute. None means: chosen for the machine, then printed."""
 
     out: str = setting(TEXT, REQUIRED, "folder of the new data set", spelling="folder")
-    out_format: str = setting(one_of("mds", "parquet"), "mds", "how latents are stored")
+    out_format: str = setting(
+        one_of("mds", "parquet", "webdataset"), "mds", "how latents are stored"
+    )
     image_size: int | None = setting(
         POSITIVE,
         None,
@@ -219,7 +223,7 @@ class Precompute(Task):
             latents=ONLINE,
             device_batch_size=1,
             shuffle=False,
-            inputs=architecture.inputs,
+            inputs=_describe_stored(architecture.inputs, encoder_dtype=config.encoder_dtype),
             num_images=config.max_samples if config.data_format == "synthetic" else None,
         )
         self._reader = data.open_batches(source)
@@ -447,6 +451,17 @@ def _choose_dtype(draft: Draft, architecture: Architecture, *, on_gpu: bool) -> 
     dtype = family.encoder_dtype(fast, has_bf16=machine.has_fast_bf16)
     reason = "the device" if dtype == fast else family.too_wide_for_fp16
     draft.choose_if_open("encoder_dtype", dtype, reason)
+
+
+def _describe_stored(inputs: ModelInputs, *, encoder_dtype: str) -> ModelInputs:
+    """What is too wide for float16 is stored as bfloat16 where the encoders compute in it."""
+    if encoder_dtype != "bf16":
+        return inputs
+    conditions = (
+        dataclasses.replace(one, dtype=BFLOAT16) if one.dtype == "float32" else one
+        for one in inputs.conditions
+    )
+    return dataclasses.replace(inputs, conditions=tuple(conditions))
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:

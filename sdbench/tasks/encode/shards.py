@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
+from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, pack_empty_caption
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.loader import watch
 from sdbench.data.pipeline.order import Keys, keys_of_first_epoch
@@ -74,7 +75,9 @@ def write_shards(
     def rows(number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
         nonlocal rows_ended_s
         for _ in job.pieces(number):
-            batch, columns, step = next(encoded)
+            batch, columns, step, empty = next(encoded)
+            if empty is not None:
+                output.write_beside(EMPTY_CAPTION_NAME, pack_empty_caption(empty))
             bad += batch.report.bad
             with step.phase("write"):
                 is_error = config.on_bad_sample == "error"

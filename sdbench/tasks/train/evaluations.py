@@ -63,6 +63,7 @@ def _held_out_source(plan: Plan) -> SourceConfig:
         data_format=data.detect_format(place),
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
         caption=None,  # a subject's does not apply to them
+        caption_drop_probability=0.0,
     )
     with blamed_on("--validation_remote"):
         check_latents(source, plan.architecture)
@@ -181,7 +182,8 @@ class Evaluations:
             )
 
     def _drawing(self) -> dict[str, Any]:
-        config = self._config
+        config, scale = self._config, self._config.sample_guidance
+        family = self._plan.architecture.family
         return {
             "seed": config.seed,
             "tokenize": CaptionTokenizers.of(
@@ -190,7 +192,7 @@ class Evaluations:
             "settings": DrawingSettings(
                 image_size=config.image_size,
                 num_steps=config.sample_steps,
-                guidance_scale=config.sample_guidance,
+                guidance_scale=family.guidance_scale if scale is None else scale,
                 batch_size=config.device_train_microbatch_size,
             ),
             "ranks": self._plan.ranks,
