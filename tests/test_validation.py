@@ -28,6 +28,7 @@ from sdbench.tasks.validation import (
 )
 from tests.engines.linear import make_config
 from tests.forked import run_in_group
+from tests.reference.families import predict_flux
 
 TINY = resolve_architecture("tiny")
 NUM_SAMPLES = 5
@@ -59,10 +60,17 @@ def batches(*groups: tuple[int | None, ...]):
         yield numbers, {name: tensor[positions] for name, tensor in samples().items()}
 
 
-def test_the_loss_is_that_of_fixed_noise_at_fixed_time_steps() -> None:
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ("middles", [62, 187, 312, 437, 562, 687, 812, 937]),
+        ("starts", [0, 125, 250, 375, 500, 625, 750, 875]),
+    ],
+)
+def test_the_loss_is_that_of_fixed_noise_at_fixed_time_steps(times, expected) -> None:
     model, data = build(), samples()
-    found = validation_loss(model, batches((0, 1, 2), (3, 4)), ranks=place())
-    assert found["timesteps"] == [62, 187, 312, 437, 562, 687, 812, 937]
+    found = validation_loss(model, batches((0, 1, 2), (3, 4)), ranks=place(), times=times)
+    assert found["timesteps"] == expected
     powers = torch.cumprod(1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2, 0)
     means = []
     for part, timestep in enumerate(found["timesteps"]):
@@ -79,6 +87,34 @@ def test_the_loss_is_that_of_fixed_noise_at_fixed_time_steps() -> None:
     assert found["by_timestep"] == pytest.approx(means, rel=1e-4)
     assert found["loss"] == pytest.approx(sum(means) / 8, rel=1e-4)
     assert found["num_samples"] == NUM_SAMPLES
+
+
+def test_the_loss_of_mlperf_is_that_of_a_flow_at_eighths() -> None:
+    """t = k / 8, k = 0 .. 7; every sample counts the same at each."""
+    model = build_model(resolve_architecture("tiny-flux"), seed=3, encoders=False)
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"latent": (16, 8, 8), "text_embedding": (32, 32), "pooled_embedding": (32,)}
+    held_out = {
+        name: torch.randn((3, *shape), generator=generator) for name, shape in shapes.items()
+    }
+    found = validation_loss(model, [((0, 1, 2), held_out)], ranks=place(), times="starts")
+    assert found["timesteps"] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875]
+    errors = []
+    for number in range(3):
+        noises = torch.randn((8, 16, 8, 8), generator=torch.Generator().manual_seed(number))
+        latent, text, pooled = (values[number : number + 1] for values in held_out.values())
+        for part in range(8):
+            noise, share = noises[part : part + 1], part / 8
+            with torch.no_grad():
+                predicted = predict_flux(
+                    model.transformer,
+                    (1 - share) * latent + share * noise,
+                    shares=torch.tensor([share]),
+                    states=text,
+                    pooled=pooled,
+                )
+            errors.append(((predicted - (noise - latent)) ** 2).mean().item())
+    assert found["loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-4)
 
 
 def test_neither_chance_nor_batches_nor_stand_ins_change_it() -> None:

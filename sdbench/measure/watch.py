@@ -149,6 +149,10 @@ class StepWatch:
         has_attention = self._records_attention and self.timer.phase_of(last) == PROFILED
         return last + 1 + has_attention + (self._trace_file is not None)
 
+    def end_early(self) -> None:
+        """Make the step that has just ended the last one; all ranks have to."""
+        self._num_steps = self.timer.num_steps
+
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
         for observer in self._observers:

@@ -61,6 +61,7 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "lora_rank": (None,),
     "sample_every_batches": (None,),
     "score_every_batches": (None,),
+    "validation_times": ("middles",),
     "prediction_type": (None,),
     "min_snr_gamma": (None,),
     "noise_offset": (0.0,),
@@ -327,6 +328,20 @@ class WatchSettings:
         64,
         "number of held-out images for a validation",
         acts_beside=(Beside(("validate_every_batches",)),),
+    )
+    validation_times: str = setting(
+        one_of("middles", "starts"),
+        "middles",
+        "the eight times at which the validation loss is measured: the middles of equal parts of "
+        "the schedule, or their starts k / 8, as MLPerf's Flux.1 has them",
+        acts_beside=(Beside(("validate_every_batches",)),),
+        identifies=True,
+    )
+    target_loss: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "end the run when the validation loss is at most this, and record after how many samples",
+        demands={"validate_every_batches": (GIVEN, "a target needs validations")},
     )
     sample_every_batches: int | None = setting(
         POSITIVE,

@@ -28,6 +28,8 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
 NUM_TIMESTEPS = 8
+# Where in each of so many parts of the schedule, by the value of ``--validation_times``.
+PLACES = {"middles": 0.5, "starts": 0.0}
 # Numbers of held-out samples (None for one that only fills the batch), and their tensors.
 NumberedBatch = tuple[Sequence[int | None], Mapping[str, Tensor]]
 
@@ -74,15 +76,20 @@ def held_out_batches(
 
 
 def validation_loss(
-    model: DiffusionModel, batches: Iterable[NumberedBatch], *, ranks: Ranks
+    model: DiffusionModel,
+    batches: Iterable[NumberedBatch],
+    *,
+    ranks: Ranks,
+    times: str = "middles",
 ) -> dict[str, Any]:
     """Measure the mean error of a model's predictions, over all time steps and ``by_timestep``.
 
-    Each sample is predicted at the middles of `NUM_TIMESTEPS` equal parts of the schedule, with
-    noise that is seeded by its number. The latents of an image are the means of the VAE. The global
-    random state is left alone. Every rank has to call, with its own share of the samples.
+    Each sample is predicted at the middles, or the starts, of `NUM_TIMESTEPS` equal parts of the
+    schedule, with noise that is seeded by its number. The latents of an image are the means of the
+    VAE. The global random state is left alone. Every rank has to call, with its own share of the
+    samples.
     """
-    timesteps = model.objective.validation_times(NUM_TIMESTEPS)
+    timesteps = model.objective.validation_times(NUM_TIMESTEPS, place=PLACES[times])
     errors_of = functools.partial(_errors, model, timesteps=timesteps)
     rows = _measure(model, batches, errors_of, ranks=ranks)
     return {

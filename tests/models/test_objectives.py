@@ -87,6 +87,7 @@ def test_ddpm_tells_the_network_its_time_steps():
     assert torch.equal(objective.network_times(times), times)
     assert objective.weights(times) is None and objective.guidance is None
     assert objective.validation_times(8) == [62, 187, 312, 437, 562, 687, 812, 937]
+    assert objective.validation_times(4, place=0.0) == [0, 250, 500, 750]
     assert objective.state_dict() == {} and not list(objective.parameters())
     assert objective.config["beta_end"] == 0.012
 

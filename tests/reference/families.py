@@ -96,22 +96,41 @@ def flux_loss(
     normed = text_model_of(modules["text_encoder"]).final_layer_norm(last)
     pooled = normed[torch.arange(len(last)), ends_of(ids[0])]
     share = shares.reshape(-1, 1, 1, 1)
-    noised = latents + share * (noise - latents)
-    num_rows, num_columns = latents.shape[2] // 2, latents.shape[3] // 2
+    predicted = predict_flux(
+        modules["transformer"],
+        latents + share * (noise - latents),
+        shares=shares,
+        states=modules["text_encoder_2"].encoder(ids[1])[0],
+        pooled=pooled,
+        scale=scale,
+    )
+    return torch.mean((predicted - (noise - latents)) ** 2)
+
+
+def predict_flux(
+    transformer: Any,
+    noised: Tensor,
+    *,
+    shares: Tensor,
+    states: Tensor,
+    pooled: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """The way from latents to noise, as Flux.1 predicts it on squares of 2 x 2 latents."""
+    num_rows, num_columns = noised.shape[2] // 2, noised.shape[3] // 2
     places = [[0.0, row, column] for row in range(num_rows) for column in range(num_columns)]
-    tokens = modules["transformer"](
+    tokens = transformer(
         # Columns of 4 C numbers, by channel, then by row and column in the square.
         hidden_states=nn.functional.unfold(noised, 2, stride=2).transpose(1, 2),
-        encoder_hidden_states=modules["text_encoder_2"].encoder(ids[1])[0],
+        encoder_hidden_states=states,
         pooled_projections=pooled,
         timestep=shares,
         img_ids=torch.tensor(places),
-        txt_ids=torch.zeros(ids[1].shape[1], 3),
-        guidance=None if scale is None else torch.full((len(latents),), scale),
+        txt_ids=torch.zeros(states.shape[1], 3),
+        guidance=None if scale is None else torch.full((len(noised),), scale),
         return_dict=False,
     )[0]
-    predicted = nn.functional.fold(tokens.transpose(1, 2), latents.shape[2:], 2, stride=2)
-    return torch.mean((predicted - (noise - latents)) ** 2)
+    return nn.functional.fold(tokens.transpose(1, 2), noised.shape[2:], 2, stride=2)
 
 
 def clip_states(encoder: Any, ids: Tensor) -> tuple[Tensor, Tensor]:

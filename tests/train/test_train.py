@@ -139,6 +139,32 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
+@pytest.mark.parametrize("engine", ["torch", "composer"])
+def test_a_run_ends_at_its_target_and_stays_ended(engine, tmp_path, capsys):
+    write_folder(tmp_path / "data")
+    write_folder(tmp_path / "held-out", num_samples=4)
+    look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
+    argv = ("--remote", tmp_path / "data", *look, "--engine", engine, "--resume", "auto")
+    argv = (*DATA, *argv, "--changed_inputs", "accept", "--target_loss")
+    # Without a target the losses of the validations after the steps 2, 4 and 5 are these.
+    folder = trained("whole", 5, *argv, 1e-9)
+    losses = [event["loss"] for event in read_events(folder, "validation")]
+    assert losses == sorted(losses, reverse=True) and len(losses) == 3
+    summary = load_record(folder)["summary"]
+    assert summary["samples_to_target"] is None
+    assert "The validation loss 1e-09 was not reached" in capsys.readouterr().out
+    target = (losses[0] + losses[1]) / 2
+    folder = trained("short", 5, *argv, target)
+    for _ in range(2):  # the second call finds nothing left to train
+        record = load_record(folder)
+        assert (record["status"], record["summary"]["samples_to_target"]) == ("ok", 16)
+        assert record["workload"]["num_steps"] == max(saved_steps(folder)) == 4
+        assert len(read_steps(folder)) == 4
+        trained("short", 5, *argv, target)
+    assert "4 steps and has reached its --target_loss" in capsys.readouterr().out
+    assert len(read_steps(trained("short", 5, *argv, losses[2] / 2))) == 5
+
+
 def test_of_many_pictures_64_are_in_the_grid_and_all_in_files():
     num_pictures = 65
     lines = [f"p{number},prompt {number}" for number in range(num_pictures + 1)]

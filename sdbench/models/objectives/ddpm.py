@@ -67,6 +67,6 @@ class Ddpm(Noising):
         """The time steps."""
         return times
 
-    def validation_times(self, num: int) -> list[int]:
-        """Time steps in the middles of `num` equal parts of the schedule."""
-        return [int((part + 0.5) / num * len(self.signal_scale)) for part in range(num)]
+    def validation_times(self, num: int, *, place: float = 0.5) -> list[int]:
+        """A time step in each of `num` equal parts of the schedule."""
+        return [int((part + place) / num * len(self.signal_scale)) for part in range(num)]

@@ -70,9 +70,9 @@ class Flow(Noising):
         """1000 s, as samplers tell it."""
         return times * self.config["num_train_timesteps"]
 
-    def validation_times(self, num: int) -> list[float]:
-        """The middles of `num` equal parts of 0 to 1."""
-        return [(part + 0.5) / num for part in range(num)]
+    def validation_times(self, num: int, *, place: float = 0.5) -> list[float]:
+        """A time in each of `num` equal parts of 0 to 1."""
+        return [(part + place) / num for part in range(num)]
 
     def _shift(self, latents: Tensor) -> float:
         """The shift of times for latents of this size."""

@@ -38,8 +38,8 @@ class Noising(nn.Module):
         """The times as the network is told them, 0 to 1000."""
         raise NotImplementedError
 
-    def validation_times(self, num: int) -> list[Any]:
-        """The middles of `num` equal parts of the schedule."""
+    def validation_times(self, num: int, *, place: float = 0.5) -> list[Any]:
+        """A time in each of `num` equal parts of the schedule: 0 is its start, 0.5 its middle."""
         raise NotImplementedError
 
 

@@ -139,8 +139,11 @@ class Evaluations:
                 ranks=self._plan.ranks,
                 check=check,
             )
-            loss = reconstruction_loss if self._config.train == "vae" else validation_loss
-            return loss(self._job.model, batches, ranks=self._plan.ranks)
+            model, ranks = self._job.model, self._plan.ranks
+            if self._config.train == "vae":
+                return reconstruction_loss(model, batches, ranks=ranks)
+            times = self._config.validation_times
+            return validation_loss(model, batches, ranks=ranks, times=times)
 
         facts = measure()
         if state.averages is not None:

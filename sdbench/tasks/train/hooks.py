@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.evaluations import Evaluation
 
 
+def reaches(target: float | None, event: str, facts: Mapping[str, Any] | None) -> bool:
+    """Whether an event is a validation at a target; averaged weights decide where they are kept."""
+    if target is None or event != "validation" or facts is None:
+        return False
+    loss = facts.get("ema_loss", facts["loss"])
+    return loss is not None and loss <= target
+
+
 @dataclasses.dataclass(kw_only=True)
 class TrainHooks:
     """The `TrainingHooks` of a run.
@@ -41,6 +50,7 @@ class TrainHooks:
         seconds: Seconds without training in this process, by event.
         num_saved: Checkpoints written by this process.
         last_loss: The last finite loss that has been read; None before the first.
+        reached_step: The step whose validation loss has reached the target; None before.
     """
 
     plan: Plan
@@ -56,6 +66,7 @@ class TrainHooks:
     seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     num_saved: int = 0
     last_loss: float | None = None
+    reached_step: int | None = None
     _state: TrainState | None = None
     _saved_step: int | None = None
     _whole_step: int = 0  # of the newest checkpoint
@@ -147,9 +158,9 @@ class TrainHooks:
             self.checkpoints.wait_until_read()  # evaluations swap the weights for averages
             self._evaluate(event, evaluate, state)
             if self.watch.is_stopped:  # a signal has ended the evaluation
-                if may_save and not saves:
-                    self._begin_save(state)
                 break
+        if (self.watch.is_stopped or self.reached_step) and due and may_save and not saves:
+            self._begin_save(state)
         self.progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
 
@@ -209,6 +220,9 @@ class TrainHooks:
             facts = evaluate(state, self.watch.check_stop)
         seconds = time.perf_counter() - started_s
         self.seconds[event] += seconds
+        if reaches(self._config.target_loss, event, facts):
+            self.reached_step = state.num_steps
+            self.watch.end_early()
         if self.log is not None and facts is not None:
             self.log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
 

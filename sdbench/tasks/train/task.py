@@ -21,6 +21,7 @@ from sdbench.plan.resolve import Plan
 from sdbench.plan.window import steps_in_duration
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+from sdbench.record.history import read_history
 from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
@@ -134,9 +135,11 @@ class Train(TrainingTask):
             if is_first:
                 print(f"Going on from step {resumed.step} ({resumed.folder}).")
                 print("".join(f"  {change}\n" for change in changes), end="")
-        if first_step >= plan.num_steps:
+        reached = distributed.broadcast(self._find_reached(run.folder), ranks)
+        if first_step >= min(plan.num_steps, reached or plan.num_steps):
             summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
-            return {"summary": summary}
+            workload = {"num_steps": first_step}
+            return {"summary": summary | self._to_target(reached), "workload": workload}
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
         tensorboard_log.start(folder=run.folder, num_steps=first_step)
         self.resources.callback(tensorboard_log.close)
@@ -191,7 +194,8 @@ class Train(TrainingTask):
         hooks.close()
         end_loading(job.loader, run.folder, ranks=ranks)
         train_s = max(distributed.gather(measurements.timings.window_s, ranks))
-        images = (plan.num_steps - first_step) * job.images_per_step
+        num_steps = hooks.reached_step or plan.num_steps
+        images = (num_steps - first_step) * job.images_per_step
         summary = {
             "images_per_second": images / train_s if train_s else None,
             "train_s": train_s,
@@ -201,10 +205,10 @@ class Train(TrainingTask):
             "loss_last": hooks.last_loss,
             "peak_memory_gib": measurements.peak_memory_gib,
         }
-        return {
-            "summary": summary | self._totals(run.folder),
-            **self._describe_work(job, num_images=plan.num_steps * job.images_per_step),
-        }
+        content = self._describe_work(job, num_images=num_steps * job.images_per_step)
+        content["workload"]["num_steps"] = num_steps
+        to_target = self._to_target(hooks.reached_step)
+        return {"summary": summary | self._totals(run.folder) | to_target, **content}
 
     def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
         """Open Ray's storage for copies of checkpoints, if it is asked for; fetch one to resume."""
@@ -292,6 +296,22 @@ class Train(TrainingTask):
         check_weights(checkpoint, architecture, parts=parts)
         return checkpoint
 
+    def _find_reached(self, folder: Path) -> int | None:
+        """The step at which earlier processes of the run have reached the target."""
+        from sdbench.tasks.train.hooks import reaches
+
+        target = self.plan.config.target_loss
+        events = read_history(folder) if self.plan.ranks.rank == 0 and target else []
+        steps = (one["step"] for one in events if reaches(target, one["event"], one))
+        return next(steps, None)
+
+    def _to_target(self, step: int | None) -> dict[str, Any]:
+        """Samples until the target, for a summary; empty without a target."""
+        config: Any = self.plan.config
+        if config.target_loss is None:
+            return {}
+        return {"samples_to_target": None if step is None else step * config.batch_size}
+
     def _totals(self, folder: Path) -> dict[str, Any]:
         """Figures of the run over all its processes; on the first rank, which has its files."""
         if self.plan.ranks.rank != 0:
@@ -314,12 +334,20 @@ class Train(TrainingTask):
         if rate is None:
             trained = counted(summary["first_step"], "step")
             done = f"Nothing is left to train: the run has {trained}"
+            if summary.get("samples_to_target"):
+                return f"{done} and has reached its --target_loss.\n{export}"
             return f"{done}, and a larger --max_duration trains on.\n{export}"
         other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
         loss = summary["loss_last"]  # None where all steps were skipped
+        target = ""
+        if "samples_to_target" in summary:
+            config: Any = self.plan.config
+            samples = summary["samples_to_target"]
+            reached = "not reached" if samples is None else f"reached after {samples} samples"
+            target = f"The validation loss {config.target_loss:g} was {reached}.\n"
         return (
             f"Trained to step {num_steps}: {rate:.4g} images/s while training ({other_s} besides), "
-            f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n{export}"
+            f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n{target}{export}"
         )
 
 
