@@ -336,12 +336,14 @@ class WatchSettings:
         "the schedule, or their starts k / 8, as MLPerf's Flux.1 has them",
         acts_beside=(Beside(("validate_every_batches",)),),
         identifies=True,
+        before="middles",
     )
     target_loss: float | None = setting(
         POSITIVE_NUMBER,
         None,
         "end the run when the validation loss is at most this, and record after how many samples",
         demands={"validate_every_batches": (GIVEN, "a target needs validations")},
+        before=None,
     )
     sample_every_batches: int | None = setting(
         POSITIVE,

@@ -161,7 +161,7 @@ def test_a_run_ends_at_its_target_and_stays_ended(engine, tmp_path, capsys):
         assert record["workload"]["num_steps"] == max(saved_steps(folder)) == 4
         assert len(read_steps(folder)) == 4
         trained("short", 5, *argv, target)
-    assert "4 steps and has reached its --target_loss" in capsys.readouterr().out
+    assert "4 steps and had reached its --target_loss after 16" in capsys.readouterr().out
     assert len(read_steps(trained("short", 5, *argv, losses[2] / 2))) == 5
 
 

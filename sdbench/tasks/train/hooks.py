@@ -156,7 +156,13 @@ class TrainHooks:
             self._begin_save(state)
         for event, evaluate in due.items():
             self.checkpoints.wait_until_read()  # evaluations swap the weights for averages
-            self._evaluate(event, evaluate, state)
+            facts = self._evaluate(event, evaluate, state)
+            # After going back they are of weights of an older step.
+            if not has_gone_back and reaches(self._config.target_loss, event, facts):
+                self.reached_step = step
+                self.watch.end_early()
+                if self.log is not None:
+                    print(f"step {step}: the validation loss has reached --target_loss", flush=True)
             if self.watch.is_stopped:  # a signal has ended the evaluation
                 break
         if (self.watch.is_stopped or self.reached_step) and due and may_save and not saves:
@@ -213,18 +219,19 @@ class TrainHooks:
     def _learning_rate(self, step: int) -> float:
         return self._config.lr * self.job.schedule(step - 1)
 
-    def _evaluate(self, event: str, evaluate: Evaluation, state: TrainState) -> None:
+    def _evaluate(
+        self, event: str, evaluate: Evaluation, state: TrainState
+    ) -> dict[str, Any] | None:
+        """The facts of an evaluation; None: a stop has ended it."""
         started_s = time.perf_counter()
         facts = None
         with contextlib.suppress(StopAskedError):
             facts = evaluate(state, self.watch.check_stop)
         seconds = time.perf_counter() - started_s
         self.seconds[event] += seconds
-        if reaches(self._config.target_loss, event, facts):
-            self.reached_step = state.num_steps
-            self.watch.end_early()
         if self.log is not None and facts is not None:
             self.log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
+        return facts
 
     def _begin_save(self, state: TrainState) -> None:
         facts = self.facts | {"state": state.facts()}

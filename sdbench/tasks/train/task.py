@@ -135,8 +135,8 @@ class Train(TrainingTask):
             if is_first:
                 print(f"Going on from step {resumed.step} ({resumed.folder}).")
                 print("".join(f"  {change}\n" for change in changes), end="")
-        reached = distributed.broadcast(self._find_reached(run.folder), ranks)
-        if first_step >= min(plan.num_steps, reached or plan.num_steps):
+        reached = distributed.broadcast(self._find_reached(run.folder, first_step), ranks)
+        if first_step >= plan.num_steps or reached is not None:
             summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
             workload = {"num_steps": first_step}
             return {"summary": summary | self._to_target(reached), "workload": workload}
@@ -296,14 +296,22 @@ class Train(TrainingTask):
         check_weights(checkpoint, architecture, parts=parts)
         return checkpoint
 
-    def _find_reached(self, folder: Path) -> int | None:
-        """The step at which earlier processes of the run have reached the target."""
+    def _find_reached(self, folder: Path, first_step: int) -> int | None:
+        """The step, up to that which the run goes on from, at which it has reached the target.
+
+        Steps that a stop has lost and that were trained again do not count.
+        """
         from sdbench.tasks.train.hooks import reaches
 
-        target = self.plan.config.target_loss
-        events = read_history(folder) if self.plan.ranks.rank == 0 and target else []
-        steps = (one["step"] for one in events if reaches(target, one["event"], one))
-        return next(steps, None)
+        config: Any = self.plan.config
+        events = read_history(folder) if self.plan.ranks.rank == 0 and config.target_loss else []
+        steps: list[int] = []
+        for one in events:
+            if one["event"] == "begin":
+                steps = [step for step in steps if step <= one["step"]]
+            elif reaches(config.target_loss, one["event"], one):
+                steps.append(one["step"])
+        return next((step for step in steps if step <= first_step), None)
 
     def _to_target(self, step: int | None) -> dict[str, Any]:
         """Samples until the target, for a summary; empty without a target."""
@@ -335,7 +343,10 @@ class Train(TrainingTask):
             trained = counted(summary["first_step"], "step")
             done = f"Nothing is left to train: the run has {trained}"
             if summary.get("samples_to_target"):
-                return f"{done} and has reached its --target_loss.\n{export}"
+                samples = summary["samples_to_target"]
+                return (
+                    f"{done} and had reached its --target_loss after {samples} samples.\n{export}"
+                )
             return f"{done}, and a larger --max_duration trains on.\n{export}"
         other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
         loss = summary["loss_last"]  # None where all steps were skipped
