@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLIP, T5 = "clip", "t5"
+BFLOAT16 = "bfloat16"
 # CLIP's context length: `max_position_embeddings` of the text encoders.
 NUM_CLIP_TOKENS = 77
 # That of diffusers' AutoencoderKL if its configuration has none, as those saved before the key.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +12,7 @@ from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import ENDINGS, ends_as
 from sdbench.data.identity import places_of
 from sdbench.data.latent_columns import check_array, check_finite, find_captions, widen_bits
+from sdbench.data.remote import file_beside, path_of
 from sdbench.data.remote_files import open_stream
 from sdbench.data.source import SourceConfig
 
@@ -33,14 +33,10 @@ def load_empty_caption(place: str) -> bytes:
     """Return the content of the file of a data set; an OSError or RunError if it has none."""
     if place.startswith(PIPE):
         raise RunError("the output of a command has no files beside it")
-    with open_stream(_file_beside(place)) as file:
+    is_file = any(ends_as(path_of(place), data_format) for data_format in ENDINGS)
+    beside = file_beside(place if is_file else f"{place}/", EMPTY_CAPTION_NAME)
+    with open_stream(beside) as file:
         return file.read(MAX_BYTES)
-
-
-def _file_beside(place: str) -> str:
-    path = place.partition("?")[0] if place.startswith("http") else place
-    is_file = any(ends_as(path, data_format) for data_format in ENDINGS)
-    return os.path.join(os.path.dirname(path) if is_file else path, EMPTY_CAPTION_NAME)
 
 
 def read_empty_caption(config: SourceConfig) -> dict[str, np.ndarray]:

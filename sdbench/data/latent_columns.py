@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from sdbench.base.conditions import SIZES, TEXT_EMBEDDING, Condition
+from sdbench.base.conditions import BFLOAT16, SIZES, TEXT_EMBEDDING, Condition
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.samples import BadSampleError, Samples, SampleType
@@ -28,7 +28,7 @@ LATENTS = ("moments", "latent")
 # Samples tried at each end: if all are bad, the data set is taken for another model's.
 NUM_SAMPLES_CHECKED = 8
 # numpy has no bfloat16: a column whose name ends so holds its bits, as uint16.
-BFLOAT16, BITS_ENDING = "bfloat16", "_bf16"
+BITS_ENDING = "_bf16"
 # Bit patterns of the first number that is not finite with either sign, as signed and as unsigned
 # integers of the same width: all bits of the exponent are set. As signed integers the negative ones
 # are below 0, as unsigned ones they are the largest. uint16 has the bits of bfloat16.

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.conditions import NUM_CLIP_TOKENS, Condition, ModelInputs
+from sdbench.base.conditions import BFLOAT16, NUM_CLIP_TOKENS, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
-from sdbench.data.latent_columns import BFLOAT16
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import DataSettings
 

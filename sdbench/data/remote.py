@@ -48,6 +48,15 @@ def shown(place: str) -> str:
     return repr(place) if place.startswith(PIPE) else place
 
 
+def file_beside(place: str, name: str) -> str:
+    """Return the place of a file of this name in the folder of another, a path or a URL."""
+    if place.startswith(WEB):
+        parts = urlsplit(place)
+        return parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}").geturl()
+    folder, slash, _ = place.rpartition("/")
+    return f"{folder}{slash}{name}"
+
+
 def path_of(place: str) -> str:
     """Return the path of a place: of S3 with the bucket, of other URLs without host and query."""
     if not is_url(place):

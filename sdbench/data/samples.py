@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdbench.base.conditions import NUM_SIZES, SIZES, Condition
+from sdbench.base.conditions import BFLOAT16, NUM_SIZES, SIZES, Condition
 from sdbench.base.escape import as_utf8
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.settings.data import KEEP
@@ -69,7 +69,7 @@ class SampleType(Enum):
         for array in self.arrays(config):
             parts = DELIVERED_NAMES.get(array.name, (array.name,))
             first, *others = array.shape
-            dtype = "float32" if array.dtype == "bfloat16" else array.dtype
+            dtype = "float32" if array.dtype == BFLOAT16 else array.dtype
             for part in parts:
                 tensors[part] = ((first // len(parts), *others), dtype)
         return tensors

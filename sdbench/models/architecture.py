@@ -244,8 +244,8 @@ def resolve_architecture(
 
     `model_name` is a built-in name, perhaps with fewer blocks (``flux-dev-2+4-blocks``), a local
     diffusers folder, or a hub id (`owner/name`), which may have a revision: a branch, tag or
-    commit. With `random_weights` the weights of a folder or hub
-    id are not loaded; hub ids of built-in architectures then need no network.
+    commit. With `random_weights` the weights of a folder or hub id are not loaded; hub ids of
+    built-in architectures then need no network.
 
     Raises:
         ConfigError: There is no such model, a part of it is missing, its weights are in a format

@@ -12,7 +12,6 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
@@ -26,7 +25,7 @@ from sdbench.data.formats.tar_members import (
     read_columns,
     read_span,
 )
-from sdbench.data.remote import S3, path_of, shown
+from sdbench.data.remote import file_beside, path_of, shown
 from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, LatentSample, Samples, SampleType, max_kept
 from sdbench.data.source import SourceConfig
@@ -204,10 +203,7 @@ def _file_beside(tar: str) -> str:
             allowed='a JSON file such as {"00000.tar": 9876, ...}, or --remote_files copy',
             flag="--tar_sizes",
         )
-    if tar.startswith(S3):
-        return f"{tar.rpartition('/')[0]}/{SIZES_NAME}"
-    parts = urlsplit(tar)
-    return parts._replace(path=f"{parts.path.rpartition('/')[0]}/{SIZES_NAME}").geturl()
+    return file_beside(tar, SIZES_NAME)
 
 
 def _names(tar: str) -> Iterator[str]:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdbench.base.conditions import SIZES, Condition
+from sdbench.base.conditions import BFLOAT16, SIZES, Condition
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import BFLOAT16, array_columns, check_finite, name_column
+from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prepare.pool import Shards

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
-from sdbench.base.conditions import ModelInputs
+from sdbench.base.conditions import BFLOAT16, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
 from sdbench.data.identity import identify_data
-from sdbench.data.latent_columns import BFLOAT16
 from sdbench.data.maker import FAMILY, RANDOM, VAE_TENSORS, WEIGHTS, tell_encoded
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
