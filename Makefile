@@ -72,7 +72,7 @@ benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="...
 
 # Not in the virtual environment: a GPU host may have torch and composer and reach no registry. There
 # WHEELS names a folder of the packages that it lacks.
-benchmark-gpu: ## Measure one GPU, PART=1, 2 or 3 of 10 minutes each; [WHEELS=dir] [OUT=dir]
+benchmark-gpu: ## Measure one GPU, PART=1, 2, 3 or 4 of 10 minutes each; [WHEELS=dir] [OUT=dir]
 	$(install_wheels)
 	@$(WITH_WHEELS) $(PYTHON) -c 'import sys, composer, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "A GPU, torch and composer are needed, and '$(PYTHON)' finds not all of them: set" \

@@ -1,4 +1,4 @@
-"""Prints a sweep for a GPU as one for a CPU: the same cells with the tiny model and few steps.
+"""Prints a sweep for a GPU as one for a CPU: the same cells with tiny models and few steps.
 
 Cells that need a GPU are left out and named in a comment. The preset's `compile` and `attention`
 are those of a GPU, so that the code paths are the same. `make rehearse-gpu` makes the runs:
@@ -16,9 +16,15 @@ import yaml
 
 # The replacement of each value that a cell may have.
 STAND_INS: dict[str, dict[Any, Any]] = {
-    "image_size": {512: 128, 256: 64},
-    "batch_size": {128: 8, 4: 4},
-    "device_train_microbatch_size": {32: 2, 64: 4, 4: 4},
+    "model_name": {
+        "sdxl": "tiny-sdxl",
+        "sd3-medium": "tiny-sd3",
+        "flux-schnell": "tiny-flux",
+        "flux-schnell-5+10-blocks": "tiny-flux",
+    },
+    "image_size": {1024: 128, 512: 128, 256: 64},
+    "batch_size": {128: 8, 32: 4, 8: 4, 4: 4},
+    "device_train_microbatch_size": {32: 2, 64: 4, 8: 2, 4: 4, 2: 1},
     "encoder_batch_size": {128: 8},
     "warmup_batches": {3: 1, 20: 2},
     "max_warmup_batches": {3: 1, 20: 2},

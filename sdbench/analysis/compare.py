@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sdbench.analysis.compare_losses import compare_losses, make_loss_table
 from sdbench.analysis.compare_match import (
     APART,
     GUARDED,
@@ -77,10 +78,19 @@ With three or more samples on each side, the comparison also states the change t
 comparisons would find at this variation (74 to 81 % in simulations with 3 to 10 runs).
 
 A run counts once, however many copies of its record there are, and cannot be on both sides.
+
+With --losses, losses are compared instead: the mean of the last fifth of the steps, also that of
+the run furthest out, each tenth, and the shape of the curve, each against the band that the spread
+between seeds explains. The exit code is 1 if one is outside, or if a run failed or stopped early.
+A is a folder of three runs or more with different seeds, better five; B of one or more: records, or
+tables of another trainer, each with a column loss (and step). If all runs of B have the seeds of
+runs of A (tables: the same names), pairs are compared, which finds much smaller changes. Equal
+recipes are said to differ in about 1 % of comparisons.
 """
 
 EPILOG = """\
 examples:
+  python -m sdbench compare --losses runs/before runs/after
   python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
   python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate --fail_if_slower 5%
   python -m sdbench compare results/quoted/aws_p4de_p5_single_node.csv --between gpu
@@ -90,6 +100,9 @@ examples:
       --allow precision --format markdown
 """
 
+DIFFER = "the losses differ, or a run cannot be judged"
+# Flags of a comparison of rates.
+OF_RATES = ("between", "baseline", "candidate", "where", "allow", "fail_if_slower", "all")
 # Settings that are listed first.
 FIRST = (
     *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
@@ -135,6 +148,12 @@ class CompareFlags:
         "than this, e.g. 5%, or if a row has no verdict: fewer than 2 runs on a side, sides "
         "measured apart, a machine that changed, or no figure in B",
     )
+    losses: bool = setting(
+        SWITCH, False, "compare the losses of A and B; exit with 1 if they differ"
+    )
+    tolerance: float = setting(
+        SHARE, 0.0, "with --losses: a difference up to this share of the loss is inside, e.g. 0.5%"
+    )
     format: str = setting(
         one_of("terminal", "markdown", "csv", "json"), "terminal", "form of the tables"
     )
@@ -148,9 +167,20 @@ class CompareFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the comparison; exit with 1 if --fail_if_slower finds a slower or an untested row."""
-    flags = parse(
+    request = parse(
         CompareFlags, argv, prog="python -m sdbench compare", description=DESCRIPTION, epilog=EPILOG
-    ).config
+    )
+    flags = request.config
+    unused = OF_RATES if flags.losses else ("tolerance",)
+    for name in filter(request.is_users, unused):
+        raise ConfigError(
+            "this flag is not for losses" if flags.losses else "this flag needs --losses",
+            value=f"--{name}",
+            allowed="--losses A B [--tolerance 0.5%] [--format F] [--out FILE]",
+            flag="--losses",
+        )
+    if flags.losses:
+        return _compare_losses(flags)
     loaded = [load_rows(path) for path in flags.sides]
     baseline, candidate = _make_sides(flags, loaded)
     check_distinct(baseline, candidate)
@@ -175,6 +205,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"--fail_if_slower: {failure}", file=sys.stderr)
     return EXIT_FAILED if failures else EXIT_OK
+
+
+def _compare_losses(flags: CompareFlags) -> int:
+    """Write the comparison of losses; exit with 1 if they differ."""
+    if len(flags.sides) != 2:
+        raise ConfigError(
+            "losses of two sides are compared",
+            value=" ".join(map(str, flags.sides)),
+            allowed="two folders of runs",
+            flag="A B",
+        )
+    found = compare_losses(*flags.sides, tolerance=flags.tolerance)
+    checks = [
+        {
+            **{name: None if value != value else value for name, value in check._asdict().items()},
+            "is_inside": check.is_inside,
+        }
+        for check in found.checks
+    ]
+    if flags.format == "json":
+        content = {"facts": found.facts, "checks": checks, "failures": found.failures}
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    elif flags.format == "csv":
+        text = format_csv(checks, columns=list(checks[0]))
+    else:
+        in_markdown = flags.format == "markdown"
+        draw, in_lines = (to_markdown, _as_list) if in_markdown else (to_terminal, _as_paragraphs)
+        table = draw(make_loss_table(found.checks))
+        verdict = in_lines([DIFFER if found.failures else NO_DIFFERENCE])
+        text = "\n\n".join([in_lines(found.facts), table, verdict]) + "\n"
+    if flags.out is None:
+        sys.stdout.write(text)
+    else:
+        write_out(flags.out, text)
+    for failure in found.failures:
+        print(f"--losses: {failure}", file=sys.stderr)
+    return EXIT_FAILED if found.failures else EXIT_OK
 
 
 def _find_failures(match: Match, *, threshold: float) -> list[str]:

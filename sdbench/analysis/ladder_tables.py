@@ -24,7 +24,7 @@ from sdbench.analysis.ladder import (
     find_ladders,
     find_rung,
 )
-from sdbench.record.configuration import place_of_encoders
+from sdbench.record.configuration import place_of_encoders, work_of
 from sdbench.report.runs import (
     describe_devices,
     describe_work,
@@ -175,8 +175,7 @@ def _describe_context(base: Configuration) -> str:
     run, config = base.runs[0], base.config
     parts = [
         describe_devices(run),
-        describe_work(image_size=config["image_size"], latents=place_of_encoders(config)),
-        run["workload"]["architecture"],
+        describe_work(*work_of(run)),
         f"engine {config['engine']}",
         f"global batch {config['batch_size']}",
         f"micro-batch {config[MICRO_BATCH]}",

@@ -9,7 +9,11 @@ from typing import Any
 
 from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import read_json_object
-from sdbench.record.configuration import describe_other_settings, place_of_encoders
+from sdbench.record.configuration import (
+    describe_model,
+    describe_other_settings,
+    place_of_encoders,
+)
 from sdbench.record.store import PROFILE
 from sdbench.report.runs import describe_devices
 from sdbench.report.tables import Table, make_table
@@ -48,6 +52,7 @@ def _work(profile: Mapping[str, Any]) -> dict[str, Any]:
     config = profile["config"]
     return {
         "device": describe_devices(profile),
+        "model": describe_model(profile),
         "encoders": place_of_encoders(config),
         "px": config["image_size"],
         "preset": config["preset"],

@@ -14,9 +14,18 @@ from sdbench.analysis.throughput_table import make_figure_tables
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import counted
 from sdbench.record.configuration import group
-from sdbench.report.figures import TIME, device_of, read_figures
+from sdbench.report.figures import TIME, describe_source, device_of, read_figures
 from sdbench.report.runs import use_each
-from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table, median_cell
+from sdbench.report.tables import (
+    Cell,
+    Field,
+    Fold,
+    Table,
+    make_cell,
+    make_table,
+    median_cell,
+    tabulate,
+)
 
 # The tables of the AWS test case (2024), section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
@@ -30,6 +39,21 @@ SEED_CONDITIONS = {
     "other_settings": None,
 }
 SETTINGS = ("micro_batch", "num_workers", "ema")
+# The time of a run until its validation loss is reached.
+MINUTES = "minutes_to_target"
+TARGET = (
+    Field("GPU", "gpu"),
+    Field("GPUs", "num_gpus"),
+    Field("px", "image_size"),
+    Field("global batch", "global_batch"),
+    Field("GPUs that share a model", "tensor_parallel", unknown=""),
+    Field("images/s", "images_per_second", digits=6),
+    Field("images/s per GPU", "per_gpu", digits=3),
+    Field("TFLOP/s per GPU", "tflops_per_gpu"),
+    Field("minutes to the target", MINUTES),
+    Field("GPU-hours to the target", "gpu_hours"),
+    Field("source", "origin"),
+)
 
 
 def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
@@ -92,6 +116,35 @@ def make_seed_table(
     return make_table(table, name="p4de-p5", caption=caption)
 
 
+def make_target_table(rows: Iterable[dict[str, Any]]) -> Table | None:
+    """Runs that trained to a target, the fastest GPU first; those without a rate come last.
+
+    The rows have ``minutes_to_target`` and ``teraflop_per_image``, the arithmetic of a trained
+    image. None without such rows.
+    """
+    found = [row for row in rows if row.get(MINUTES) is not None]
+    if not found:
+        return None
+    table = []
+    for row in found:
+        rate, number = row.get("images_per_second"), row.get("num_gpus")
+        per_gpu = rate / number if rate and number else None
+        per_image = row.get("teraflop_per_image")
+        table.append(
+            row
+            | {
+                "per_gpu": per_gpu,
+                "tflops_per_gpu": per_gpu * per_image if per_gpu and per_image else None,
+                "gpu_hours": number * row[MINUTES] / 60 if number else None,
+                "origin": describe_source(row),
+            }
+        )
+    table.sort(key=lambda row: row["per_gpu"] or 0.0, reverse=True)
+    models = dict.fromkeys(row.get("model") or "model not told" for row in found)
+    caption = f"{' and '.join(models)}: trained to the target"
+    return tabulate(TARGET, table, name="targets", caption=caption).without_empty_columns()
+
+
 def _times_cell(ratio: Any) -> Cell:
     """A ratio; anything but a number is shown as it is."""
     return Cell(f"{ratio:.2f}x", ratio) if isinstance(ratio, int | float) else make_cell(ratio)
@@ -132,7 +185,9 @@ def _make_fold(source: str, named: Sequence[tuple[str, dict[str, Any]]], *, name
         ]
         caption = f"{file}.csv, {items[0][1]['kind']}"
         tables.append(make_table(cells, name=f"{name}-{file}", caption=caption))
-    return Fold(f"{source}: {count}, {', '.join(str(one) for one in devices if one)}", tables)
+    return Fold(
+        ": ".join([source, ", ".join([count, *(str(one) for one in devices if one)])]), tables
+    )
 
 
 def _settings(row: dict[str, Any]) -> tuple[Any, ...]:

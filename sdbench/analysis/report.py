@@ -18,9 +18,10 @@ from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
 from sdbench.analysis.limits import load_profile, make_limit_tables
-from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table
+from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
+from sdbench.base.escape import for_markdown
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.outside import read_text
 from sdbench.base.units import counted
@@ -44,7 +45,7 @@ RUNS, NUMERICS = "runs", "numerics"
 README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
-COMPARISON, HEADLINES, OTHERS = "comparison", "headlines", "others"
+COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
 SPEED_UPS, LIMITS = "speed-ups", "limits"
 # In the order of the page: the heading of each part, how to read it, and its charts.
@@ -60,6 +61,14 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "What was measured here. Of the configurations of a machine, a model and a kind of "
         "work, the one whose 95 % interval begins highest; a configuration with an "
         "interval between runs goes before one without.",
+        (),
+    ),
+    TARGETS: (
+        "Which GPU for Flux.1",
+        "Runs until a validation loss is reached: MLPerf's of Flux.1 schnell, from random weights "
+        "to 0.586, the fastest GPU first. Images/s are those of training alone, the minutes those "
+        "of the whole run with its validation. TFLOP/s: images/s times the arithmetic of a trained "
+        "image, whatever the precision it was computed in.",
         (),
     ),
     OTHERS: (
@@ -102,7 +111,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
 }
 # Places for tables in the texts that are written by hand. Texts other than README.md are optional.
 PLACES = {
-    README: (COMPARISON, HEADLINES, OTHERS, DATA, TIMES),
+    README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
     LADDER_PAGE: (
         *("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", NOT_MEASURED),
         MEASURED,
@@ -284,7 +293,13 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
                 allowed="a folder that `publish --folder` has begun, or RUNS for a page of runs",
                 flag="--folder",
             )
-        texts[path] = fill_blocks(text, {place: generated[place] for place in places}, path=path)
+        # Without a target, the text of an older folder needs no place for one.
+        needed = [
+            place
+            for place in places
+            if place != TARGETS or sections[place].has_content or BEGIN.format(place) in text
+        ]
+        texts[path] = fill_blocks(text, {place: generated[place] for place in needed}, path=path)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
@@ -342,6 +357,7 @@ def _make_sections(
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
         HEADLINES: [make_headline_table(ended_well)],
+        TARGETS: [make_target_table(row for rows in quoted.values() for row in rows)],
         MEASURED: make_tables(ended_well),
         TIMES: [training_times.make_time_table(times)],
         DATA: [feed_table.make_data_table(_loaded(records))],
@@ -386,7 +402,7 @@ def _figures_of(*kinds: Figures) -> list[dict[str, Any]]:
 def _begin_readme() -> str:
     """A README.md with a heading and a place for each of its tables."""
     parts = ["# Results", "The page [index.html](index.html) has these tables too."]
-    for place in PLACES[README]:
+    for place in (place for place in PLACES[README] if place != TARGETS):
         heading, help_text, _ = SECTIONS[place]
         parts += [f"## {heading}", help_text, f"{BEGIN.format(place)}\n{END.format(place)}"]
     return "\n\n".join(parts) + "\n"
@@ -436,8 +452,7 @@ def _read_text(path: Path) -> str:
 
 def _format_section(section: Section) -> str:
     """The tables, folds and charts of a section in markdown."""
-    pictures = [
-        f"**{plot.title}**\n\n![{plot.title}](plots/{plot.name}.png)" for plot in section.plots
-    ]
+    titles = [(plot, for_markdown(plot.title)) for plot in section.plots]
+    pictures = [f"**{title}**\n\n![{title}](plots/{plot.name}.png)" for plot, title in titles]
     parts = [to_captioned_markdown(section.tables), to_folded_markdown(section.folds), *pictures]
     return "\n\n".join(filter(None, parts)) or NO_RUNS

@@ -1,8 +1,9 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
 Three charts are those of the AWS test case, under its names; a fourth has the micro-batches of
-other work. Rows are quoted, measured and modelled. A panel has one resolution and one place of the
-encoders. A series of a single figure is drawn only beside its counterpart with or without EMA.
+other work. Rows are quoted, measured and modelled. A panel has one model, one resolution and one
+place of the encoders. A series of a single figure is drawn only beside its counterpart with or
+without EMA.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.escape import for_plot
 from sdbench.base.units import counted
-from sdbench.record.configuration import group
+from sdbench.record.configuration import WORK, group
 from sdbench.report.figures import MEASURED, describe_origin, device_of
 from sdbench.report.plots import (
     MARKERS,
@@ -37,16 +38,14 @@ SPEED_UP = "p5-model-scaling-stable-diff"
 SCALING = "p5-model-scaling-stable-diff-throughput"
 OTHER_MICRO_BATCHES = "micro_batches"
 NAMES = (MICRO_BATCH, SPEED_UP, SCALING, OTHER_MICRO_BATCHES)
-# Resolution, place of the encoders and number of GPUs of the seed's chart of micro-batches.
-SEED_PANEL = (512, "online", 8)
+# Work and number of GPUs of the seed's chart of micro-batches.
+SEED_PANEL = ("sd2-base", 512, "online", 8)
 # More panels, or more series in one, cannot be read.
 MAX_PANELS = 4
 MAX_SERIES = 8
 MAX_TICKS = 12
 # Characters of a line of the legend.
 LEGEND_WIDTH = 74
-# The model that a legend leaves out.
-USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17
 
@@ -99,11 +98,10 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     for work, series in _collect(
         rows,
         x_of=lambda row: row.get("micro_batch"),
-        panel_of=lambda row: (row.get("image_size"), row.get("latents"), _num_devices(row)),
+        panel_of=lambda row: (*map(row.get, WORK), _num_devices(row)),
         settings_of=lambda row: [*_settings(row), _describe_batch(row)],
     ):
-        image_size, latents, number = work
-        title = f"{describe_work(image_size=image_size, latents=latents)}, {_count_devices(number)}"
+        title = f"{describe_work(*work[:-1])}, {_count_devices(work[-1])}"
         (seed_panels if work == SEED_PANEL else other_panels)[title] = series
     against = "Throughput against micro-batch"
     charts = (
@@ -118,14 +116,14 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     found = _collect(
         _label_batches([row for row in rows if row.get("num_gpus")]),
         x_of=lambda row: row["num_gpus"],
-        panel_of=lambda row: (row.get("image_size"), row.get("latents")),
+        panel_of=lambda row: tuple(map(row.get, WORK)),
         settings_of=lambda row: [
             *_settings(row),
             f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
             row["batch"],
         ],
     )
-    panels = {describe_work(image_size=size, latents=latents): of for (size, latents), of in found}
+    panels = {describe_work(*work): of for work, of in found}
     from_smallest = {}
     for title, series in panels.items():
         # Speed-ups are relative to the smallest number of GPUs in the panel.
@@ -165,7 +163,7 @@ def _collect(
         if series:
             panels.append((panel, series))
     panels.sort(
-        key=lambda item: (item[0][:2] != SEED_PANEL[:2], -sum(len(s.points) for s in item[1]))
+        key=lambda item: (item[0][:3] != SEED_PANEL[:3], -sum(len(s.points) for s in item[1]))
     )
     return panels
 
@@ -189,11 +187,9 @@ def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
 
 def _settings(row: dict[str, Any]) -> list[Any]:
     """Settings that distinguish two series of one device."""
-    model = row.get("model")
-    return [
-        None if model == USUAL_MODEL else model,
-        *(row.get(name) for name in ("preset", "precision", "other_settings")),
-    ]
+    shared_by = row.get("tensor_parallel")
+    parts = f"{shared_by} GPUs to a model" if shared_by else None
+    return [*(row.get(name) for name in ("preset", "precision", "other_settings")), parts]
 
 
 def _describe_batch(row: dict[str, Any]) -> str | None:
@@ -209,7 +205,7 @@ def _label_batches(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows with their ``batch`` in words: global (strong scaling) or images per GPU (weak)."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        names = ("image_size", "latents", "ema", "micro_batch")
+        names = (*WORK, "ema", "micro_batch")
         values = [*_settings(row), *(row.get(name) for name in names)]
         return (_device(row), describe_origin(row), row["kind"], *values)
 

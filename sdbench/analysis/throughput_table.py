@@ -1,23 +1,25 @@
 """Tables of training throughput: the best of each machine, all measured, and published figures.
 
-Each resolution and place of the encoders has a table of its own: a step with the encoders in it is
-about 1.5 times the work of a step on latents, and an image of 512 px four times that of one of 256.
+Each model, resolution and place of the encoders has a table of its own: at 512 px a step of Stable
+Diffusion 2 with the encoders in it is about 1.5 times the work of a step on latents, an image takes
+four times the work of one of 256 px, and one of Flux.1 many times that.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sdbench.record.configuration import (
+    WORK,
     as_key,
-    describe_model,
     describe_other_settings,
     group,
-    place_of_encoders,
     settings_of,
+    work_of,
 )
 from sdbench.record.row import make_row
 from sdbench.report.figures import describe_source, device_of
@@ -87,15 +89,15 @@ HEADLINE = (
 
 
 def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
-    """A table for each resolution and place of the encoders, with a row for each configuration."""
+    """A table for each model and kind of work, with a row for each configuration."""
     groups = group_runs(records)
     scalings = _describe_scalings([runs[0] for runs in groups])
-    works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
+    works = group(zip(groups, scalings, strict=True), key_of=lambda item: work_of(item[0][0]))
     rows = {}
     for work, items in works.items():
         first = [runs[0] for runs, _ in items]
         if len(first) == 1:
-            names = [f"{describe_model(first[0])}, {describe_configuration(first[0])}"]
+            names = [describe_configuration(first[0])]
         else:
             names = tell_apart(first, without=["device"])[1]
         rows[work] = [
@@ -105,19 +107,15 @@ def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
     return _make_work_tables(rows, MEASURED)
 
 
-def _work_of(record: dict[str, Any]) -> tuple[int, str]:
-    return record["config"]["image_size"], place_of_encoders(record["config"])
-
-
 def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[Table]:
     """Make tables of quoted and modelled throughput, one for each kind of work."""
-    groups = group(figures, key_of=lambda row: (row.get("image_size"), row.get("latents")))
+    groups = group(figures, key_of=lambda row: tuple(map(row.get, WORK)))
     rows = {work: list(map(_figure_row, of_work)) for work, of_work in groups.items()}
     return _make_work_tables(rows, QUOTED, name=f"{name}-")
 
 
 def _make_work_tables(
-    rows: Mapping[tuple[Any, Any], Sequence[dict[str, Any]]],
+    rows: Mapping[tuple[Any, ...], Sequence[dict[str, Any]]],
     fields: Sequence[Field],
     *,
     name: str = "",
@@ -126,11 +124,17 @@ def _make_work_tables(
         tabulate(
             fields,
             of_work,
-            name=f"{name}{image_size}px-{latents}",
-            caption=describe_work(image_size=image_size, latents=latents),
+            name=f"{name}{_anchor(work)}",
+            caption=describe_work(*work),
         ).without_empty_columns()
-        for (image_size, latents), of_work in rows.items()
+        for work, of_work in rows.items()
     ]
+
+
+def _anchor(work: tuple[Any, ...]) -> str:
+    """Part of a link, e.g. ``sd2-base-LoRA-4-512px-online``."""
+    model, image_size, latents = work
+    return "-".join(re.findall(r"[\w.-]+", f"{model} {image_size}px {latents}"))
 
 
 def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
@@ -178,7 +182,7 @@ def _track_of(record: dict[str, Any]) -> _Track:
     on_gpu = record["machine"]["device_type"] != "cpu"
     number = record["ranks"]["world_size" if on_gpu else "num_nodes"]
     machine = f"{number} x {describe_device(record)}"
-    return _Track(on_gpu, machine, describe_model(record), *_work_of(record))
+    return _Track(on_gpu, machine, *work_of(record))
 
 
 def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[bool, float, float]:

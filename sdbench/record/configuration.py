@@ -21,6 +21,8 @@ BESIDE = "beside"
 # Latents of a subject, made when its run begins and never loaded.
 SUBJECT = "subject"
 
+# The columns of a row that say what is computed.
+WORK = ("model", "image_size", "latents")
 # Settings of how and how long to measure, and of where to write.
 HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
 # Settings that have a column of their own in a row, or that such a column implies.
@@ -47,6 +49,12 @@ def describe_model(record: Mapping[str, Any]) -> str:
     """
     name, rank = record["workload"]["architecture"], record["config"].get("lora_rank")
     return name if rank is None else f"{name}, LoRA {rank}"
+
+
+def work_of(record: Mapping[str, Any]) -> tuple[str, int, str]:
+    """What a run computes, by the columns `WORK`: figures of other work share no table and axes."""
+    config = record["config"]
+    return describe_model(record), config["image_size"], place_of_encoders(config)
 
 
 def count_devices(machine: Mapping[str, Any], ranks: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ TIME = "run_time_s"
 # Rates and times must be positive, and counts whole and not negative; cells may be empty.
 POSITIVE_COLUMNS = (
     *("images_per_second", "images_per_second_low", "images_per_second_high", "matmul_tflops"),
-    TIME,
+    *(TIME, "minutes_to_target", "teraflop_per_image"),
 )
 COUNT_COLUMNS = (
     *("num_gpus", "image_size", "global_batch", "images_per_step", "num_runs", "num_images"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.record.configuration import group, place_of_encoders
+from sdbench.record.configuration import group, work_of
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import (
     PART_COLOURS,
@@ -79,15 +79,15 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> list[Plot]:
         place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.5 / figure.get_figheight())}
         spaces = {"ncols": 3, "columnspacing": 1.2, "handlelength": 1.2}
         figure.legend(parts.values(), parts.keys(), **place, **spaces)
-        devices, image_size, latents = _work_of(bars[0])
-        title = f"Where the time of a step goes: {devices}, {image_size} px, {latents}"
+        devices, model, image_size, latents = _work_of(bars[0])
+        work = f"{devices}, {model}, {image_size} px, {latents}"
+        title = f"Where the time of a step goes: {work}"
         plots.append(render(figure, chart=BREAKDOWN, index=index, title=title, notes=notes))
     return plots
 
 
 def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
-    config = record["config"]
-    return describe_devices(record), config["image_size"], place_of_encoders(config)
+    return describe_devices(record), *work_of(record)
 
 
 def draw_step_times(

@@ -91,11 +91,12 @@ def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return list(group(records, key_of=lambda record: as_key(settings_of(record))).values())
 
 
-def describe_work(*, image_size: int | None, latents: str | None) -> str:
-    """The resolution and the place of the encoders in words."""
+def describe_work(model: str | None, image_size: int | None, latents: str | None) -> str:
+    """The columns `WORK` of a row, or `work_of` a record, in words."""
+    name = model or "model not told"
     size = "resolution not told" if image_size is None else f"{image_size} px"
     place = "place of the encoders not told" if latents is None else latents
-    return f"{size}, {LATENTS_IN_WORDS.get(place, place)}"
+    return f"{name}, {size}, {LATENTS_IN_WORDS.get(place, place)}"
 
 
 def describe_device(record: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with a caption; its name is its anchor in an HTML page, e.g. ``512px-online``."""
+    """A table with a caption; its name is its anchor in an HTML page, e.g. ``ladder-1``."""
 
     name: str
     caption: str

@@ -429,9 +429,9 @@ def _mean_and_half_width(samples: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(samples)), t_quantile(len(samples) - 1) * standard_error
 
 
-def t_quantile(degrees_of_freedom: float) -> float:
-    """Return the two-sided quantile of Student's t at `LEVEL`."""
+def t_quantile(degrees_of_freedom: float, *, level: float = LEVEL) -> float:
+    """Return the two-sided quantile of Student's t."""
     # scipy.special loads faster than scipy.stats.
     from scipy import special
 
-    return float(special.stdtrit(degrees_of_freedom, (1 + LEVEL) / 2))
+    return float(special.stdtrit(degrees_of_freedom, (1 + level) / 2))

@@ -140,7 +140,7 @@ def test_the_ratios_of_the_seeds_table(capsys, compare, compare_as_json, reposit
     text = compare(*sides)
     assert f"geometric mean of 7: {ratio:.2f}x, not tested" in text
     assert "1 142.69 189.28 1.33x not tested ema true, micro_batch 4 1 173.89" in text
-    assert "the same: image_size 512, latents online, global_batch 2048" in text
+    assert "the same: model sd2-base, image_size 512, latents online, global_batch 2048" in text
     assert "Not tested: a side has a single figure; a verdict takes two on each side." in text
     main(["compare", *map(str, sides), "--format", "markdown"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 |")]

@@ -98,7 +98,7 @@ def opened(address, tmp_path):
 def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", f"{ACTIONS}</body>"), encoding="utf-8")
-    seen = opened(f"{page.as_uri()}#sort=512px-online:5:descending", tmp_path)
+    seen = opened(f"{page.as_uri()}#sort=sd2-base-512px-online:5:descending", tmp_path)
     rows, orders = seen["rows"], seen["orders"]
 
     # By a click on its heading: P5 from the fastest to the slowest.
@@ -106,12 +106,12 @@ def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path)
     assert rates == [385.31, 361.15, 358.68, 353.81, 329.55, 289.19, 189.28]
     assert orders["p4de-p5"][:7] == [*["none"] * 5, "descending", "none"]
     # By the address: 1000 before 90, as numbers; quoted rows are hidden, the name is unharmed.
-    shown = rows["512px-online"]
+    shown = rows["sd2-base-512px-online"]
     assert [row[0] for row in shown] == ["measured", "measured"]
     assert [row[1] for row in shown] == ["NVIDIA H200", HOSTILE]
-    assert orders["512px-online"].index("descending") == 4
-    assert [row[0] for row in rows["256px-online"]] == ["measured"]
-    assert rows["source-5-512px-precomputed"] == []
+    assert orders["sd2-base-512px-online"].index("descending") == 4
+    assert [row[0] for row in rows["sd2-base-256px-online"]] == ["measured"]
+    assert rows["source-8-sd2-base-512px-precomputed"] == []
     assert seen["width"] == [360, 360]
 
 
@@ -161,7 +161,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
         input.dispatchEvent(new view.Event(kind, {bubbles: true}));
       };
       const seen = {};
-      const table = page.getElementById("512px-online");
+      const table = page.getElementById("sd2-base-512px-online");
       const headings = [...table.tHead.rows[0].cells];
       const heading = (name) => headings.find((cell) => cell.textContent === name);
       // Columns: the command is hidden until it is chosen.
@@ -189,7 +189,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
       }));
       seen.note = page.getElementById("note").textContent;
       // Search: both words in one row, whatever their column.
-      type(page.getElementById("search"), "mlperf GB200", "input");
+      type(page.getElementById("search"), "mlperf GB200 v5.0", "input");
       seen.found = page.getElementById("found").textContent;
       seen.tables = [...page.querySelectorAll("main table")]
         .filter((table) => !table.parentElement.hidden).map((table) => table.id);
@@ -222,7 +222,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
         "micro-batch 4: 142.69 images/s",
         "AWS (2024) MosaicML Stable Diffusion section 1.5",
     ]
-    assert (seen["found"], seen["tables"]) == ("3 rows", ["source-7-512px-precomputed"])
+    assert (seen["found"], seen["tables"]) == ("3 rows", ["source-10-sd2-base-512px-precomputed"])
     assert seen["isOpen"] == ["MLPerf Training v5.0"]
     assert seen["headings"] == ["Figures of others"]
     assert seen["byTable"] == ["26 rows", "3 rows", "2 rows"]

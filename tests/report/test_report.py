@@ -69,7 +69,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(made):
     results, summary = made
     rows = read_csv(results / "throughput.csv")
     kinds = [row["kind"] for row in rows]
-    assert kinds == ["measured"] * 6 + ["quoted"] * 71 + ["modelled"]
+    assert kinds == ["measured"] * 6 + ["quoted"] * 87 + ["modelled"]
     assert (rows[0]["status"], rows[5]["status"], rows[5]["reason"]) == ("ok", "oom", "no memory")
     assert rows[-1]["fitted_to"] == "p5"
     submitters = {row["submitter"] for row in rows}
@@ -77,7 +77,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(made):
     readme = (results / "README.md").read_text()
     assert "<summary>scaling predict: 1 figure, H100</summary>" in readme
     assert "| modelled | H100 | 1024 | 9000 (8000 to 10000) |" in readme
-    assert "from 6 runs and 72 figures of others" in summary
+    assert "from 6 runs and 88 figures of others" in summary
     assert "not drawn, for want of data: time_breakdown" in summary
 
 
@@ -99,7 +99,7 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
 def test_measured_figures_are_drawn_beside_the_seeds_and_other_work_on_axes_of_its_own(made):
     results, _ = made
     texts = texts_of(results, MICRO_BATCH)
-    assert "512 px, the encoders run in the step (online), 8 devices" in texts
+    assert "sd2-base, 512 px, the encoders run in the step (online), 8" in texts
     assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
     assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
     assert any(text.startswith("[1] mine/runs; [2] AWS (2024) MosaicML") for text in texts)
@@ -111,8 +111,8 @@ def test_measured_figures_are_drawn_beside_the_seeds_and_other_work_on_axes_of_i
     assert "ideal" in texts_of(results, SPEED_UP)
     assert "speed-up over 8 GPUs" in texts_of(results, SPEED_UP)
     titles = {
-        OTHER_MICRO_BATCHES: "512 px, the encoders run in the step (online), 1 device",
-        f"{OTHER_MICRO_BATCHES}-2": "512 px, latents and text embeddings made beforehand",
+        OTHER_MICRO_BATCHES: "sd2-base, 512 px, the encoders run in the step (online), 1",
+        f"{OTHER_MICRO_BATCHES}-2": "sd2-base, 512 px, latents and text embeddings made beforehand",
     }
     for name, title in titles.items():
         assert title in texts_of(results, name)
@@ -219,7 +219,7 @@ def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
     page = (results / "index.html").read_text()
     assert "<b>" not in page
     assert "&lt;b&gt;&#34;x&#34;&lt;/b&gt;" in page
-    for name in (MICRO_BATCH, SPEED_UP, SCALING, "time_breakdown", "step_times"):
+    for name in (OTHER_MICRO_BATCHES, SPEED_UP, SCALING, "time_breakdown", "step_times"):
         hostile = [text for text in texts_of(results, name) if "=cmd()|<b>" in text]
         assert hostile and all("`a` $x^2$" in text for text in hostile)
 

@@ -53,7 +53,7 @@ def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
     make_text(tmp_path)
     readme = tmp_path / "README.md"
     text = readme.read_text()
-    assert text.count("-->\n<!-- end") == 5
+    assert text.count("-->\n<!-- end") == 6
     readme.write_text(text.replace("headlines -->\n<!-- end", "headlines -->\nold table\n<!-- end"))
     rebuild(tmp_path)
     assert readme.read_text() == text.replace("-->\n<!-- end", "-->\nNo runs yet.\n<!-- end")

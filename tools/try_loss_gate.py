@@ -1,0 +1,157 @@
+"""Tries `python -m sdbench compare --losses` on faults of a training, and on none.
+
+Trains a miniature with 25 seeds, then with each change and the first five seeds, and prints which
+changes are found: against the same seeds (in pairs), and against five others (by the spread alone).
+Runs that are there already are not made again:
+
+    python tools/try_loss_gate.py --model_name tiny-flux --folder runs/loss_gate
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import train  # noqa: E402
+from sdbench.analysis.compare_losses import OUTSIDE, compare_losses, make_loss_table  # noqa: E402
+from sdbench.report.tables import Table, make_table, to_markdown  # noqa: E402
+
+NUM_STEPS, NUM_SEEDS, NUM_CHANGED = 300, 25, 5
+SAME_RECIPE = "the recipe"
+# Values that another VAE multiplies its latents with: SDXL's, and that of SD3.
+OTHER_SCALE = {"tiny": 0.13025, "tiny-flux": 1.5305}
+FAULTS = {
+    "tiny": {
+        "time steps weighted by min-SNR": ["--min_snr_gamma", "5"],
+        "v in place of noise": ["--prediction_type", "v_prediction"],
+    },
+    "tiny-flux": {
+        "times drawn logit-normal in place of uniform": ["--time_sampling", "logit_normal"],
+        "times shifted by 3": ["--time_shift", "3"],
+    },
+}
+OF_ALL = {
+    "learning rate 20 % higher": ["--lr", "1.2e-3"],
+    "learning rate 20 % lower": ["--lr", "8e-4"],
+    "bf16 without fp32 copies": ["--precision", "bf16", "--master_weights", "none"],
+    # Changes that should pass.
+    "no fault: bf16 with fp32 copies": ["--precision", "bf16", "--master_weights", "fp32"],
+    "no fault: amp_bf16": ["--precision", "amp_bf16"],
+    "no fault: micro-batches of 2": ["--device_train_microbatch_size", "2"],
+    "no fault: engine composer": ["--engine", "composer"],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the runs, and print a table of the changes and the number of false alarms."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model_name", choices=sorted(FAULTS), default="tiny-flux")
+    parser.add_argument("--folder", type=Path, default=Path("runs/loss_gate"))
+    flags = parser.parse_args(argv)
+    name, folder = flags.model_name, flags.folder / flags.model_name
+    pictures = flags.folder / "pictures"
+    if not pictures.exists():
+        _do("shapes", "--folder", str(pictures), "--num_train_images", "1000")
+    changes = {
+        SAME_RECIPE: [],
+        **FAULTS[name],
+        f"scaling factor {OTHER_SCALE[name]:g} of another VAE": [],
+        **OF_ALL,
+    }
+    for number, (change, settings) in enumerate(changes.items()):
+        for seed in range(1, (NUM_SEEDS if change == SAME_RECIPE else NUM_CHANGED) + 1):
+            model, latents = name, folder / "latents"
+            if change.startswith("scaling"):
+                model, latents = str(_with_other_scale(name, folder)), folder / "other_latents"
+            if not latents.exists():
+                encode = ["--model_name", model, "--remote", str(pictures / "train")]
+                _do("precompute", *encode, "--folder", str(latents))
+            run = folder / str(number) / str(seed)
+            if not list(run.glob("*/steps.csv")) or not any(
+                json.loads(record.read_text())["status"] == "ok"
+                for record in run.glob("*/record.json")
+            ):
+                _train(model, latents, [*settings, "--seed", str(seed)], run)
+    rows = []
+    for number, change in enumerate(changes):
+        if change != SAME_RECIPE:
+            found = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=1)
+            alone = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=6)
+            rows.append({"change": change, "in pairs": found, "with other seeds": alone})
+    print(to_markdown(make_table(rows)))
+    alarms = [
+        seed
+        for seed in range(NUM_CHANGED + 1, NUM_SEEDS + 1)
+        if OUTSIDE in _judge(folder, [(0, seed)], first=1)
+    ]
+    print(f"\nfalse alarms, one seed against the first five: {len(alarms)} of 20 {alarms}")
+    groups = itertools.combinations(range(5), 2)
+    alarms = [
+        pair
+        for pair in groups
+        if OUTSIDE
+        in _judge(folder, [(0, 5 * pair[1] + seed) for seed in range(1, 6)], first=5 * pair[0] + 1)
+    ]
+    print(f"false alarms, five seeds against five others: {len(alarms)} of 10 {alarms}")
+
+
+def _do(*command: str) -> None:
+    subprocess.run([sys.executable, "-m", "sdbench", *command], check=True, cwd=ROOT)
+
+
+def _train(model: str, latents: Path, settings: Sequence[str], run: Path) -> None:
+    fixed = [
+        *("--model_name", model, "--remote", str(latents), "--latents", "precomputed"),
+        *("--image_size", "64"),
+        *("--engine", "torch", "--num_threads", "1", "--num_workers", "0", "--precision", "fp32"),
+        *("--batch_size", "8", "--device_train_microbatch_size", "8", "--lr", "1e-3"),
+        *("--max_duration", f"{NUM_STEPS}ba"),
+    ]
+    shutil.rmtree(run, ignore_errors=True)
+    if train.main([*fixed, *settings, "--results_dir", str(run)]):
+        raise SystemExit(f"a run failed: {run}")
+    for checkpoints in run.glob("*/checkpoints"):
+        shutil.rmtree(checkpoints)
+
+
+def _with_other_scale(name: str, folder: Path) -> Path:
+    """The miniature as a folder, whose VAE says another scaling factor."""
+    made = folder / "other_scale"
+    if not made.exists():
+        run = next((folder / "0" / "1").glob("*/record.json")).parent
+        _do("export", str(run), "--folder", str(made))
+        config = made / "vae" / "config.json"
+        content = json.loads(config.read_text()) | {"scaling_factor": OTHER_SCALE[name]}
+        config.write_text(json.dumps(content))
+    return made
+
+
+def _judge(folder: Path, candidates: Sequence[tuple[int, int]], *, first: int) -> str:
+    """Compare runs with five of the recipe; return the rows that are outside, in words."""
+    sides = []
+    for side, runs in (
+        ("baseline", [(0, seed) for seed in range(first, first + NUM_CHANGED)]),
+        ("candidate", candidates),
+    ):
+        place = folder / "sides" / side
+        shutil.rmtree(place, ignore_errors=True)
+        for number, seed in runs:
+            for record in (folder / str(number) / str(seed)).glob("*/record.json"):
+                shutil.copytree(record.parent, place / f"{number}-{seed}")
+        sides.append(place)
+    table: Table = make_loss_table(compare_losses(*sides, tolerance=0.0).checks)
+    texts = [[cell.text for cell in row] for row in table.rows]
+    return "; ".join(f"{row[0]} {row[2]} ({row[3]}) {row[4]}" for row in texts)
+
+
+if __name__ == "__main__":
+    main()
