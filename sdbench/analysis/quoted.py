@@ -44,14 +44,14 @@ MINUTES = "minutes_to_target"
 TARGET = (
     Field("GPU", "gpu"),
     Field("GPUs", "num_gpus"),
-    Field("px", "image_size"),
-    Field("global batch", "global_batch"),
-    Field("GPUs that share a model", "tensor_parallel", unknown=""),
-    Field("images/s", "images_per_second", digits=6),
     Field("images/s per GPU", "per_gpu", digits=3),
     Field("TFLOP/s per GPU", "tflops_per_gpu"),
-    Field("minutes to the target", MINUTES),
     Field("GPU-hours to the target", "gpu_hours"),
+    Field("minutes to the target", MINUTES),
+    Field("images/s", "images_per_second", digits=6),
+    Field("global batch", "global_batch"),
+    Field("GPUs that share a model", "tensor_parallel", unknown=""),
+    Field("px", "image_size"),
     Field("source", "origin"),
 )
 
