@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     changes = {
         SAME_RECIPE: [],
         **FAULTS[name],
-        f"scaling factor {OTHER_SCALE[name]:g} of another VAE": [],
+        f"scaling factor {OTHER_SCALE[name]:g} of another VAE": ["--random_weights"],
         **OF_ALL,
     }
     for number, (change, settings) in enumerate(changes.items()):
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if change.startswith("scaling"):
                 model, latents = str(_with_other_scale(name, folder)), folder / "other_latents"
             if not latents.exists():
-                encode = ["--model_name", model, "--remote", str(pictures / "train")]
+                encode = ["--model_name", model, *settings, "--remote", str(pictures / "train")]
                 _do("precompute", *encode, "--folder", str(latents))
             run = folder / str(number) / str(seed)
             if not list(run.glob("*/steps.csv")) or not any(
@@ -127,8 +127,10 @@ def _with_other_scale(name: str, folder: Path) -> Path:
     """The miniature as a folder, whose VAE says another scaling factor."""
     made = folder / "other_scale"
     if not made.exists():
-        run = next((folder / "0" / "1").glob("*/record.json")).parent
-        _do("export", str(run), "--folder", str(made))
+        one_step = ["--model_name", name, "--use_synth_data", "--max_duration", "1ba"]
+        train.main([*one_step, "--engine", "torch", "--results_dir", str(folder / "one_step")])
+        (record,) = (folder / "one_step").glob("*/record.json")
+        _do("export", str(record.parent), "--folder", str(made))
         config = made / "vae" / "config.json"
         content = json.loads(config.read_text()) | {"scaling_factor": OTHER_SCALE[name]}
         config.write_text(json.dumps(content))

@@ -102,9 +102,10 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
         if kind_of(record) == BENCHMARK and not record["config"]["remote"]
     }
     assert len(of_benchmark) >= 3
+    num_lacking = 0
     for path, record in of_benchmark.items():
         words, told = planned(capsys, path)
-        assert "The record does not say:\n" in told
+        num_lacking += "The record does not say:\n" in told
         start = words.index("benchmark.py") + 1
         request = parse_request([*words[start:], "--no_check_memory"], description="", epilog="")
         machine = Machine(**{name: record["machine"].get(name) for name in names})
@@ -114,6 +115,7 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
         another = {"results_dir", "check_memory"}
         for name in record["config"].keys() - another:
             assert config[name] == record["config"][name], (path.parent.name, name)
+    assert num_lacking >= 2  # the older ones
 
 
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
