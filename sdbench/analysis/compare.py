@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -219,7 +220,10 @@ def _compare_losses(flags: CompareFlags) -> int:
     found = compare_losses(*flags.sides, tolerance=flags.tolerance)
     checks = [
         {
-            **{name: None if value != value else value for name, value in check._asdict().items()},
+            **{
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in check._asdict().items()
+            },
             "is_inside": check.is_inside,
         }
         for check in found.checks

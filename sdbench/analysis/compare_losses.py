@@ -18,6 +18,8 @@ from sdbench.record.configuration import settings_of
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, STEPS_NAME, TRAIN, kind_of
 from sdbench.report.runs import name_runs, read_record, read_steps, use_each
 from sdbench.report.tables import Field, Table, tabulate
+from sdbench.settings.recipe import LengthSettings, WatchSettings
+from sdbench.settings.setting import declarations
 from sdbench.statistics.loss_gate import (
     CORRELATION,
     MIN_BAND_RUNS,
@@ -30,7 +32,13 @@ INSIDE, OUTSIDE = "inside", "OUTSIDE"
 COLUMN = "loss"
 # The number of a step, in tables of train.py and of benchmark.py; others may have neither.
 NUMBERS = ("step", "index")
-SEEDS = ("seed", "weights_seed")
+# Settings that change no loss: how long and where a run is kept, and what is told about it.
+NOT_OF_RECIPE = (
+    declarations(LengthSettings).keys() - {"init_from", "on_bad_loss"}
+    | declarations(WatchSettings).keys()
+)
+# The place and the machine of a run, which differ between equal runs of one side.
+PLACES = ("remote", "local", "device", "num_cpu_cores")
 
 
 class Curve(NamedTuple):
@@ -40,6 +48,11 @@ class Curve(NamedTuple):
     key: Hashable
     settings: Mapping[str, Any]
     losses: dict[float, float]
+
+    @property
+    def identity(self) -> Hashable:
+        """What a copy of the run has in common with it; other runs may have the same name."""
+        return self.name, self.key, repr(self.losses)
 
 
 class Verdict(NamedTuple):
@@ -54,33 +67,45 @@ def compare_losses(baseline: Path, candidate: Path, *, tolerance: float) -> Verd
     """Compare the losses of the runs of two folders.
 
     Raises ConfigError if a side has too few runs or steps, several recipes or two runs with the
-    same seeds, if the steps differ, or if the baseline has a loss that is not finite.
+    same seeds, if the steps differ, or if the baseline has a loss that is no number above 0.
     """
     (ours, our_failures), (theirs, their_failures) = map(_load, (baseline, candidate))
     failures = [*our_failures, *their_failures]
-    both = sorted({curve.name for curve in ours} & {curve.name for curve in theirs})
+    known = {curve.identity for curve in ours}
+    both = sorted(curve.name for curve in theirs if curve.identity in known)
     if both:
         what = f"{counted(len(both), 'run')} on both sides"
         _refuse(what, name_runs(both), "two sides with different runs", flag="A B")
     for curves, path, least in ((ours, baseline, MIN_BAND_RUNS), (theirs, candidate, 1)):
         _check_side(curves, path, least=least)
-    steps = list(min((curve.losses for curve in ours), key=len))
-    shorter = [curve for curve in theirs if len(curve.losses) < len(steps)]
-    failures += [f"{one.name} has {len(one.losses)} of {len(steps)} steps" for one in shorter]
-    steps = steps[: min(len(curve.losses) for curve in (*ours, *theirs))]
+    lengths = [len(curve.losses) for curve in (*ours, *theirs)]
+    num_planned = lengths[0]
+    # benchmark.py makes its window longer while steps are not steady: that is not of the losses.
+    is_timed = BENCHMARK in (ours[0].settings.get("kind"), theirs[0].settings.get("kind"))
+    if not is_timed:
+        for curve in ours:
+            if len(curve.losses) != num_planned:
+                value = f"{curve.name}: {len(curve.losses)} steps"
+                _refuse("runs of the baseline differ in length", value, str(num_planned), flag="A")
+        failures += [
+            f"{curve.name} has {len(curve.losses)} of {num_planned} steps"
+            for curve in theirs
+            if len(curve.losses) < num_planned
+        ]
+    steps = list(ours[0].losses)[: min(lengths)]
     for curve in (*ours, *theirs):
         if list(curve.losses)[: len(steps)] != steps:
             others = f"the steps of {ours[0].name}, {steps[0]:g} to {steps[-1]:g}"
             _refuse("runs have losses of other steps", curve.name, others, flag="A B")
     for curve in ours:
-        if bad := _first_not_finite(curve, steps):
-            value = f"{curve.name}, step {bad:g}"
-            _refuse("the baseline has a loss that is not finite", value, "numbers", flag="A")
-    failures += [
-        f"{curve.name}: the loss of step {bad:g} is not finite"
-        for curve in theirs
-        if (bad := _first_not_finite(curve, steps)) is not None
-    ]
+        bad = [step for step in steps if not 0 < curve.losses[step] < math.inf]
+        if bad:
+            value = f"{curve.name}, step {bad[0]:g}: {curve.losses[bad[0]]:g}"
+            _refuse("a loss of the baseline is unusable", value, "numbers above 0", flag="A")
+    for curve in theirs:
+        bad = [step for step, loss in curve.losses.items() if not math.isfinite(loss)]
+        if bad:
+            failures.append(f"{curve.name}: the loss of step {bad[0]:g} is not finite")
     rows = {curve.key: row for row, curve in enumerate(ours)}
     partners = [rows.get(curve.key) for curve in theirs]
     num_pairs = sum(row is not None for row in partners)
@@ -93,9 +118,11 @@ def compare_losses(baseline: Path, candidate: Path, *, tolerance: float) -> Verd
     facts = [
         f"baseline: {baseline}, {counted(len(ours), 'run')}",
         f"candidate: {candidate}, {counted(len(theirs), 'run')}, {how}",
-        *_differences(ours[0].settings, theirs[0].settings),
+        *_changes(ours[0].settings, theirs[0].settings),
         f"losses of {len(steps)} steps; of equal recipes 1 % have a row outside its band",
     ]
+    if len(steps) < max(lengths):
+        facts.append(f"not compared: steps after these, of which the longest has {max(lengths)}")
     before, after = (
         np.array([list(curve.losses.values())[: len(steps)] for curve in side])
         for side in (ours, theirs)
@@ -133,10 +160,12 @@ def _load(path: Path) -> tuple[list[Curve], list[str]]:
             failures.append(f"{record['run_id']}: {record['status']}")
             return None
         config = record["config"]
-        seed, weights_seed = (config.get(name) for name in SEEDS)
+        seed, weights_seed = config["seed"], config.get("weights_seed")
         key = seed, seed if weights_seed is None else weights_seed
-        settings = {"kind": kind_of(record), **settings_of(record)}
-        settings = {name: value for name, value in settings.items() if name not in SEEDS}
+        settings = {"kind": kind_of(record), "max_duration": config.get("max_duration")}
+        settings |= {
+            name: value for name, value in settings_of(record).items() if name not in NOT_OF_RECIPE
+        }
         return _read_curve(file.with_name(STEPS_NAME), record["run_id"], key, settings)
 
     def read_table(file: Path) -> Curve:
@@ -148,7 +177,8 @@ def _load(path: Path) -> tuple[list[Curve], list[str]]:
         curves, left_out = use_each(sorted(path.rglob("*.csv")), read_table)
     failures += [f"{file}: it cannot be read" for file in left_out]
     # A run counts once, however many copies of its folder there are.
-    return list({curve.name: curve for curve in curves if curve is not None}.values()), failures
+    found = {curve.identity: curve for curve in curves if curve is not None}
+    return list(found.values()), failures
 
 
 def _read_curve(file: Path, name: str, key: Hashable, settings: Mapping[str, Any]) -> Curve:
@@ -176,23 +206,24 @@ def _check_side(curves: Sequence[Curve], path: Path, *, least: int) -> None:
     if number > 1:
         value = f"{number} runs in {path} with seed and weights_seed {key}"
         _refuse("runs of a side have the same seeds", value, "other seeds", flag="--seed")
-    for curve in curves[1:]:
-        if changed := _differences(curves[0].settings, curve.settings):
-            value = f"{path}: {'; '.join(changed)}"
+    names = {name for curve in curves for name in curve.settings}
+    for name in sorted(names.difference(PLACES)):
+        # A record of an older version lacks a setting, which is then unknown.
+        values = [curve.settings[name] for curve in curves if name in curve.settings]
+        if any(value != values[0] for value in values):
+            value = f"{path}: {name} {' and '.join(dict.fromkeys(map(str, values)))}"
             _refuse("a side has several recipes", value, "runs that differ in seeds", flag="A B")
 
 
-def _differences(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, if both are known."""
-    return [
-        f"{name}: {settings[name]} -> {others[name]}"
-        for name in settings.keys() & others.keys()
-        if settings[name] != others[name]
+def _changes(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """The settings that differ between the sides, e.g. ``lr: 0.001 -> 0.0012``."""
+    if not (settings and others):  # tables have none
+        return []
+    pairs = [
+        (name, settings.get(name, "unknown"), others.get(name, "unknown"))
+        for name in sorted(settings.keys() | others.keys())
     ]
-
-
-def _first_not_finite(curve: Curve, steps: Sequence[float]) -> float | None:
-    return next((step for step in steps if not math.isfinite(curve.losses[step])), None)
+    return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
 def _refuse(what: str, value: str, allowed: str, *, flag: str) -> None:

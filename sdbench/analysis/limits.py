@@ -56,6 +56,7 @@ def _work(profile: Mapping[str, Any]) -> dict[str, Any]:
         "encoders": place_of_encoders(config),
         "px": config["image_size"],
         "preset": config["preset"],
+        "precision": config["precision"],
         "images": profile["step"]["num_images"],
         "other settings": describe_other_settings(profile) or "none",
     }

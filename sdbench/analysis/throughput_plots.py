@@ -41,7 +41,7 @@ NAMES = (MICRO_BATCH, SPEED_UP, SCALING, OTHER_MICRO_BATCHES)
 # Work and number of GPUs of the seed's chart of micro-batches.
 SEED_PANEL = ("sd2-base", 512, "online", 8)
 # More panels, or more series in one, cannot be read.
-MAX_PANELS = 4
+MAX_PANELS = 6
 MAX_SERIES = 8
 MAX_TICKS = 12
 # Characters of a line of the legend.

@@ -97,7 +97,9 @@ def judge_losses(
         value, half = float(values[worst]), float(halves[worst])
         checks.append(Check(what, value, -half, half, int(steps[0]) + 1, int(steps[-1]) + 1))
     lowest = _lowest_correlation(ours, level=level)
-    if lowest is not None:
+    centres = ours.mean(axis=0)
+    is_tolerated = bool((np.abs(theirs.mean(axis=0) - centres) <= tolerance * centres).all())
+    if lowest is not None and not is_tolerated:
         value = math.tanh(_correlate(ours.mean(axis=0), theirs.mean(axis=0)))
         checks.append(Check(CORRELATION, value, lowest, 1.0, 1, num_steps))
     return checks

@@ -151,7 +151,11 @@ def test_a_loss_that_is_not_finite_is_never_inside(tmp_path, capsys):
     compare(before, tmp_path / "broken")
     assert "seed-12.csv: the loss of step 30 is not finite" in capsys.readouterr().err
     refusal = refusal_of("compare", "--losses", tmp_path / "broken", before)
-    assert refusal.flag == "A" and refusal.value.endswith("seed-12.csv, step 30")
+    assert refusal.flag == "A" and refusal.value.endswith("seed-12.csv, step 30: nan")
+    broken["seed-12"] = draw(12)
+    broken["seed-12"][0] = math.nan  # tables count from 0 or from 1
+    refusal = refusal_of("compare", "--losses", write(tmp_path / "at-0", broken), before)
+    assert refusal.value.endswith("seed-12.csv, step 0: nan")
 
 
 def test_one_run_of_five_that_diverged_is_found_with_and_without_partners(tmp_path, capsys):
@@ -167,6 +171,28 @@ def test_one_run_of_five_that_diverged_is_found_with_and_without_partners(tmp_pa
         exit_code, found = checks_of(capsys, before, after)
         assert exit_code == 1
         assert not found["final loss of the run furthest out"]["is_inside"]
+
+
+def test_runs_of_one_name_are_told_apart_and_what_only_keeps_a_run_is_no_recipe(tmp_path, capsys):
+    before = write_runs(tmp_path / "before", range(5))
+    same = {"run_id": "20261121T000000Z_x_one", "config__remote": "a"}
+    after = write_runs(tmp_path / "after", range(10, 12), **same)
+    write_runs(tmp_path / "after", range(12, 15), **{**same, "config__remote": "b"})
+    assert compare(before, after) == 0
+    assert "after, 5 runs" in " ".join(capsys.readouterr().out.split())
+
+
+def test_further_steps_are_not_compared_and_said_to_be_so(tmp_path, capsys):
+    before = write(
+        tmp_path / "before", {key: losses[:100] for key, losses in seeds(range(5)).items()}
+    )
+    after = write(tmp_path / "after", seeds(range(10, 13)))
+    assert compare(before, after) == 0
+    assert "the longest has 200" in " ".join(capsys.readouterr().out.split())
+    uneven = seeds(range(5))
+    uneven["seed-3"] = uneven["seed-3"][:50]
+    refusal = refusal_of("compare", "--losses", write(tmp_path / "uneven", uneven), after)
+    assert refusal.value.endswith("seed-3.csv: 50 steps")
 
 
 def test_a_candidate_that_stopped_early_fails(tmp_path, capsys):
@@ -192,7 +218,7 @@ def test_what_was_changed_is_said_and_a_side_has_one_recipe_and_other_seeds(tmp_
     assert "lr: 0.0001 -> 0.5" in capsys.readouterr().out
     write_runs(tmp_path / "mixed", range(3))
     mixed = write_runs(tmp_path / "mixed", range(10, 13), config__lr=0.5)
-    assert "lr: 0.0001 -> 0.5" in refusal_of("compare", "--losses", mixed, before).value
+    assert "lr 0.0001 and 0.5" in refusal_of("compare", "--losses", mixed, before).value
     again = write_runs(tmp_path / "again", range(3))
     write_runs(tmp_path / "again" / "more", range(10, 13), config__seed=1)
     assert refusal_of("compare", "--losses", again, before).flag == "--seed"
