@@ -4,7 +4,9 @@ Trains a miniature with 25 seeds, then with each change and the first five seeds
 changes are found: against the same seeds (in pairs), and against five others (by the spread alone).
 Runs that are there already are not made again:
 
-    python tools/try_loss_gate.py --model_name tiny-flux --folder runs/loss_gate
+    python tools/try_loss_gate.py --folder runs/loss_gate
+
+It writes the means of the tenths of each run to losses.csv in that folder.
 """
 
 from __future__ import annotations
@@ -13,33 +15,34 @@ import argparse
 import itertools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
 from sdbench.analysis.compare_losses import OUTSIDE, compare_losses, make_loss_table  # noqa: E402
+from sdbench.record.row import format_csv  # noqa: E402
+from sdbench.report.runs import read_steps  # noqa: E402
 from sdbench.report.tables import Table, make_table, to_markdown  # noqa: E402
 
 NUM_STEPS, NUM_SEEDS, NUM_CHANGED = 300, 25, 5
 SAME_RECIPE = "the recipe"
-# Values that another VAE multiplies its latents with: SDXL's, and that of SD3.
-OTHER_SCALE = {"tiny": 0.13025, "tiny-flux": 1.5305}
-FAULTS = {
-    "tiny": {
-        "time steps weighted by min-SNR": ["--min_snr_gamma", "5"],
-        "v in place of noise": ["--prediction_type", "v_prediction"],
-    },
-    "tiny-flux": {
-        "times drawn logit-normal in place of uniform": ["--time_sampling", "logit_normal"],
-        "times shifted by 3": ["--time_shift", "3"],
-    },
-}
-OF_ALL = {
+MODEL = "tiny-flux"
+TENTHS = [f"tenth_{number}" for number in range(1, 11)]
+# What the VAE of SD3 multiplies its latents with; that of Flux.1: 0.3611.
+OTHER_SCALE = 1.5305
+CHANGES = {
+    SAME_RECIPE: [],
+    "times drawn logit-normal in place of uniform": ["--time_sampling", "logit_normal"],
+    "times shifted by 3": ["--time_shift", "3"],
+    f"scaling factor {OTHER_SCALE:g} of another VAE": ["--random_weights"],
     "learning rate 20 % higher": ["--lr", "1.2e-3"],
     "learning rate 20 % lower": ["--lr", "8e-4"],
     "bf16 without fp32 copies": ["--precision", "bf16", "--master_weights", "none"],
@@ -54,24 +57,17 @@ OF_ALL = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs, and print a table of the changes and the number of false alarms."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model_name", choices=sorted(FAULTS), default="tiny-flux")
     parser.add_argument("--folder", type=Path, default=Path("runs/loss_gate"))
     flags = parser.parse_args(argv)
-    name, folder = flags.model_name, flags.folder / flags.model_name
-    pictures = flags.folder / "pictures"
+    folder, pictures = flags.folder / MODEL, flags.folder / "pictures"
     if not pictures.exists():
         _do("shapes", "--folder", str(pictures), "--num_train_images", "1000")
-    changes = {
-        SAME_RECIPE: [],
-        **FAULTS[name],
-        f"scaling factor {OTHER_SCALE[name]:g} of another VAE": ["--random_weights"],
-        **OF_ALL,
-    }
-    for number, (change, settings) in enumerate(changes.items()):
+    means = []
+    for number, (change, settings) in enumerate(CHANGES.items()):
         for seed in range(1, (NUM_SEEDS if change == SAME_RECIPE else NUM_CHANGED) + 1):
-            model, latents = name, folder / "latents"
+            model, latents = MODEL, folder / "latents"
             if change.startswith("scaling"):
-                model, latents = str(_with_other_scale(name, folder)), folder / "other_latents"
+                model, latents = str(_with_other_scale(folder)), folder / "other_latents"
             if not latents.exists():
                 encode = ["--model_name", model, *settings, "--remote", str(pictures / "train")]
                 _do("precompute", *encode, "--folder", str(latents))
@@ -81,8 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for record in run.glob("*/record.json")
             ):
                 _train(model, latents, [*settings, "--seed", str(seed)], run)
+            (table,) = run.glob("*/steps.csv")
+            losses = [step["loss"] for step in read_steps(table, columns=["loss"], flag="")]
+            tenths = [round(statistics.fmean(part), 6) for part in np.array_split(losses, 10)]
+            means.append({"change": change, "seed": seed, **dict(zip(TENTHS, tenths, strict=True))})
+    (flags.folder / "losses.csv").write_text(format_csv(means, columns=list(means[0])))
     rows = []
-    for number, change in enumerate(changes):
+    for number, change in enumerate(CHANGES):
         if change != SAME_RECIPE:
             found = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=1)
             alone = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=6)
@@ -123,17 +124,17 @@ def _train(model: str, latents: Path, settings: Sequence[str], run: Path) -> Non
         shutil.rmtree(checkpoints)
 
 
-def _with_other_scale(name: str, folder: Path) -> Path:
+def _with_other_scale(folder: Path) -> Path:
     """The miniature as a folder, whose VAE says another scaling factor."""
     made = folder / "other_scale"
     if not made.exists():
-        one_step = ["--model_name", name, "--use_synth_data", "--max_duration", "1ba"]
+        one_step = ["--model_name", MODEL, "--use_synth_data", "--max_duration", "1ba"]
         shutil.rmtree(folder / "one_step", ignore_errors=True)
         train.main([*one_step, "--engine", "torch", "--results_dir", str(folder / "one_step")])
         (record,) = (folder / "one_step").glob("*/record.json")
         _do("export", str(record.parent), "--folder", str(made))
         config = made / "vae" / "config.json"
-        content = json.loads(config.read_text()) | {"scaling_factor": OTHER_SCALE[name]}
+        content = json.loads(config.read_text()) | {"scaling_factor": OTHER_SCALE}
         config.write_text(json.dumps(content))
     return made
 

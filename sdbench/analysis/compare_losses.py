@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sdbench.analysis.training_times import KEPT
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import open_table
@@ -18,7 +19,7 @@ from sdbench.record.configuration import settings_of
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, STEPS_NAME, TRAIN, kind_of
 from sdbench.report.runs import name_runs, read_record, read_steps, use_each
 from sdbench.report.tables import Field, Table, tabulate
-from sdbench.settings.recipe import LengthSettings, WatchSettings
+from sdbench.settings.recipe import WatchSettings
 from sdbench.settings.setting import declarations
 from sdbench.statistics.loss_gate import (
     CORRELATION,
@@ -33,10 +34,7 @@ COLUMN = "loss"
 # The number of a step, in tables of train.py and of benchmark.py; others may have neither.
 NUMBERS = ("step", "index")
 # Settings that change no loss: how long and where a run is kept, and what is told about it.
-NOT_OF_RECIPE = (
-    declarations(LengthSettings).keys() - {"init_from", "on_bad_loss"}
-    | declarations(WatchSettings).keys()
-)
+NOT_OF_RECIPE = KEPT - {"on_bad_loss"} | declarations(WatchSettings).keys()
 # The place and the machine of a run, which differ between equal runs of one side.
 PLACES = ("remote", "local", "device", "num_cpu_cores")
 
@@ -119,7 +117,7 @@ def compare_losses(baseline: Path, candidate: Path, *, tolerance: float) -> Verd
         f"baseline: {baseline}, {counted(len(ours), 'run')}",
         f"candidate: {candidate}, {counted(len(theirs), 'run')}, {how}",
         *_changes(ours[0].settings, theirs[0].settings),
-        f"losses of {len(steps)} steps; of equal recipes 1 % have a row outside its band",
+        f"losses of {len(steps)} steps; of equal recipes at most 1 % have a row outside its band",
     ]
     if len(steps) < max(lengths):
         facts.append(f"not compared: steps after these, of which the longest has {max(lengths)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from scipy import stats
 
 from sdbench.cli import main
+from sdbench.record.configuration import group
+from sdbench.report.figures import read_figures
 from sdbench.statistics.loss_gate import judge_losses
 from tests.refusals import refusal_of
-from tests.report.results_folder import make_record, write_run
+from tests.report.results_folder import RESULTS, make_record, write_run
 
 NUM_STEPS = 200
 CURVE = 0.5 + np.exp(-np.arange(NUM_STEPS) / 40)
@@ -269,3 +272,28 @@ def test_equal_recipes_are_said_to_differ_in_one_per_cent(num_candidates, is_pai
         alarms += not all(check.is_inside for check in checks)
     # 6 are expected if the questions were independent; 12 and more once in fifty times.
     assert 1 <= alarms <= 12
+
+
+def test_the_published_trial_of_the_gate_gives_the_verdicts_that_its_page_tells():
+    rows = read_figures(RESULTS / "training" / "loss_gate.csv")
+    curves = {
+        change: np.array([[row[f"tenth_{tenth}"] for tenth in range(1, 11)] for row in of_change])
+        for change, of_change in group(rows, key_of=lambda row: row["change"]).items()
+    }
+    recipe = curves.pop("the recipe")
+    assert recipe.shape == (25, 10) and len(curves) == 10
+
+    def differs(baseline, candidate, partners=None) -> bool:
+        checks = judge_losses(baseline, candidate, partners=partners)
+        return not all(check.is_inside for check in checks)
+
+    # The mean of tenths is the mean of steps, as all tenths have 30.
+    found = {change for change, runs in curves.items() if differs(recipe[:5], runs, range(5))}
+    assert found == {change for change in curves if not change.startswith("no fault")}
+    assert len(found) == 6
+    assert sum(differs(recipe[5:10], runs) for runs in curves.values()) == 3
+    assert not any(differs(recipe[:5], run[None]) for run in recipe[5:])
+    fives = np.split(recipe, 5)
+    assert not any(differs(a, b) for a, b in itertools.combinations(fives, 2))
+    final = judge_losses(recipe[:5], curves["learning rate 20 % higher"], partners=range(5))[0]
+    assert (final.value, final.high) == pytest.approx((-0.0200, 0.00498), abs=5e-5)
