@@ -140,14 +140,14 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
 def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
     """The table with a row for each configuration of the runs that ended well."""
     ended_well = [record for record in records if record["status"] == OK]
-    groups = group(ended_well, key_of=lambda record: tuple(configuration_of(record).items()))
+    groups = group(ended_well, key_of=lambda record: tuple(_configuration_of(record).items()))
     rows = [{**dict(settings), "of": runs} for settings, runs in groups.items()]
     settings = [name for name in (rows[0] if rows else ()) if name != "of"]
     fields = [Field(name, name, unknown=NOT_APPLICABLE) for name in settings]
     return tabulate([*fields, *FIGURES], rows, name="data", caption="Loading and encoding data")
 
 
-def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
+def _configuration_of(record: dict[str, Any]) -> dict[str, Any]:
     """The device, data and settings that replicates of kind feed or precompute share."""
     row = make_row(record)
     return {

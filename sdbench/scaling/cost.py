@@ -179,8 +179,9 @@ def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
     rows = _read_rows(arguments.prices, "prices")
     if chosen is None:
         return _first_for(gpu, rows)
-    row = _find_row(chosen, rows, what="there is no such price", flag="--price")
-    return Tariff(float(row["value"]), source_of(row))
+    by_name = {row["name"]: row for row in rows}
+    name = find_name(chosen, list(by_name), what="there is no such price", flag="--price")
+    return Tariff(float(by_name[name]["value"]), _source_of(by_name[name]))
 
 
 def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
@@ -188,17 +189,7 @@ def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
     return _first_for(gpu, _read_rows(arguments.prices, "power"))
 
 
-def load_machine(name: str, *, flag: str, path: Path | None) -> Row:
-    """Read the machine with this name, which may be an unambiguous beginning.
-
-    ``num_devices`` is its number of trainers or encoders: its GPUs, or 1 if it computes on the CPU.
-    Each of ``num_cpu_cores`` can run a decoder. ``value`` is the price of an hour in dollars.
-    """
-    rows = _read_rows(path, "machines")
-    return _find_row(name, rows, what="there is no such machine", flag=flag)
-
-
-def source_of(row: Row) -> str:
+def _source_of(row: Row) -> str:
     """The source of a row of the file of prices, with its date."""
     return f"{row['source']}; {row['date']}"
 
@@ -210,13 +201,8 @@ def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
     if not found:
         return None
     others = " or ".join(row["name"] for row in found[1:] if "name" in row)
-    source = source_of(found[0]) + (f"; --price chooses {others}" if others else "")
+    source = _source_of(found[0]) + (f"; --price chooses {others}" if others else "")
     return Tariff(float(found[0]["value"]), source)
-
-
-def _find_row(name: str, rows: Sequence[Row], *, what: str, flag: str) -> Row:
-    by_name = {row["name"]: row for row in rows}
-    return by_name[find_name(name, list(by_name), what=what, flag=flag)]
 
 
 def _read_rows(path: Path | None, key: str) -> list[Row]:

@@ -14,7 +14,7 @@ from sdbench.analysis.compare import CompareFlags
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.output import fit
-from sdbench.measure import phases
+from sdbench.measure.phases import GRADIENT_COMMUNICATION
 from sdbench.record.row import format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, kind_of
 from sdbench.report.figures import (
@@ -28,8 +28,8 @@ from sdbench.report.figures import (
 from sdbench.report.runs import read_record
 from sdbench.report.tables import Field, Table, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.settings.kinds import MAX_COUNT, PATH, POSITIVE, Kind
-from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.kinds import MAX_COUNT, PATH, Kind
+from sdbench.settings.setting import setting, shared
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
 
@@ -88,15 +88,6 @@ class TableFlags:
     where: tuple[str, ...] = shared(CompareFlags, "where")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchFlags:
-    """How the batch of a step depends on the number of GPUs."""
-
-    num_gpus: tuple[int, ...] = setting(COUNTS, REQUIRED, "e.g. 8,16,64 or 8,16,...,512")
-    global_batch: int | None = setting(POSITIVE, None, "images of a step, strong scaling")
-    device_batch: int | None = setting(POSITIVE, None, "images of each GPU, weak scaling")
-
-
 def read_rows(arguments: TableFlags) -> list[Row]:
     """Read the rows with a figure that meet the conditions of --where, each run once.
 
@@ -137,25 +128,15 @@ def _row_of_run(folder: Path) -> Row:
             flag="TABLE",
         )
     row = make_row(record)
-    seconds = phase_seconds(record)
-    if seconds is not None and record["ranks"]["world_size"] > 1:
-        row[COMMUNICATION_S] = seconds[phases.GRADIENT_COMMUNICATION]
-    return row
-
-
-def phase_seconds(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the seconds of each phase of a measured step; None if the run was not profiled.
-
-    Timing the phases makes a step slower, so their shares are scaled to a measured step.
-    """
     summary = record["summary"] or {}
     breakdown = summary.get("breakdown")
-    if record["status"] != OK or not breakdown:
-        return None
-    step_time_s = record["config"]["batch_size"] / summary["images_per_second"]
-    factor = step_time_s / breakdown["step_time_s"]
-    # A record of an older version may lack a phase.
-    return {name: factor * breakdown["seconds"].get(name, 0.0) for name in phases.PHASES}
+    if record["status"] == OK and breakdown and record["ranks"]["world_size"] > 1:
+        step_time_s = record["config"]["batch_size"] / summary["images_per_second"]
+        # Timing the phases makes a step slower, so their shares are scaled to a measured step. A
+        # record of an older version may lack a phase.
+        seconds = breakdown["seconds"].get(GRADIENT_COMMUNICATION, 0.0)
+        row[COMMUNICATION_S] = step_time_s / breakdown["step_time_s"] * seconds
+    return row
 
 
 def _check_each_once(rows: Sequence[Row]) -> None:
@@ -258,31 +239,6 @@ def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
             flag="--num_gpus and --global_batch",
         )
     return Setup(num_gpus, global_batch // num_gpus, micro_batch)
-
-
-def make_setups(
-    arguments: BatchFlags, *, global_batch: int | None, micro_batch: int
-) -> list[Setup]:
-    """Divide a step among each number of GPUs, in ascending order.
-
-    Either the global batch is fixed (strong scaling) or the batch of each GPU (weak scaling).
-    """
-    device_batch = arguments.device_batch
-    if (global_batch is None) == (device_batch is None):
-        raise ConfigError(
-            "the batch is either the same for all numbers of GPUs or grows with them",
-            value="neither"
-            if global_batch is None
-            else f"--global_batch {global_batch} --device_batch {device_batch}",
-            allowed="one of the two",
-            flag="--global_batch or --device_batch",
-        )
-    return [
-        Setup(num_gpus, device_batch, micro_batch)
-        if global_batch is None
-        else split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
-        for num_gpus in arguments.num_gpus
-    ]
 
 
 def setup_columns(setup: Setup) -> Row:

@@ -12,8 +12,8 @@ from sdbench.report.tables import Cell, Field, tabulate
 from sdbench.scaling import points
 from sdbench.scaling.points import IMAGE_SIZE, KIND_OF_WORK, Row, range_field, value_field
 from sdbench.settings.kinds import PATH, POSITIVE
-from sdbench.settings.setting import setting, shared
-from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, StepLaw, fit_law
+from sdbench.settings.setting import REQUIRED, setting
+from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, Setup, StepLaw, fit_law
 
 FIT_DESCRIPTION = """\
 Fit the step law to the figures of one kind of GPU and one kind of work:
@@ -72,12 +72,14 @@ class FitFlags(points.TableFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictFlags(FitFlags, points.BatchFlags):
+class PredictFlags(FitFlags):
     """Flags of predict."""
 
-    global_batch: int | None = shared(
-        points.BatchFlags, "global_batch", help="strong scaling (default: that of the figures)"
+    num_gpus: tuple[int, ...] = setting(points.COUNTS, REQUIRED, "e.g. 8,16,64 or 8,16,...,512")
+    global_batch: int | None = setting(
+        POSITIVE, None, "images of a step, strong scaling (default: that of the figures)"
     )
+    device_batch: int | None = setting(POSITIVE, None, "images of each GPU, weak scaling")
     out: Path | None = setting(PATH, None, points.OUT_HELP)
 
 
@@ -120,9 +122,10 @@ def run_predict(arguments: PredictFlags) -> None:
     fewest = min(*arguments.num_gpus, *(point.setup.num_gpus for point in law.points))
     first, *predictions = [
         law.predict(setup)
-        for setup in points.make_setups(
-            dataclasses.replace(arguments, num_gpus=(fewest, *arguments.num_gpus)),
+        for setup in _make_setups(
+            (fewest, *arguments.num_gpus),
             global_batch=global_batch,
+            device_batch=arguments.device_batch,
             micro_batch=_micro_batch(law, arguments),
         )
     ]
@@ -186,6 +189,36 @@ def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
     return values[0] if len(values) == 1 else None
 
 
+def _make_setups(
+    counts: Sequence[int],
+    *,
+    global_batch: int | None,
+    device_batch: int | None,
+    micro_batch: int,
+) -> list[Setup]:
+    """Divide a step among each number of GPUs.
+
+    Either the global batch is fixed (strong scaling) or the batch of each GPU (weak scaling).
+    """
+    if (global_batch is None) == (device_batch is None):
+        raise ConfigError(
+            "the batch is either the same for all numbers of GPUs or grows with them",
+            value="neither"
+            if global_batch is None
+            else f"--global_batch {global_batch} --device_batch {device_batch}",
+            allowed="one of the two",
+            flag="--global_batch or --device_batch",
+        )
+    return [
+        Setup(num_gpus, device_batch, micro_batch)
+        if global_batch is None
+        else points.split_batch(
+            global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch
+        )
+        for num_gpus in counts
+    ]
+
+
 def _describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
     columns = ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
     known = {column: points.first_known(rows, column) for column in columns}
@@ -227,14 +260,11 @@ def _note(row: Row) -> str:
 
 
 # The columns of tables, whose rows have the names of the columns of the CSV files.
-SETUP = (
+FIGURE = (
     Field("GPUs", "num_gpus"),
     Field("images/step", "images_per_step"),
     Field("per GPU", lambda row: row["images_per_step"] // row["num_gpus"]),
     Field("micro-batches", _micro_batches),
-)
-FIGURE = (
-    *SETUP,
     Field("step, s", "step_time_s"),
     value_field("images/s", "images_per_second", digits=5),
 )

@@ -1,11 +1,11 @@
-"""The commands `python -m sdbench scaling fit | predict | overhead | cost | plan | machines`."""
+"""The commands `python -m sdbench scaling fit | predict | cost | plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sdbench.base.errors import EXIT_OK
-from sdbench.scaling import cost, machines, overhead, plan, predict
+from sdbench.scaling import cost, plan, predict
 from sdbench.settings import request
 
 PROG = "python -m sdbench scaling"
@@ -35,13 +35,6 @@ COMMANDS = {
         predict.PREDICT_DESCRIPTION,
         predict.PREDICT_EPILOG,
     ),
-    "overhead": (
-        overhead.OverheadFlags,
-        overhead.run,
-        "gain of sharding or hiding optimizer, EMA and communication on more GPUs",
-        overhead.__doc__,
-        overhead.EPILOG,
-    ),
     "cost": (
         cost.CostFlags,
         cost.run,
@@ -55,13 +48,6 @@ COMMANDS = {
         "the number of GPUs and the micro-batch for a deadline or a budget",
         plan.__doc__,
         plan.EPILOG,
-    ),
-    "machines": (
-        machines.MachinesFlags,
-        machines.run,
-        "trainers, encoders and CPU workers: how many machines, for how long, at which price",
-        machines.__doc__,
-        machines.EPILOG,
     ),
 }
 
