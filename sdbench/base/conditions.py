@@ -45,13 +45,13 @@ class Condition:
 
     Attributes:
         name: Of the tensor in a batch, and of the column that stores it.
-        shape: Of one sample.
+        shape: Of one sample; None stands for any side.
         dtype: In which it is stored: ``float16``, ``float32``, or ``bfloat16``, which is delivered
             as float32.
     """
 
     name: str = TEXT_EMBEDDING
-    shape: tuple[int, ...] = (NUM_CLIP_TOKENS, 1024)
+    shape: tuple[int | None, ...] = (NUM_CLIP_TOKENS, 1024)
     dtype: str = "float16"
 
 

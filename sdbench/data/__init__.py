@@ -22,9 +22,10 @@ from sdbench.data.formats.checks import (
 )
 from sdbench.data.formats.listing import describe_files, list_below
 from sdbench.data.image_files import has_image_name
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
 
 if TYPE_CHECKING:
+    from sdbench.data.buckets import Mixture
     from sdbench.data.pipeline.batches import BatchReader
     from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.data.samples import Samples
@@ -250,13 +251,25 @@ def open_batches(config: SourceConfig) -> BatchReader:
     return resolve_name("sdbench.data.pipeline.batches:make_batches")(samples, config=config)
 
 
+def open_mixture(config: SourceConfig) -> Mixture:
+    """Check the source, and put each of its samples into a bucket.
+
+    The first time every picture's header is read.
+    """
+    check(config)
+    if SOURCES[config.data_format].open is None:
+        num_images = config.num_images or NUM_SYNTHETIC_IMAGES
+        return resolve_name(f"{_FORMATS}.synthetic:mix_synthetic")(config, num_images)
+    return resolve_name("sdbench.data.mixture:mix")(_call("open", config), config)
+
+
 def build(config: SourceConfig) -> CheckedLoader:
     """Build this rank's loader.
 
     Returns:
-        A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
+        A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, H, W) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
-        (B, C, S / 8, S / 8) float16, text_embedding: (B, 77, D) float16}`` with ``latent`` in place
+        (B, C, H / 8, W / 8) float16, text_embedding: (B, 77, D) float16}`` with ``latent`` in place
         of the first two where the data set stores sampled latents. `config.inputs` says which
         tensors there are for captions, with shapes and types, and whether there is ``sizes`` too,
         (B, 6) float32. Stored images are channels_last in memory. All batches are full,

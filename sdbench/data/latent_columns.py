@@ -11,7 +11,7 @@ from sdbench.base.conditions import BFLOAT16, SIZES, TEXT_EMBEDDING, Condition
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.samples import BadSampleError, Samples, SampleType
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import IN_BUCKETS, SourceConfig
 
 # Part of a sample to the names of its column, preferred first; <px> is the image size. Images: our
 # names and LAION's, Hugging Face's, others. Latents: ours, then those of published scripts. Parts
@@ -39,23 +39,26 @@ NOT_FINITE = {
 }
 
 
-def name_column(array: Condition, *, image_size: int | None = None) -> str:
+def name_column(array: Condition, *, resolution: str | None = None) -> str:
     """Return our column name for an array of a sample; only latents and sizes tell a resolution."""
-    own, *_ = _spell(array.name, image_size=image_size)
+    own, *_ = _spell(array.name, resolution=resolution)
     return own + BITS_ENDING if array.dtype == BFLOAT16 else own
 
 
-def _spell(part: str, *, image_size: int | str | None) -> list[str]:
-    return [name.replace("<px>", str(image_size)) for name in SPELLINGS.get(part, (part,))]
+def _spell(part: str, *, resolution: str | None) -> list[str]:
+    return [name.replace("<px>", str(resolution)) for name in SPELLINGS.get(part, (part,))]
 
 
 def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, str]:
-    """Return our columns for encoded samples of one resolution, with their MDS encodings."""
+    """Return our columns for encoded samples of one resolution, with their MDS encodings.
+
+    An array whose shape differs between samples has an encoding without one.
+    """
     columns = {}
     for array in sample_type.arrays(config):
         dtype = "uint16" if array.dtype == BFLOAT16 else array.dtype
-        shape = ",".join(map(str, array.shape))
-        columns[name_column(array, image_size=config.image_size)] = f"ndarray:{dtype}:{shape}"
+        shape = "" if None in array.shape else f":{','.join(map(str, array.shape))}"
+        columns[name_column(array, resolution=config.resolution)] = f"ndarray:{dtype}{shape}"
     return columns
 
 
@@ -94,7 +97,7 @@ def columns_of(columns: Iterable[str], config: SourceConfig) -> dict[str, str]:
     return find_columns(
         columns,
         wants_latents=config.wants_latents,
-        image_size=config.image_size,
+        resolution=config.resolution,
         beside=config.inputs.beside_latents,
     )
 
@@ -103,7 +106,7 @@ def find_columns(
     columns: Iterable[str],
     *,
     wants_latents: bool,
-    image_size: int,
+    resolution: str,
     beside: Sequence[Condition] = (Condition(),),
 ) -> dict[str, str]:
     """Map the parts of a sample, as `SampleType` orders them, to the names of their columns.
@@ -113,7 +116,7 @@ def find_columns(
     is missing, or which resolutions there are.
     """
     present = set(columns)
-    found = _find_each(present, beside, image_size=image_size)
+    found = _find_each(present, beside, resolution=resolution)
     firsts = LATENTS if wants_latents else ("image",)
     others = [condition.name for condition in beside] if wants_latents else ["caption"]
     for first in firsts:
@@ -122,29 +125,29 @@ def find_columns(
     if not wants_latents:
         raise _missing_columns("pictures with captions", ("image", "caption"), present)
     missing = [part for part in others if part not in found]
-    sizes = find_image_sizes(present)
+    sizes = find_resolutions(present)
     if not sizes:
         raise _missing_columns("latents", LATENTS, present)
-    if image_size not in sizes and (not missing or missing == [SIZES]):
+    if resolution not in sizes and (not missing or missing == [SIZES]):
         raise ConfigError(
             "The data set has no latents of this resolution",
-            value=image_size,
-            allowed=", ".join(map(str, sizes)),
-            flag="--image_size",
+            value=resolution,
+            allowed=f"{', '.join(sizes)}; those that end with {IN_BUCKETS} need --buckets",
+            flag="--image_size or --buckets",
         )
-    column = _spell(missing[0], image_size=image_size)[0]
+    column = _spell(missing[0], resolution=resolution)[0]
     what = "encoded captions" if missing[0] == TEXT_EMBEDDING else f"column {column}"
-    raise _missing_columns(what, missing[:1], present, image_size=image_size)
+    raise _missing_columns(what, missing[:1], present, resolution=resolution)
 
 
 def _find_each(
-    present: set[str], beside: Sequence[Condition], *, image_size: int | None
+    present: set[str], beside: Sequence[Condition], *, resolution: str | None
 ) -> dict[str, str]:
     """Map each part that is there to its column."""
     found = {
         part: spelling
         for part in (*SPELLINGS, *(condition.name for condition in beside))
-        for spelling in reversed(_spell(part, image_size=image_size))
+        for spelling in reversed(_spell(part, resolution=resolution))
         if spelling in present
     }
     for part in (condition.name for condition in beside if condition.dtype != "float16"):
@@ -156,7 +159,7 @@ def _find_each(
 
 def find_captions(columns: Iterable[str], conditions: Sequence[Condition]) -> dict[str, str]:
     """Map the conditions of a model to their columns; a ValueError names what is missing."""
-    found = _find_each(set(columns), conditions, image_size=None)
+    found = _find_each(set(columns), conditions, resolution=None)
     missing = [condition.name for condition in conditions if condition.name not in found]
     if missing:
         raise ValueError(f"it has no {', '.join(missing)}")
@@ -164,12 +167,10 @@ def find_captions(columns: Iterable[str], conditions: Sequence[Condition]) -> di
 
 
 def _missing_columns(
-    what: str, parts: Iterable[str], present: Iterable[str], *, image_size: int | None = None
+    what: str, parts: Iterable[str], present: Iterable[str], *, resolution: str = "<px>"
 ) -> ConfigError:
     other = "precomputed" if "image" in parts else "online for images"
-    spelt = [
-        _spell(part, image_size="<px>" if image_size is None else image_size) for part in parts
-    ]
+    spelt = [_spell(part, resolution=resolution) for part in parts]
     return bad_place(
         f"The data set holds no {what}",
         value=f"columns {', '.join(sorted(present)) or 'of no array'}",
@@ -177,26 +178,27 @@ def _missing_columns(
     )
 
 
-def find_image_sizes(columns: Iterable[str]) -> list[int]:
-    """Return the resolutions, in pixels, for which there are latents."""
-    return sorted(set(find_image_columns(columns).values()))
+def find_resolutions(columns: Iterable[str]) -> list[str]:
+    """Return what `SourceConfig.resolution` may be: there are latents of it."""
+    found = {resolution: None for resolution in find_image_columns(columns).values()}
+    return sorted(found, key=lambda one: (int(one.removesuffix(IN_BUCKETS)), one))
 
 
-def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
-    """Map each column of latents to its resolution in pixels."""
-    spellings = "|".join(SPELLINGS["moments"] + SPELLINGS["latent"]).replace("<px>", "[0-9]+")
+def find_image_columns(columns: Iterable[str]) -> dict[str, str]:
+    """Map each column of latents to its resolution."""
+    form = f"[0-9]+(?:{IN_BUCKETS})?"
+    spellings = "|".join(SPELLINGS["moments"] + SPELLINGS["latent"]).replace("<px>", form)
     return {
-        column: int(re.search("[0-9]+", column)[0])
-        for column in columns
-        if re.fullmatch(spellings, column)
+        column: re.search(form, column)[0] for column in columns if re.fullmatch(spellings, column)
     }
 
 
-def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None:
-    """Raise a `BadSampleError`, with this name, unless shape and type are right."""
+def check_array(name: str, array: np.ndarray, *, shape: tuple[int | None, ...]) -> None:
+    """Raise a `BadSampleError`, with this name, unless type and shape, but for None, are right."""
     if array.dtype.kind != "f":
         raise BadSampleError(f"{name}: values of type {array.dtype}, floating point is needed.")
-    if array.shape != shape:
+    is_right = [wanted in (None, found) for wanted, found in zip(shape, array.shape, strict=False)]
+    if array.ndim != len(shape) or not all(is_right):
         raise BadSampleError(f"{name}: shape {array.shape}, {shape} is needed.")
 
 
@@ -238,7 +240,7 @@ def _check_some(samples: Samples, indices: range, *, config: SourceConfig) -> No
     width = config.inputs.conditions[0].shape[-1]
     raise ConfigError(
         f"The first or last samples do not fit this model and resolution ({reason.rstrip('.')})",
-        value=f"{config.image_size} px, embeddings of width {width}",
+        value=f"{config.resolution} px, embeddings of width {width}",
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",
     )

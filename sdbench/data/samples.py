@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench.base.conditions import BFLOAT16, NUM_SIZES, SIZES, Condition
 from sdbench.base.escape import as_utf8
+from sdbench.base.shape import Shape
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.settings.data import KEEP
 
@@ -42,31 +43,43 @@ class SampleType(Enum):
         """Return the kind of a sample by the names of its parts, of which the first decides."""
         return cls(next(iter(parts)))
 
-    def arrays(self, config: SourceConfig) -> list[Condition]:
+    def arrays(self, config: SourceConfig, shape: Shape | None = None) -> list[Condition]:
         """Describe a sample's stored arrays, the latents first; none for images, which are files.
 
-        Latents are float16 in our own columns, and any floating type elsewhere.
+        Latents are float16 in our own columns, and any floating type elsewhere. `shape` is that of
+        the picture. Without it latents in buckets have sides of None: any.
         """
         if self is SampleType.IMAGES:
             return []
         num_channels = config.inputs.latent_channels * (2 if self is SampleType.MOMENTS else 1)
-        side = config.image_size // VAE_FACTOR
-        latents = Condition(name=self.value, shape=(num_channels, side, side))
+        if shape is None and config.buckets is None:
+            shape = config.shape
+        sides = (None, None)
+        if shape is not None:
+            sides = (shape.height // VAE_FACTOR, shape.width // VAE_FACTOR)
+        latents = Condition(name=self.value, shape=(num_channels, *sides))
         return [latents, *config.inputs.beside_latents]
 
-    def array_shapes(self, config: SourceConfig) -> dict[str, tuple[int, ...]]:
+    def array_shapes(
+        self, config: SourceConfig, shape: Shape | None = None
+    ) -> dict[str, tuple[int | None, ...]]:
         """Return the shapes of the arrays that `arrays` describes."""
-        return {array.name: array.shape for array in self.arrays(config)}
+        return {array.name: array.shape for array in self.arrays(config, shape)}
 
-    def batch_tensors(self, config: SourceConfig) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Map each tensor of a batch to its shape for one sample and its dtype."""
+    def batch_tensors(
+        self, config: SourceConfig, shape: Shape | None = None
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Map each tensor of a batch to its shape for one sample and its dtype.
+
+        `shape` is that of the batch's pictures; None: the square.
+        """
+        shape = shape or config.shape
         if self is SampleType.IMAGES:
-            size = config.image_size
             ids = {one.name: ((one.num_tokens,), "int64") for one in config.inputs.captions}
             sizes = {SIZES: ((NUM_SIZES,), "float32")} if config.inputs.tells_sizes else {}
-            return {"image": ((3, size, size), config.image_dtype), **ids, **sizes}
+            return {"image": ((3, shape.height, shape.width), config.image_dtype), **ids, **sizes}
         tensors = {}
-        for array in self.arrays(config):
+        for array in self.arrays(config, shape):
             parts = DELIVERED_NAMES.get(array.name, (array.name,))
             first, *others = array.shape
             dtype = "float32" if array.dtype == BFLOAT16 else array.dtype

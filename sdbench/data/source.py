@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sdbench.base.conditions import STABLE_DIFFUSION_2, ModelInputs
+from sdbench.base.shape import Shape
+from sdbench.data.buckets import Buckets
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
@@ -15,6 +17,9 @@ BOS_TOKEN_ID = 49406
 EOS_TOKEN_ID = 49407
 # The VAE divides each side by 8.
 VAE_FACTOR = 8
+
+# Ends the names of columns that hold latents of several shapes.
+IN_BUCKETS = "_buckets"
 
 # The length that MosaicML's diffusion-benchmark gives its synthetic data set: with its global
 # batch of 2,048 an epoch has 48 full batches.
@@ -27,7 +32,8 @@ class SourceConfig(DataSettings):
 
     data_format: str = field()  # a name of `data.SOURCES`, not ``auto``; required here
     num_workers: int = 0  # loader processes of this rank; 0 loads in the training process
-    image_size: int  # side of the square images, in pixels
+    image_size: int  # side of the square images in pixels, or of one with as many as a bucket has
+    shapes: Buckets | None = None  # of pictures, where `buckets` asks for several
     device_batch_size: int  # images per batch of one rank
     seed: int  # of order, crops, flips and dropped captions, and of synthetic samples
     rank: int = 0  # of this process, among all ranks
@@ -49,6 +55,16 @@ class SourceConfig(DataSettings):
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}
         return cls(**{**values, **others})
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of all pictures, if there are no buckets."""
+        return Shape.square(self.image_size)
+
+    @property
+    def resolution(self) -> str:
+        """What the columns of latents are called after: ``512``, or in buckets ``512_buckets``."""
+        return str(self.image_size) if self.buckets is None else f"{self.image_size}{IN_BUCKETS}"
 
     @property
     def drops_encoded_captions(self) -> bool:

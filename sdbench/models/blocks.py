@@ -206,10 +206,18 @@ def checkpoint_activations(
                 module.gradient_checkpointing = isinstance(module, transformers)
 
 
+def allow_compiled(num_shapes: int) -> None:
+    """Let torch compile blocks for each shape of pictures; beyond the bound it fails."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = MAX_COMPILED_BLOCKS * num_shapes
+    limits.accumulated_recompile_limit = max(
+        limits.accumulated_recompile_limit, limits.recompile_limit
+    )
+    limits.fail_on_recompile_limit_hit = True
+
+
 def compile_blocks(model: nn.Module, *, kinds: tuple[type[nn.Module], ...], mode: str) -> None:
     """Compile each block of a sub-model in place; blocks of one kind and shape share their code."""
-    torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for module in model.modules():
         if isinstance(module, kinds):
             module.compile(mode=mode, dynamic=False)

@@ -33,6 +33,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
+from sdbench.base.shape import Shape
 from sdbench.models.architecture import Architecture
 from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 from sdbench.models.blocks import checkpoint_activations
@@ -74,7 +75,7 @@ class Step:
     """
 
     architecture: Architecture
-    image_size: int
+    shape: Shape
     precision: str = "fp32"
     encoder_dtype: str = "fp32"
     attention: str = "sdpa"
@@ -87,11 +88,16 @@ class Step:
     activation_checkpointing: str = "none"
 
     @staticmethod
-    def of(config: Any, architecture: Architecture, *, on_cuda: bool) -> Step:
-        """The step of a run; its LoRA is checked when the step is replayed or counted."""
+    def of(
+        config: Any, architecture: Architecture, *, on_cuda: bool, shape: Shape | None = None
+    ) -> Step:
+        """The step of a run; its LoRA is checked when the step is replayed or counted.
+
+        `shape` is that of the pictures; None: the square.
+        """
         return Step(
             architecture=architecture,
-            image_size=config.image_size,
+            shape=shape or Shape.square(config.image_size),
             precision=config.precision,
             encoder_dtype=config.encoder_dtype,
             attention=config.attention,
@@ -322,10 +328,11 @@ def _replay(
 
 def make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     """A batch of images or moments, and of captions or encoded captions."""
-    architecture, size = step.architecture, step.image_size
-    latent_size = size // architecture.latent_factor
-    latent_shape = (num_images, architecture.latent_channels, latent_size, latent_size)
-    image_shape = (num_images, architecture.parts["vae"]["in_channels"], size, size)
+    architecture, shape = step.architecture, step.shape
+    height, width = (side // architecture.latent_factor for side in (shape.height, shape.width))
+    latent_shape = (num_images, architecture.latent_channels, height, width)
+    num_channels = architecture.parts["vae"]["in_channels"]
+    image_shape = (num_images, num_channels, shape.height, shape.width)
     moments = ("latent_mean", "latent_logvar")
     batch = {name: torch.empty(latent_shape) for name in moments}
     if step.encodes_images:

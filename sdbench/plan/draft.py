@@ -6,6 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
+from sdbench.base.errors import ConfigError
+from sdbench.base.shape import Shape
+from sdbench.data.buckets import Buckets, Mixture, make_buckets, size_of_budget
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks
@@ -26,6 +29,8 @@ class Draft:
         chosen: The reason for each setting that the program chose.
         notes: Sentences that the user has to read.
         architecture: The model, where the task has one.
+        shapes: The buckets, where --buckets asks for them.
+        mixture: The buckets that the data fill, once the data are known.
     """
 
     request: Request[Any]
@@ -35,6 +40,8 @@ class Draft:
     chosen: dict[str, str]
     notes: list[str]
     architecture: Architecture = dataclasses.field(init=False)
+    shapes: Buckets | None = dataclasses.field(init=False, default=None)
+    mixture: Mixture | None = dataclasses.field(init=False, default=None)
 
     @classmethod
     def begin(cls, request: Request[Any], *, machine: Machine, ranks: Ranks) -> Self:
@@ -56,6 +63,41 @@ class Draft:
         """Set a setting that is None."""
         if getattr(self.config, name) is None:
             self.choose(name, value, reason)
+
+    @property
+    def largest_shape(self) -> Shape:
+        """The shape of most pixels that a step may have, as far as is known."""
+        if self.mixture is not None:
+            return self.mixture.largest
+        shapes = () if self.shapes is None else self.shapes.shapes
+        shapes = shapes or (Shape.square(self.config.image_size),)
+        return max(shapes, key=lambda shape: shape.num_pixels)
+
+    def choose_shapes(self, *, default_size: tuple[int, str]) -> None:
+        """Choose the size of the pictures and make the buckets, all such as the model can take.
+
+        `default_size` is the size with its reason.
+        """
+        architecture, size = self.architecture, size_of_budget(self.config)
+        multiple = architecture.family.size_multiple(architecture)
+        if size is not None:
+            if self.request.is_users("image_size"):
+                raise ConfigError(
+                    "--buckets tells the sizes of the pictures",
+                    value=self.config.image_size,
+                    allowed="no --image_size, or --buckets auto",
+                    flag="--image_size or --buckets",
+                )
+            size = max(size // multiple, 1) * multiple
+            self.choose("image_size", size, "the largest shape of --buckets")
+        self.choose_if_open("image_size", *default_size)
+        architecture.check_image_size(self.config.image_size)
+        if self.config.buckets is not None:
+            self.shapes = make_buckets(
+                self.config, image_size=self.config.image_size, multiple=multiple
+            )
+            for shape in self.shapes.shapes:
+                architecture.check_shape(shape, flag="--buckets")
 
     def choose_format(self) -> None:
         """Choose the format of the data; refuse settings that contradict each other."""

@@ -24,7 +24,9 @@ def per_rank_gib(draft: Draft, memory_gib: float) -> float:
 def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     # A mistake in the layers of a LoRA is found here, before any weights are built.
-    step = Step.of(draft.config, draft.architecture, on_cuda=draft.on_gpu)
+    step = Step.of(
+        draft.config, draft.architecture, on_cuda=draft.on_gpu, shape=draft.largest_shape
+    )
     return estimate_peak_memory(step, draft.config, draft.ranks, micro_batch=microbatch)
 
 

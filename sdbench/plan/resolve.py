@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
+from sdbench.data.buckets import size_of_budget
 from sdbench.data.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
@@ -94,7 +95,7 @@ def resolve(
     plan.architecture = find_model(plan.config, model_parts)
     _suit_family(plan)
     plan.choose_if_open("num_threads", *_threads_per_rank(plan))
-    _resolve_image_size(plan)
+    _choose_shapes(plan)
     plan.choose_format()
     check_latents(plan.config, plan.architecture)
     plan.choose_if_open("num_workers", *_count_workers(plan))
@@ -102,10 +103,13 @@ def resolve(
     plan.source = _make_source(plan)
     plan.class_source = _make_class_source(plan)
     num_samples = _count_samples(plan)
+    if plan.shapes is not None:
+        _mix(plan)
     if plan.config.learned_token is not None:
         _check_tokens(plan)
     plan.num_steps, plan.max_num_steps = resolve_steps(plan, num_samples=num_samples)
-    if plan.config.data_format != "synthetic" and not plan.config.has_subject:
+    is_plain = plan.mixture is None and not plan.config.has_subject
+    if plan.config.data_format != "synthetic" and is_plain:
         _tell_of_rest(plan, num_samples)
     plan.memory = check_memory(plan)
     _check_results_dir(plan.config.results_dir)
@@ -146,7 +150,7 @@ def check_ahead(
         with contextlib.suppress(UnknownError):
             _suit_family(plan)
         with contextlib.suppress(UnknownError):
-            _resolve_image_size(plan)
+            _choose_shapes(plan)
         if plan.config.learned_token is not None:
             _check_tokens(plan)
     with contextlib.suppress(UnknownError):
@@ -186,14 +190,28 @@ def _suit_family(draft: Draft) -> None:
         draft.choose(name, allowed[0], reason)
 
 
-def _resolve_image_size(draft: Draft) -> None:
-    architecture = draft.architecture
-    if draft.config.image_size is None:
+def _choose_shapes(draft: Draft) -> None:
+    architecture, config = draft.architecture, draft.config
+    default_size = config.image_size, ""
+    if config.image_size is None and size_of_budget(config) is None:
         size = default_image_size(architecture, on_gpu=draft.on_gpu)
         is_models = size == architecture.default_image_size
-        reason = f"default of {architecture.name}" if is_models else "no GPU"
-        draft.choose("image_size", size, reason)
-    architecture.check_image_size(draft.config.image_size)
+        default_size = size, f"default of {architecture.name}" if is_models else "no GPU"
+    draft.choose_shapes(default_size=default_size)
+
+
+def _mix(plan: Plan) -> None:
+    """Put the samples into buckets, and note how many each has."""
+    with _as_bad_input(plan.source):
+        mixture = plan.mixture = data.open_mixture(plan.source)
+    plan.notes.append(mixture.describe(plan.config.batch_size))
+    if plan.source.wants_latents:
+        for shape in mixture.shapes:
+            plan.architecture.check_shape(shape, flag="--remote or --local")
+    if plan.config.compile != "none" and len(mixture.shapes) > 1:
+        plan.notes.append(
+            f"Code is compiled for each of the {len(mixture.shapes)} shapes, in the first steps."
+        )
 
 
 def _count_workers(draft: Draft) -> tuple[int, str]:
@@ -211,6 +229,7 @@ def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
     return SourceConfig.from_settings(
         config,
+        shapes=draft.shapes,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -307,11 +326,24 @@ def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
 def _count_samples(plan: Plan) -> int | None:
     """Check the data, and count the samples of an epoch; a damaged file is bad input."""
     config, source = plan.config, plan.source
-    try:
+    with _as_bad_input(source):
         if not config.has_subject:
             return data.check(source)
         num_pictures = subject.check(source, plan.class_source)
         subject.check_readable(source, num_pictures=num_pictures.instances)
+    num_batches = num_pictures.num_batches(config.batch_size)
+    plan.notes.append(
+        f"Pictures of the subject: {num_pictures.instances}, of its class: "
+        f"{num_pictures.of_class}; an epoch, which uses each, has {counted(num_batches, 'step')}."
+    )
+    return num_batches * config.batch_size
+
+
+@contextlib.contextmanager
+def _as_bad_input(source: SourceConfig) -> Iterator[None]:
+    """Make damaged data bad input: nothing has been built yet."""
+    try:
+        yield
     except RunError as error:
         raise ConfigError(
             str(error).rstrip("."),
@@ -319,12 +351,6 @@ def _count_samples(plan: Plan) -> int | None:
             allowed="complete data that can be reached",
             flag="--remote, --local or --streams",
         ) from error
-    num_batches = num_pictures.num_batches(config.batch_size)
-    plan.notes.append(
-        f"Pictures of the subject: {num_pictures.instances}, of its class: "
-        f"{num_pictures.of_class}; an epoch, which uses each, has {counted(num_batches, 'step')}."
-    )
-    return num_batches * config.batch_size
 
 
 def _check_results_dir(results_dir: str) -> None:

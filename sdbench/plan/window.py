@@ -17,6 +17,8 @@ from sdbench.statistics.intervals import num_precise_steps
 # 0.4 images/s.
 WARMUP_BATCHES = PerDevice(gpu=3, cpu=4)
 MEASURE_BATCHES = PerDevice(gpu=20, cpu=10)
+# Batches of each shape, on the average.
+MEASURED_PER_SHAPE = 6
 # Shares of a step hardly vary, so two profiled steps say enough.
 PROFILE_BATCHES = 2
 # A run that has not settled after three windows will not settle in a fourth.
@@ -79,6 +81,8 @@ def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> i
             allowed="a number of batches, e.g. 48ba",
             flag="--max_duration",
         )
+    if draft.mixture is not None:
+        return draft.mixture.num_batches(number, batch_size=draft.config.batch_size)
     return number * (num_samples // draft.config.batch_size)
 
 
@@ -94,6 +98,12 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
         )
     )
     profile, reason = PROFILE_BATCHES, None
+    num_shapes = 0 if draft.mixture is None else len(draft.mixture.shapes)
+    if num_shapes > 1:
+        # The first step of each shape finds its kernels, and the window has each a few times.
+        warmup = warmup + num_shapes if given.warmup_batches is None else warmup
+        least_measured = MEASURED_PER_SHAPE * num_shapes
+        measure = measure if given.measure_batches is not None else max(measure, least_measured)
     if num_steps is not None:
         reason = f"{given.max_duration} is {num_steps} batches"
         if given.warmup_batches is None:
@@ -112,6 +122,14 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
             if reason is None:
                 reason = "default with a GPU" if draft.on_gpu else "no GPU"
             draft.choose(name, value, reason)
+    if num_shapes > 1 and draft.config.warmup_batches < num_shapes:
+        raise ConfigError(
+            f"the first steps of {num_shapes} shapes, which find their kernels, do not fit into the "
+            "warm-up",
+            value=draft.config.warmup_batches,
+            allowed=f"at least {num_shapes}",
+            flag="--warmup_batches, --max_duration or --buckets",
+        )
     if draft.config.warmup_batches < NUM_GRAPH_STEPS and draft.config.cuda_graph:
         raise ConfigError(
             f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from sdbench.settings.buckets import BucketSettings
 from sdbench.settings.kinds import (
     CONDITIONS,
     FRACTION,
@@ -29,7 +30,7 @@ def encodes_in_step(reason: str) -> Demands:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings:
+class DataSettings(BucketSettings):
     """Where samples come from and how they are read."""
 
     GROUP = "data"
@@ -83,7 +84,11 @@ class DataSettings:
         identifies=True,
     )
     shuffle: bool = setting(SWITCH, True, "visit the samples in a new order each epoch")
-    crop: str = setting(one_of("center", "random"), "center", "where the largest square is cut out")
+    crop: str = setting(
+        one_of("center", "random"),
+        "center",
+        "where the largest square, or box of a bucket, is cut out",
+    )
     horizontal_flip_probability: float = setting(
         FRACTION, 0.0, "share of the images that are mirrored", diffusers=("--random_flip",)
     )

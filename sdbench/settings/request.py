@@ -337,6 +337,8 @@ def _add_arguments(
         several: dict[str, Any] = {}
         if declared.takes_several:
             several["nargs"] = "+" if is_required or not declared.is_positional else "*"
+        if declared.bare is not None:
+            several = {"nargs": "?", "const": declared.bare}
         if declared.is_positional:
             parser.add_argument(name, metavar=declared.flag, help=describe(declared), **several)
             continue

@@ -188,6 +188,7 @@ class Setting:
         is_positional: It is an argument without a flag.
         identifies: A resumed run must have the value that it started with.
         takes_several: It takes several values separated by blanks; its value is a tuple.
+        bare: Its value if its flag stands alone; None: the flag needs a value.
         is_everyday: The --help of a program with many flags lists it.
         diffusers: Flags of diffusers' training scripts for the same; an error names ours.
     """
@@ -210,6 +211,7 @@ class Setting:
     identifies: bool = False
     diffusers: tuple[str, ...] = ()
     takes_several: bool = False
+    bare: Any = None
     is_everyday: bool = False
 
     @property

@@ -48,7 +48,8 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         phase=phase,
         objective=objective,
     )
-    tune_model(model, config)
+    num_shapes = 1 if plan.mixture is None else len(plan.mixture.shapes)
+    tune_model(model, config, num_shapes=num_shapes)
     # Encodes the whole batch of a rank. Otherwise the step encodes each micro-batch, or
     # `dreambooth.encode_once` encodes a subject.
     prepare = None
@@ -82,11 +83,24 @@ def describe_job(plan: Plan, model: nn.Module, **options: Any) -> TrainJob:
         ema=ema if config.use_ema else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
-        flops_per_image=count_flops(Step.of(config, plan.architecture, on_cuda=False)),
+        flops_per_image=_count_flops_per_image(plan),
         num_parameters=sum(one.numel() for one in parameters),
         num_trainable_parameters=sum(one.numel() for one in parameters if one.requires_grad),
         **options,
     )
+
+
+def _count_flops_per_image(plan: Plan) -> float:
+    """FLOPs of a step per image, the mean over the buckets, as `replay.count_flops`."""
+    if plan.mixture is None:
+        return count_flops(Step.of(plan.config, plan.architecture, on_cuda=False))
+    # Shapes of as many pixels, such as 640x384 and 384x640, take as many.
+    by_pixels = {shape.num_pixels: shape for shape in plan.mixture.shapes}
+    flops = {
+        num_pixels: count_flops(Step.of(plan.config, plan.architecture, on_cuda=False, shape=shape))
+        for num_pixels, shape in by_pixels.items()
+    }
+    return plan.mixture.mean([flops[shape.num_pixels] for shape in plan.mixture.shapes])
 
 
 def seed_of_weights(config: Any) -> int:

@@ -46,8 +46,11 @@ def _keep_compiled_code_private() -> None:
         os.environ[KERNELS_VARIABLE] = str(kernels)
 
 
-def tune_model(model: DiffusionModel, config: Any) -> None:
-    """Change the blocks of a model in place, and compile its sub-models, as the config says."""
+def tune_model(model: DiffusionModel, config: Any, *, num_shapes: int = 1) -> None:
+    """Change the blocks of a model in place, and compile its sub-models, as the config says.
+
+    Code is compiled for each of `num_shapes` shapes of pictures.
+    """
     denoiser, encoders = model.denoiser, [model.vae, *model.text_encoders]
     compiled = {
         "none": [],
@@ -67,6 +70,8 @@ def tune_model(model: DiffusionModel, config: Any) -> None:
         which=config.activation_checkpointing,
         transformers=model.network.transformers,
     )
+    if compiled:
+        blocks.allow_compiled(num_shapes)
     for module in compiled:
         if module is None:
             continue

@@ -22,7 +22,7 @@ from tests.refusals import PLACE_FLAGS, refused
     ],
 )
 def test_each_spelling_is_found(latents, texts, others):
-    found = find_columns([*others, latents, texts], wants_latents=True, image_size=256)
+    found = find_columns([*others, latents, texts], wants_latents=True, resolution="256")
     part = "moments" if "moments" in latents else "latent"
     assert found == {part: latents, "text_embedding": texts}
 
@@ -37,7 +37,7 @@ def test_each_spelling_is_found(latents, texts, others):
 )
 def test_what_is_missing_is_named(columns, flag, value, allowed):
     with refused(flag, value=value) as caught:
-        find_columns(columns, wants_latents=True, image_size=256)
+        find_columns(columns, wants_latents=True, resolution="256")
     assert allowed in caught.value.allowed
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
+from sdbench.base.shape import Shape
 from sdbench.data.pipeline.transforms import (
     decode_image,
     decode_picture,
-    find_square,
+    find_box,
     measure_image,
 )
 from tests.data.datasets import encode
@@ -33,11 +34,11 @@ def stripes() -> Image.Image:
     return Image.fromarray(np.broadcast_to(pixels, (32, 96, 3)).copy())
 
 
-def by_pil(picture: Image.Image, *, image_size: int, crop=None) -> np.ndarray:
+def by_pil(picture: Image.Image, *, shape: Shape, crop=None) -> np.ndarray:
     """What PIL's own crop and bicubic filter make of an upright picture."""
-    left, top, side = find_square(*picture.size, crop=crop)
-    square = picture.convert("RGB").crop((left, top, left + side, top + side))
-    return np.asarray(square.resize((image_size, image_size), Image.Resampling.BICUBIC))
+    left, top, width, height = find_box(*picture.size, shape=shape, crop=crop)
+    box = picture.convert("RGB").crop((left, top, left + width, top + height))
+    return np.asarray(box.resize(shape, Image.Resampling.BICUBIC))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def palette_with_transparency() -> Image.Image:
     ],
 )
 def test_every_mode_becomes_rgb(image, file_format, rgb):
-    found = decode_image(encode(image, file_format=file_format), image_size=4)
+    found = decode_image(encode(image, file_format=file_format), shape=Shape.square(4))
     assert found.shape == (3, 4, 4)
     assert tuple(found[:, 1, 1].tolist()) == rgb
 
@@ -84,7 +85,7 @@ def test_every_mode_becomes_rgb(image, file_format, rgb):
 def test_damaged_images_raise(cut, told):
     noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
     with pytest.raises(OSError, match=told or r"truncated|Out of bound read"):
-        decode_image(encode(Image.fromarray(noise))[:cut], image_size=8)
+        decode_image(encode(Image.fromarray(noise))[:cut], shape=Shape.square(8))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_no_decoder_of_another_kind_is_reached(kind, told, monkeypatch):
 
     for name in set(Image.OPEN) - {"JPEG", "PNG", "WEBP"}:
         monkeypatch.setitem(Image.OPEN, name, (reached, reached))
-    for read in (measure_image, lambda data: decode_image(data, image_size=8)):
+    for read in (measure_image, lambda data: decode_image(data, shape=Shape.square(8))):
         with pytest.raises(ValueError, match=f"it begins {told}, and JPEG, PNG and WebP files"):
             read(data)
 
@@ -120,8 +121,8 @@ def test_real_pictures_are_what_pil_makes_of_them(image_size, tolerance, openmoj
     for name, data in openmoji.items():
         picture = Image.open(io.BytesIO(data))
         kinds.add((picture.format, picture.mode))
-        found = decode_image(data, image_size=image_size).transpose(1, 2, 0)
-        difference = found.astype(int) - by_pil(picture, image_size=image_size)
+        found = decode_image(data, shape=Shape.square(image_size)).transpose(1, 2, 0)
+        difference = found.astype(int) - by_pil(picture, shape=Shape.square(image_size))
         assert np.abs(difference).mean() < tolerance, name
     assert kinds == {("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "L"), ("WEBP", "RGB")}
 
@@ -133,8 +134,8 @@ def test_a_jpeg_decoded_at_a_fraction_of_its_size_is_what_resizing_makes_of_it(o
         picture = Image.open(io.BytesIO(data))
         for divisor in (2, 3, 4, 6, 8, 16):
             image_size = min(picture.size) // divisor
-            found = decode_image(data, image_size=image_size).transpose(1, 2, 0)
-            difference = found.astype(float) - by_pil(picture, image_size=image_size)
+            found = decode_image(data, shape=Shape.square(image_size)).transpose(1, 2, 0)
+            difference = found.astype(float) - by_pil(picture, shape=Shape.square(image_size))
             error = np.square(difference).mean()
             num_reduced += error > 0.5  # of rounding
             assert 10 * np.log10(255**2 / max(error, 1e-9)) > MIN_PSNR, divisor
@@ -151,8 +152,8 @@ def test_a_jpeg_that_no_fraction_divides_is_not_stretched(orientation, crop, siz
     exif, file = Image.Exif(), io.BytesIO()
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(pixels).save(file, "JPEG", quality=95, exif=exif)
-    found = decode_image(file.getvalue(), image_size=64, crop=crop).transpose(1, 2, 0)
-    expected = by_pil(ImageOps.exif_transpose(Image.open(file)), image_size=64, crop=crop)
+    found = decode_image(file.getvalue(), shape=Shape.square(64), crop=crop).transpose(1, 2, 0)
+    expected = by_pil(ImageOps.exif_transpose(Image.open(file)), shape=Shape.square(64), crop=crop)
     assert np.abs(found.astype(int) - expected).max() <= 4  # it was 11 to 20
 
 
@@ -165,10 +166,10 @@ def test_where_the_square_is_cut_out(crop, expected):
         picture = np.broadcast_to(values, (10, 30) if axis == 0 else (30, 10))
         data = encode(Image.fromarray(np.ascontiguousarray(picture)))
         place = crop if crop is None or axis == 0 else crop[::-1]
-        square = decode_image(data, image_size=10, crop=place)
+        square = decode_image(data, shape=Shape.square(10), crop=place)
         first = square[0, 0, 0]
         assert first == expected
-        flipped = decode_image(data, image_size=10, crop=place, flip=True)
+        flipped = decode_image(data, shape=Shape.square(10), crop=place, flip=True)
         assert np.array_equal(flipped, square[:, :, ::-1])
 
 
@@ -179,7 +180,7 @@ def test_a_picture_of_a_phone_with_108_million_pixels_is_read():
     orientation[ExifTags.Base.Orientation] = 6
     file = io.BytesIO()
     stripes.save(file, format="JPEG", exif=orientation)
-    found = decode_image(file.getvalue(), image_size=64)
+    found = decode_image(file.getvalue(), shape=Shape.square(64))
     assert (found[:, :24] > 250).all() and (found[:, 40:] < 5).all()
 
 
@@ -189,7 +190,7 @@ def test_a_decompression_bomb_is_refused():
         chunk = make_chunk(b"IHDR", struct.pack(">II", side, side) + header[24:29])
         bomb = header[:8] + chunk + header[33:]
         with pytest.raises(ValueError, match="pixels"):
-            decode_image(bomb, image_size=8)
+            decode_image(bomb, shape=Shape.square(8))
 
 
 def make_chunk(name: bytes, content: bytes) -> bytes:
@@ -206,7 +207,7 @@ def test_16_bits_a_channel_become_8():
     pixels = make_chunk(b"IDAT", zlib.compress(row * 8))
     data = b"\x89PNG\r\n\x1a\n" + header + pixels + make_chunk(b"IEND", b"")
     for image_size in (8, 4):
-        found = decode_image(data, image_size=image_size)
+        found = decode_image(data, shape=Shape.square(image_size))
         assert found.dtype == np.uint8
         assert (found == 100).all()
 
@@ -215,7 +216,7 @@ def test_of_an_animation_the_first_picture_is_taken():
     buffer = io.BytesIO()
     first, second = (Image.new("RGB", (8, 8), color) for color in (RED, BLUE))
     first.save(buffer, "WEBP", save_all=True, append_images=[second], lossless=True)
-    assert decode_image(buffer.getvalue(), image_size=8)[:, 0, 0].tolist() == [255, 0, 0]
+    assert decode_image(buffer.getvalue(), shape=Shape.square(8))[:, 0, 0].tolist() == [255, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
         data = data[:-12] + make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + end
     assert measure_image(data) == (32, 96)
     # Turned, red is at the top; as stored, blue is at the right.
-    found = decode_image(data, image_size=32, crop=(1.0, 0.0))
+    found = decode_image(data, shape=Shape.square(32), crop=(1.0, 0.0))
     assert np.abs(found[:, 16, 16].astype(int) - RED).max() < 6
 
 
@@ -274,6 +275,6 @@ def on_disk(width: int, height: int, *, file_format: str, orientation: int) -> b
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_the_sizes_that_a_model_is_told(stored, orientation, options, sizes, file_format):
     file = on_disk(*stored, file_format=file_format, orientation=orientation)
-    pixels, found = decode_picture(file, image_size=20, **options)
+    pixels, found = decode_picture(file, shape=Shape.square(20), **options)
     assert pixels.shape == (3, 20, 20)
     assert found == sizes

@@ -18,6 +18,7 @@ from PIL import Image
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
+from sdbench.base.shape import Shape
 from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
 from sdbench.data.formats.mds_index import LEAVE_OUT, check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
@@ -73,8 +74,9 @@ class KeyStream(CheckedStreamingDataset):
             state["epoch"] = self.next_epoch
         return {"num_images": num_images, "streaming": state}
 
-    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
+    def batch(self, state: dict[str, Any], number: int) -> list[int]:
         """Compute the samples of a batch again, as `EpochOrder.batch`."""
+        num_epochs, number = divmod(number, len(self) // self.batch_size)
         # Streaming's order does not depend on the workers, and starts anew where an epoch is
         # resumed. It depends on attributes that `state_dict`, which has been called, sets.
         world = World.detect()
@@ -132,7 +134,7 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
             streams=[stream], shuffle=shuffle, predownload=predownload, batch_size=batch_size
         )
         self._columns = find_columns(
-            self.shards[0].column_names, wants_latents=False, image_size=image_size
+            self.shards[0].column_names, wants_latents=False, resolution=str(image_size)
         )
         self._transform = transform
         self._image_size = image_size
@@ -144,7 +146,7 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         sample = super().__getitem__(index)
         file, caption = (sample[column] for column in self._columns.values())
         if self._transform is None:
-            pixels = decode_image(file, image_size=self._image_size)
+            pixels = decode_image(file, shape=Shape.square(self._image_size))
             image = torch.from_numpy(np.ascontiguousarray(pixels))
         else:
             with open_image(file) as picture:
@@ -158,10 +160,11 @@ def build(config: SourceConfig) -> CheckedLoader:
 
     A single data set that is not shuffled is read by number, each shard copied when it is reached:
     of an incomplete last batch Streaming would leave out arbitrary samples, not the last ones.
-    ``--missing_latents leave_out`` is read by number too, as Streaming's epochs have all samples.
+    ``--missing_latents leave_out`` is read by number too, as Streaming's epochs have all samples,
+    and so are buckets, as its batches are made without a look at the samples.
     """
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
-    if is_read_by_number and config.streams is None:
+    if (is_read_by_number or config.buckets is not None) and config.streams is None:
         batches = make_batches(open_samples(config), config=config)
         return CheckedLoader(batches, config=config)
     stream = KeyStream(config=config)

@@ -247,6 +247,14 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> dict[str, str]:
                 raise wrong_type(
                     column, place=place.source, part=part, kind=encoding, allowed=allowed
                 )
+            if shapes and None in shapes[part] and encoding == BYTES:
+                raise wrong_type(
+                    column,
+                    place=place.source,
+                    part=part,
+                    kind=encoding,
+                    allowed="arrays that tell their shape",
+                )
             if shapes and stored and stored[0] != ",".join(map(str, shapes[part])):
                 raise ConfigError(
                     f"The column {column} of {place.source} is of another model",

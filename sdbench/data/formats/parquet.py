@@ -132,7 +132,7 @@ class ParquetSamples(Samples):
 
 
 def _to_array(
-    value: Any, place: str, *, shape: tuple[int, ...], dtypes: Sequence[np.dtype]
+    value: Any, place: str, *, shape: tuple[int | None, ...], dtypes: Sequence[np.dtype]
 ) -> np.ndarray:
     """Return the array of an Arrow scalar: bytes of one of these types, or lists of numbers."""
     import pyarrow.compute
@@ -140,7 +140,8 @@ def _to_array(
 
     if not value.is_valid:
         raise BadSampleError(f"{place}: no value.")
-    num_values = math.prod(shape)
+    is_open = None in shape
+    num_values = None if is_open else math.prod(shape)
     if _is_one_of(value.type, BYTES):
         buffer = value.as_buffer()
         by_length = {num_values * dtype.itemsize: dtype for dtype in dtypes}
@@ -155,6 +156,8 @@ def _to_array(
             raise BadSampleError(f"{place}: its lists are not all of one length.")
         found += lengths
         values = values.flatten()
+    if is_open:
+        return values.to_numpy(zero_copy_only=False).reshape(found)
     if found != [num_values] and _long_sides(found) != _long_sides(shape):
         raise BadSampleError(f"{place}: numbers of the shape {tuple(found)}, not {shape}.")
     return values.to_numpy(zero_copy_only=False).reshape(shape)
@@ -197,7 +200,7 @@ def _check_columns(
     schema: Any,
     columns: Mapping[str, str],
     *,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int | None, ...]],
     path: ParquetFile,
 ) -> None:
     """Check that a file has each column once, of a type that samples can be read from."""
@@ -221,7 +224,8 @@ def _check_columns(
             is_right = _long_sides(shape) == _long_sides(shapes[part])
             found, allowed = f"tensors of the shape {shape}", f"the shape {shapes[part]}"
         else:
-            is_right = _is_one_of(kind, BYTES) or _holds_floats(kind)
+            is_bytes = _is_one_of(kind, BYTES) and None not in shapes[part]
+            is_right = is_bytes or _holds_floats(kind)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
             raise wrong_type(column, place=str(path), part=part, kind=found, allowed=allowed)

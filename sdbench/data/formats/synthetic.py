@@ -20,6 +20,8 @@ from sdbench.base.conditions import (
     Condition,
     ModelInputs,
 )
+from sdbench.base.shape import Shape
+from sdbench.data.buckets import Mixture, fill_buckets
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import SharedBatches
@@ -57,13 +59,14 @@ class SyntheticImageCaptionDataset(Dataset):
     def __init__(
         self,
         *,
-        image_size: int,
+        shape: Shape,
         seed: int,
         rank: int = 0,
         num_images: int = NUM_SYNTHETIC_IMAGES,
         image_dtype: str = "uint8",
         wants_latents: bool = False,
         inputs: ModelInputs = STABLE_DIFFUSION_2,
+        num_distinct: int = NUM_DISTINCT,
     ) -> None:
         """Draw the samples, which `seed` and `rank` decide.
 
@@ -71,37 +74,41 @@ class SyntheticImageCaptionDataset(Dataset):
         latents are float16. `inputs` is what the model reads.
         """
         self.num_images = num_images
+        self._num_distinct = num_distinct
         generator = np.random.default_rng([seed, rank])
         if wants_latents:
-            side = image_size // VAE_FACTOR
-            shape = (NUM_DISTINCT, inputs.latent_channels, side, side)
-            mean = generator.standard_normal(shape) * inputs.latent_std
+            sides = (shape.height // VAE_FACTOR, shape.width // VAE_FACTOR)
+            size = (num_distinct, inputs.latent_channels, *sides)
+            mean = generator.standard_normal(size) * inputs.latent_std
+            encoded = {
+                one.name: _draw_condition(one, generator, num_distinct) for one in inputs.conditions
+            }
             samples = {
                 "latent_mean": mean.astype(np.float16),
-                "latent_logvar": np.full(shape, LATENT_LOGVAR, dtype=np.float16),
-                **{one.name: _draw_condition(one, generator) for one in inputs.conditions},
+                "latent_logvar": np.full(size, LATENT_LOGVAR, dtype=np.float16),
+                **encoded,
             }
         else:
-            shape = (NUM_DISTINCT, 3, image_size, image_size)
-            image = generator.integers(0, 256, size=shape, dtype=np.uint8)
-            ids = {one.name: _draw_ids(one, generator) for one in inputs.captions}
+            size = (num_distinct, 3, shape.height, shape.width)
+            image = generator.integers(0, 256, size=size, dtype=np.uint8)
+            ids = {one.name: _draw_ids(one, generator, num_distinct) for one in inputs.captions}
             if image_dtype == "float32":
                 image = to_float(image)
             samples = {"image": image, **ids}
         if inputs.tells_sizes:
-            whole = (image_size, image_size, 0, 0, image_size, image_size)
-            samples[SIZES] = np.tile(np.float32(whole), (NUM_DISTINCT, 1))
+            whole = (shape.height, shape.width, 0, 0, shape.height, shape.width)
+            samples[SIZES] = np.tile(np.float32(whole), (num_distinct, 1))
         self.samples = {name: torch.from_numpy(values) for name, values in samples.items()}
 
     def __len__(self) -> int:
         return self.num_images
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: values[index % NUM_DISTINCT] for name, values in self.samples.items()}
+        return {name: values[index % self._num_distinct] for name, values in self.samples.items()}
 
 
-def _draw_ids(captions: Captions, generator: np.random.Generator) -> np.ndarray:
-    shape = (NUM_DISTINCT, captions.num_tokens)
+def _draw_ids(captions: Captions, generator: np.random.Generator, num: int) -> np.ndarray:
+    shape = (num, captions.num_tokens)
     if captions.kind == CLIP:
         ids = generator.integers(0, VOCABULARY_SIZE, size=shape)
         ids[:, 0] = BOS_TOKEN_ID
@@ -112,9 +119,9 @@ def _draw_ids(captions: Captions, generator: np.random.Generator) -> np.ndarray:
     return ids
 
 
-def _draw_condition(condition: Condition, generator: np.random.Generator) -> np.ndarray:
+def _draw_condition(condition: Condition, generator: np.random.Generator, num: int) -> np.ndarray:
     """Draw normal numbers: float32 as such, as T5's states would take gigabytes in float64."""
-    shape = (NUM_DISTINCT, *condition.shape)
+    shape = (num, *condition.shape)
     if condition.dtype == "float32":
         return generator.standard_normal(shape, dtype=np.float32)
     return generator.standard_normal(shape).astype(condition.dtype)
@@ -124,32 +131,53 @@ class SyntheticBatchReader(BatchReader):
     """Gathers batches of a synthetic data set in one copy."""
 
     def __init__(self, *, config: SourceConfig) -> None:
-        dataset = SyntheticImageCaptionDataset(
-            image_size=config.image_size,
-            seed=config.seed,
-            rank=config.rank,
-            image_dtype=config.image_dtype,
-            wants_latents=config.wants_latents,
-            inputs=config.inputs,
-        )
-        super().__init__(Samples([config.num_images or NUM_SYNTHETIC_IMAGES]), config=config)
+        num_images = config.num_images or NUM_SYNTHETIC_IMAGES
+        super().__init__(Samples([num_images]), config=config)
+        if config.buckets is not None:
+            self.mixture = mix_synthetic(config, num_images)
         self.sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
-        self._samples = dataset.samples
-        layout = {
-            name: (values.shape[1:], values.dtype) for name, values in dataset.samples.items()
-        }
-        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
+        self._num_distinct = -(-NUM_DISTINCT // len(self.shapes))
+        self._samples = [self._draw(shape) for shape in self.shapes]
+        layouts = [
+            {name: (values.shape[1:], values.dtype) for name, values in samples.items()}
+            for samples in self._samples
+        ]
+        self._slots = SharedBatches(*layouts, prefetch_factor=config.prefetch_factor)
+
+    def _draw(self, shape: Shape) -> dict[str, torch.Tensor]:
+        return SyntheticImageCaptionDataset(
+            shape=shape,
+            seed=self.config.seed,
+            rank=self.config.rank,
+            image_dtype=self.config.image_dtype,
+            wants_latents=self.config.wants_latents,
+            inputs=self.config.inputs,
+            num_distinct=self._num_distinct,
+        ).samples
 
     def name(self, index: int) -> str:
         """Return its number among the samples that this rank draws."""
-        return f"synthetic, sample {index % NUM_DISTINCT} of rank {self.config.rank}"
+        number = index % self._num_distinct
+        return f"synthetic, sample {number} of rank {self.config.rank}"
 
     def read_good(self, keys: Sequence[Key]) -> Batch:
         """Gather the samples, which are never bad."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
-            tensors, report.slot = self._slots.take(len(keys))
-            drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
-            for name, values in self._samples.items():
+            bucket = self.bucket_of(keys[0].index)
+            tensors, report.slot = self._slots.take(len(keys), layout=bucket)
+            drawn = torch.tensor([key.index % self._num_distinct for key in keys])
+            for name, values in self._samples[bucket].items():
                 torch.index_select(values, 0, drawn, out=tensors[name])
         return Batch(tensors, list(keys), report, [""] * len(keys))
+
+
+def mix_synthetic(config: SourceConfig, num_images: int) -> Mixture:
+    """Put synthetic samples into buckets: the shapes of a size are equally frequent."""
+    shapes = config.shapes.shapes
+    chances = [
+        sum(one.share / len(one.shapes) for one in config.shapes.budgets if shape in one.shapes)
+        for shape in shapes
+    ]
+    drawn = np.random.default_rng(config.seed).choice(len(shapes), num_images, p=chances)
+    return fill_buckets(shapes, drawn, sizes=np.array(shapes)[drawn])

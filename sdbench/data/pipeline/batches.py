@@ -10,17 +10,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sdbench.base.conditions import NUM_SIZES, SIZES
 from sdbench.base.errors import RunError
+from sdbench.base.shape import Shape
+from sdbench.data.buckets import Mixture
 from sdbench.data.empty_caption import read_empty_caption
 from sdbench.data.latent_columns import BITS_ENDING, check_array, check_finite
+from sdbench.data.mixture import check_noted, mix
 from sdbench.data.pipeline.order import Key
-from sdbench.data.pipeline.shared_batches import SharedBatches
+from sdbench.data.pipeline.shared_batches import Layout, SharedBatches
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.pipeline.transforms import decode_picture, to_float
 from sdbench.data.samples import (
@@ -101,10 +104,13 @@ class BatchReader:
         num_lanes: As `EpochOrder.num_lanes`.
         fills_up: Whether good samples are repeated for bad ones; else bad ones are left out.
         may_skip: Whether a run may leave bad samples out, so that an error may advise it.
+        mixture: The bucket of each sample; None without buckets.
+        shapes: The shapes of the batches.
     """
 
     fills_up = True
     may_skip = True
+    mixture: Mixture | None = None
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         self.samples = samples
@@ -112,6 +118,23 @@ class BatchReader:
         self.num_samples = len(samples)
         self.config = config
         self.num_lanes: Mapping[int, int] = {}
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the batches."""
+        return (self.config.shape,) if self.mixture is None else self.mixture.shapes
+
+    def bucket_of(self, index: int) -> int:
+        """Return the number of a sample's shape in `shapes`, below 0 for one that is not used."""
+        return 0 if self.mixture is None else int(self.mixture.bucket_of[index])
+
+    def split(self, indices: Sequence[int]) -> list[list[int]]:
+        """Return the samples that are used, in lists of one shape."""
+        lists: list[list[int]] = [[] for _ in self.shapes]
+        for index in indices:
+            if (bucket := self.bucket_of(index)) >= 0:
+                lists[bucket].append(index)
+        return [of_bucket for of_bucket in lists if of_bucket]
 
     def name(self, index: int) -> str:
         """Return where a sample is stored, for messages."""
@@ -134,12 +157,25 @@ class BatchReader:
 
 
 class SampleBatchReader(BatchReader):
-    """Reads stored samples one after the other into the tensors of a batch."""
+    """Reads stored samples one after the other into the tensors of a batch, of one shape."""
+
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
+        super().__init__(samples, config=config)
+        if config.buckets is not None:
+            self.mixture = mix(samples, config)
+        layouts = map(self._layout, self.shapes)
+        self._slots = SharedBatches(*layouts, prefetch_factor=config.prefetch_factor)
+
+    def _layout(self, shape: Shape) -> Layout:
+        """Describe the tensors in which a batch of pictures of this shape is made."""
+        raise NotImplementedError
 
     def read_good(self, keys: Sequence[Key]) -> Batch:
         """Read as `BatchReader.read_good` says."""
         report = BatchReport(num_images=len(keys))
-        target, report.slot = self._slots.take(len(keys))
+        bucket = self.bucket_of(keys[0].index)
+        assert all(self.bucket_of(key.index) == bucket for key in keys), "a batch has one shape"
+        target, report.slot = self._slots.take(len(keys), layout=bucket)
         # Indexing arrays takes a fraction of the time that indexing tensors takes.
         self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
         self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
@@ -168,7 +204,7 @@ class SampleBatchReader(BatchReader):
 
 
 class ImageBatchReader(SampleBatchReader):
-    """Makes ``{image: (B, 3, S, S) uint8 or float32, input_ids: (B, 77) int64}``.
+    """Makes ``{image: (B, 3, H, W) uint8 or float32, input_ids: (B, 77) int64}``.
 
     Models with several text encoders have ids for each, and some are told ``sizes``, (B, 6).
     Images are channels_last in memory, as decoders write them: separating the channels took a
@@ -177,12 +213,13 @@ class ImageBatchReader(SampleBatchReader):
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
-        size = config.image_size
-        layout = {"image": ((size, size, 3), torch.uint8)}
-        if config.inputs.tells_sizes:
-            layout |= {SIZES: ((NUM_SIZES,), torch.float32)}
-        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
         self._tokenize = CaptionTokenizers(config.inputs.captions, new_token=config.new_token)
+
+    def _layout(self, shape: Shape) -> Layout:
+        layout: dict[str, Any] = {"image": ((shape.height, shape.width, 3), torch.uint8)}
+        if self.config.inputs.tells_sizes:
+            layout[SIZES] = ((NUM_SIZES,), torch.float32)
+        return layout
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> str:
         with report.phase("read"):
@@ -196,7 +233,7 @@ class ImageBatchReader(SampleBatchReader):
         try:
             decoded, sizes = decode_picture(
                 sample.image,
-                image_size=config.image_size,
+                shape=self.shapes[self.bucket_of(key.index)],
                 crop=(x, y) if config.crop == "random" else None,
                 flip=bool(flip < config.horizontal_flip_probability),
                 read_avif=config.read_avif,
@@ -204,6 +241,8 @@ class ImageBatchReader(SampleBatchReader):
             )
         except (OSError, ValueError) as error:
             raise undecodable(sample.name, error) from error
+        if self.mixture is not None:
+            check_noted(sample.name, sizes[1::-1], self.mixture.sizes[key.index])
         with report.phase("collate"):
             self._arrays["image"][position] = decoded.transpose(1, 2, 0)
             if config.inputs.tells_sizes:
@@ -232,7 +271,7 @@ def _draw_chances(config: SourceConfig, key: Key) -> np.ndarray:
 
 
 class LatentBatchReader(SampleBatchReader):
-    """Makes ``{latent_mean, latent_logvar | latent: (B, C, S / 8, S / 8), text_embedding}``.
+    """Makes ``{latent_mean, latent_logvar | latent: (B, C, H / 8, W / 8), text_embedding}``.
 
     Latents are float16, and what is beside them has the shapes and types that the model asks for.
     Each value is copied once, from the file's pages into the batch; bfloat16 is widened before.
@@ -240,13 +279,12 @@ class LatentBatchReader(SampleBatchReader):
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
-        self._shapes = self.sample_type.array_shapes(config)
         self._empty = read_empty_caption(config) if config.drops_encoded_captions else {}
-        layout = {
-            name: (shape, getattr(torch, dtype))
-            for name, (shape, dtype) in self.sample_type.batch_tensors(config).items()
-        }
-        self._slots = SharedBatches(layout, prefetch_factor=config.prefetch_factor)
+        self._shapes = [self.sample_type.array_shapes(config, shape) for shape in self.shapes]
+
+    def _layout(self, shape: Shape) -> Layout:
+        tensors = self.sample_type.batch_tensors(self.config, shape)
+        return {name: (sides, getattr(torch, dtype)) for name, (sides, dtype) in tensors.items()}
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):
@@ -257,7 +295,7 @@ class LatentBatchReader(SampleBatchReader):
             if drop < self.config.caption_drop_probability:
                 arrays = arrays | self._empty
         with report.phase("collate"):
-            for name, shape in self._shapes.items():
+            for name, shape in self._shapes[self.bucket_of(key.index)].items():
                 stored = arrays[name]
                 check_array(f"{sample.name}, {name}", stored, shape=shape)
                 is_widened = self.samples.columns.get(name, "").endswith(BITS_ENDING)

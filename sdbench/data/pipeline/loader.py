@@ -27,7 +27,7 @@ from sdbench.base.stop import obey_parent_alone
 from sdbench.base.units import counted
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.order import EpochOrder, Keys
+from sdbench.data.pipeline.order import BucketOrder, EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
@@ -184,9 +184,13 @@ class CheckedLoader(DataLoader):
     ) -> None:
         """Set the loader up as `config` says.
 
-        `batches` makes a batch from keys of `order`, by default an `EpochOrder`.
+        `batches` makes a batch from keys of `order`, by default an `EpochOrder`, with buckets a
+        `BucketOrder`.
         """
-        if order is None:
+        mixture = batches.mixture
+        if mixture is not None:
+            order = BucketOrder(batches.samples, mixture, config=config)
+        elif order is None:
             order = EpochOrder(batches.samples, config=config)
         has_workers = config.num_workers > 0
         if has_workers:
@@ -209,7 +213,8 @@ class CheckedLoader(DataLoader):
             timeout=config.data_timeout_s if has_workers else 0,
         )
         self.sample_type = batches.sample_type
-        self.stats = LoaderStats(num_dropped_samples=batches.samples.num_dropped)
+        num_left_out = 0 if mixture is None else mixture.num_left_out
+        self.stats = LoaderStats(num_dropped_samples=batches.samples.num_dropped + num_left_out)
         self._config = config
         self._order = order
         self._reader = batches
@@ -237,8 +242,7 @@ class CheckedLoader(DataLoader):
         samples that were replaced are named too.
         """
         num_done = state["num_images"] // self._config.global_batch_size
-        num_epochs, number = divmod(num_done - 1 - num_back, len(self))
-        indices = self._order.batch(state, num_epochs=num_epochs, number=number)
+        indices = self._order.batch(state, num_done - 1 - num_back)
         return [self._reader.name(index) for index in indices]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

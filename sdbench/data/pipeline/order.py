@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.buckets import Mixture
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
@@ -106,15 +107,24 @@ class EpochOrder(DistributedSampler):
             seed=config.seed,
             drop_last=True,
         )
+
+    def __len__(self) -> int:
         # DistributedSampler would round to ranks; here an epoch is whole global batches.
-        self.num_samples = num_samples // config.global_batch_size * config.device_batch_size
+        return self.num_batches(self.epoch) * self._config.device_batch_size
 
     def __iter__(self) -> Iterator[Key]:
         first = self._num_resumed // self._config.global_batch_size
         self._num_resumed = 0
-        for number in range(first, self.num_samples // self._config.device_batch_size):
-            for index in self._batch(self.epoch, number).tolist():
-                yield Key(self.epoch, index)
+        for number in range(first, self.num_batches(self.epoch)):
+            yield from self._keys(self.epoch, number)
+
+    def num_batches(self, epoch: int) -> int:
+        """Return the number of batches of an epoch."""
+        return int(self._blocks.sum()) // self._config.global_batch_size
+
+    def _keys(self, epoch: int, number: int) -> list[Key]:
+        """Return this rank's part of a batch of an epoch."""
+        return [Key(epoch, index) for index in self._batch(epoch, number).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: Composer calls it with a count that begins at 0 after a resume."""
@@ -123,9 +133,16 @@ class EpochOrder(DistributedSampler):
         """Go on with the next epoch: all batches of this one have been delivered."""
         self.epoch += 1
 
-    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """Compute the samples of a batch of this rank again, `num_epochs` (<= 0) after `state`."""
-        return self._batch(state["epoch"] + num_epochs, number).tolist()
+    def batch(self, state: dict[str, Any], number: int) -> list[int]:
+        """Compute the samples of a batch of this rank again.
+
+        `number` counts from the start of the epoch of `state`; below 0 it is one of an earlier one.
+        """
+        epoch = state["epoch"]
+        while number < 0:
+            epoch -= 1
+            number += self.num_batches(epoch)
+        return [key.index for key in self._keys(epoch, number)]
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """Return what `resume` needs, after `num_images` of the epoch under way or the next one."""
@@ -147,7 +164,7 @@ class EpochOrder(DistributedSampler):
                 value=f"an order with the digest {self._sizes_digest}",
                 allowed=f"the files and the order that the run began with (digest {digest}), or a "
                 "new run on these by --init_from and another --run_name",
-                flag=f"--remote_files, --shuffle, --tar_sizes or {PLACE_FLAGS}",
+                flag=f"--remote_files, --shuffle, --tar_sizes, --buckets or {PLACE_FLAGS}",
             )
         self.epoch = state["epoch"]
         self._num_resumed = state["num_images"]
@@ -172,7 +189,7 @@ class EpochOrder(DistributedSampler):
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
         lanes, num_own = self._lanes(epoch), self._config.device_batch_size
-        num_batches = self.num_samples // num_own
+        num_batches = self.num_batches(epoch)
         size = self._config.global_batch_size // lanes.num_ranks
         turn, worker = divmod(number, lanes.num_workers)
         # Batches in the earlier lanes of a rank.
@@ -214,3 +231,82 @@ class EpochOrder(DistributedSampler):
         offsets = np.repeat(firsts[files] - (np.cumsum(counts) - counts), counts)
         blocks = offsets + np.arange(len(offsets))
         return blocks, np.cumsum(self._blocks[blocks])
+
+
+class BucketOrder(EpochOrder):
+    """The keys of this rank's samples, each global batch of one bucket.
+
+    The samples of a bucket are a line without end, one epoch after the other, each in the order of
+    `EpochOrder`. It is cut into global batches: what does not fill the last one of an epoch begins
+    the first one of the next. So each sample comes once an epoch, and the epochs of a run differ in
+    their numbers of batches. Batches of all buckets come in the order in which a reader of the
+    whole line would have filled them. The first batch of each bucket comes at the start of a run,
+    so that code for every shape is compiled, and memory for the largest is found, before much is
+    done.
+
+    It is the same for any number of ranks and workers.
+    """
+
+    def __init__(self, samples: Samples, mixture: Mixture, *, config: SourceConfig) -> None:
+        self._mixture = mixture
+        self._counts = mixture.counts
+        self._epoch_lines = functools.lru_cache(maxsize=2)(self._make_epoch_lines)
+        self._epoch_batches = functools.lru_cache(maxsize=1)(self._make_epoch_batches)
+        super().__init__(samples, config=config)
+        self._sizes_digest = hashlib.sha256(
+            self._sizes_digest.encode()
+            + mixture.bucket_of.tobytes()
+            + repr(mixture.shapes).encode()
+        ).hexdigest()[:16]
+
+    def num_batches(self, epoch: int) -> int:
+        """Return the number of batches of an epoch."""
+        size = self._config.global_batch_size
+        before, after = (
+            self._mixture.num_batches(number, batch_size=size) for number in (epoch, epoch + 1)
+        )
+        return after - before
+
+    def _keys(self, epoch: int, number: int) -> list[Key]:
+        first = self._config.rank * self._config.device_batch_size
+        mine = slice(first, first + self._config.device_batch_size)
+        keys = self._epoch_batches(epoch)[number, mine]
+        return [Key(*key) for key in keys.tolist()]
+
+    def _make_epoch_lines(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each bucket its samples in order, and their places in the epoch's line."""
+        line = self._samples(epoch, 0, int(self._blocks.sum()))
+        buckets = self._mixture.bucket_of[line]
+        places = [np.flatnonzero(buckets == bucket) for bucket in range(len(self._counts))]
+        return [(line[of_bucket], of_bucket) for of_bucket in places]
+
+    def _make_epoch_batches(self, epoch: int) -> np.ndarray:
+        """Return the keys of the global batches of an epoch, (N, B, 2)."""
+        size = self._config.global_batch_size
+        batches, ends = [], []
+        for bucket, (samples, places) in enumerate(self._epoch_lines(epoch)):
+            carried = self._carried(epoch, bucket)
+            own = np.stack([np.full(len(samples), epoch), samples], axis=1)
+            keys = np.concatenate([carried, own])
+            num = len(keys) // size
+            batches.append(keys[: num * size].reshape(num, size, 2))
+            ends.append(places[np.arange(1, num + 1) * size - len(carried) - 1])
+        order = np.argsort(np.concatenate(ends))
+        if epoch == 0:
+            buckets = np.repeat(range(len(batches)), list(map(len, batches)))[order]
+            _, firsts = np.unique(buckets, return_index=True)
+            firsts.sort()
+            order = np.concatenate([order[firsts], np.delete(order, firsts)])
+        return np.concatenate(batches)[order]
+
+    def _carried(self, epoch: int, bucket: int) -> np.ndarray:
+        """Return the keys of a bucket that earlier epochs have left over, (N, 2)."""
+        missing = epoch * self._counts[bucket] % self._config.global_batch_size
+        parts = [np.empty((0, 2), dtype=np.int64)]
+        while missing:
+            epoch -= 1
+            samples, _ = self._epoch_lines(epoch)[bucket]
+            left = samples[-missing:]
+            parts.insert(0, np.stack([np.full(len(left), epoch), left], axis=1))
+            missing -= len(left)
+        return np.concatenate(parts)

@@ -8,7 +8,7 @@ New shared memory for each batch, as torch's default_collate takes it, costs a p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.utils.data import get_worker_info
@@ -25,40 +25,54 @@ class SharedBatches:
     process each batch has new memory.
     """
 
-    def __init__(self, layout: Layout, *, prefetch_factor: int) -> None:
-        self._layout = layout
+    def __init__(self, *layouts: Layout, prefetch_factor: int) -> None:
+        """Make nothing yet; `layouts` are those of the batches, which share the memory."""
+        self._layouts = layouts
         self._num_slots = prefetch_factor + 1
         self._num_samples = 0
-        self._slots: list[dict[str, torch.Tensor]] = []
+        self._slots: list[dict[str, torch.UntypedStorage]] = []
         self._turn = 0
 
-    def take(self, num_samples: int) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Return uninitialised tensors to make a batch in, and the number of their slot.
+    def take(
+        self, num_samples: int, *, layout: int = 0
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        """Return uninitialised tensors of a layout for a batch, and the number of their slot.
 
         The number differs in each worker; it is None in the training process.
         """
+        wanted = {
+            name: ((num_samples, *shape), dtype)
+            for name, (shape, dtype) in self._layouts[layout].items()
+        }
         worker = get_worker_info()
         if worker is None:
-            return self._make(num_samples, torch.empty), None
+            return {
+                name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()
+            }, None
         if num_samples != self._num_samples:
             self._num_samples, self._turn = num_samples, 0
-            self._slots = [self._make(num_samples, _share) for _ in range(self._num_slots)]
+            self._slots = [self._make_slot(num_samples) for _ in range(self._num_slots)]
         turn, self._turn = self._turn, (self._turn + 1) % self._num_slots
-        return dict(self._slots[turn]), worker.id * self._num_slots + turn
-
-    def _make(
-        self, num_samples: int, allocate: Callable[..., torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        return {
-            name: allocate((num_samples, *shape), dtype=dtype)
-            for name, (shape, dtype) in self._layout.items()
+        tensors = {
+            name: torch.empty(0, dtype=dtype).set_(self._slots[turn][name], 0, shape)
+            for name, (shape, dtype) in wanted.items()
         }
+        return tensors, worker.id * self._num_slots + turn
 
+    def _make_slot(self, num_samples: int) -> dict[str, torch.UntypedStorage]:
+        """Make memory for the largest layout, shared as torch's default_collate shares it.
 
-def _share(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # As torch's default_collate allocates; share_memory_() would copy.
-    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+        share_memory_() would copy.
+        """
+        return {
+            name: torch.UntypedStorage._new_shared(
+                max(
+                    num_samples * math.prod(layout[name][0]) * layout[name][1].itemsize
+                    for layout in self._layouts
+                )
+            )
+            for name in self._layouts[0]
+        }
 
 
 class SharedBatch:

@@ -1,7 +1,7 @@
-"""Image files to square RGB pixels of one size.
+"""Image files to RGB pixels of a shape, a square or another.
 
-Every image mode becomes RGB; the largest square is cropped (never squashed) and resized with
-antialiasing.
+Every image mode becomes RGB; the largest box of the shape's proportions, rounded to whole pixels,
+is cropped (never squashed) and resized with antialiasing.
 
 torchvision decodes files for which it gives the same pixels as PIL, and torch resizes them: both
 are faster. PIL does the rest: files with transparency, a palette, a colour profile or an
@@ -23,10 +23,14 @@ from PIL import ExifTags, Image, ImageOps
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_with_torchvision
 
+from sdbench.base.shape import Shape
 from sdbench.data.image_files import open_image
 
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
+
+# Orientations of EXIF that exchange width and height.
+TURNING = (5, 6, 7, 8)
 
 # A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
@@ -50,22 +54,22 @@ class Decoded(NamedTuple):
 
 
 def decode_image(data: bytes, **options: Any) -> np.ndarray:
-    """Decode an image file to (3, image_size, image_size) uint8, RGB, as `decode_picture` does."""
+    """Decode an image file to (3, height, width) uint8, RGB, as `decode_picture` does."""
     return decode_picture(data, **options)[0]
 
 
 def decode_picture(
     data: bytes,
     *,
-    image_size: int,
+    shape: Shape,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
     read_avif: bool = False,
     phase: Phase = contextlib.nullcontext,
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Decode an image file to (3, image_size, image_size) uint8, RGB, and its `conditions.SIZES`.
+    """Decode an image file to (3, height, width) uint8, RGB, and its `conditions.SIZES`.
 
-    The array is channels_last in memory. `crop` says where the largest square is cut out along each
+    The array is channels_last in memory. `crop` says where the largest box is cut out along each
     side, from 0 (left, top) to 1; None is the centre. `phase` makes the contexts of the phases
     ``decode`` and ``transform``.
 
@@ -74,16 +78,16 @@ def decode_picture(
         ValueError: The file is of an unsupported kind, or the image has too many pixels.
     """
     with phase("decode"), open_image(data, read_avif=read_avif) as image:
-        if is_fast(image, data, image_size=image_size):
+        if is_fast(image, data, shape=shape):
             decoded = _decode_fast(data)
         else:
-            decoded = _decode_any(image, image_size=image_size)
+            decoded = _decode_any(image, shape=shape)
     with phase("transform"):
         is_by_pil = isinstance(decoded, Decoded)
         cut_out = _cut_out if is_by_pil else _cut_out_fast
-        array = cut_out(decoded, image_size=image_size, crop=crop)
+        array = cut_out(decoded, shape=shape, crop=crop)
         width, height = decoded.size if is_by_pil else (decoded.shape[2], decoded.shape[1])
-        sizes = find_sizes(width, height, image_size=image_size, crop=crop, flip=flip)
+        sizes = find_sizes(width, height, shape=shape, crop=crop, flip=flip)
         return array[:, :, ::-1] if flip else array, sizes
 
 
@@ -94,12 +98,27 @@ def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
         return ImageOps.exif_transpose(image).size
 
 
-def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
+def read_size(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
+    """Return an image's upright width and height, from its header where that tells.
+
+    Raises as `decode_picture`.
+    """
+    with open_image(data, read_avif=read_avif) as image:
+        if is_upright(image, data):
+            return image.size
+        if image.format == "JPEG":
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in TURNING
+            return image.size[::-1] if is_turned else image.size
+    return measure_image(data, read_avif=read_avif)
+
+
+def is_fast(image: Image.Image, data: bytes, *, shape: Shape) -> bool:
     """Return True if torchvision decodes a file as PIL would, and all of it is needed.
 
     `image` is open, but not loaded.
     """
-    if image.format == "JPEG" and min(image.size) >= 2 * REDUCING_GAP * image_size:
+    reduction = min(image.width / shape.width, image.height / shape.height)
+    if image.format == "JPEG" and reduction >= 2 * REDUCING_GAP:
         return False
     return (
         (image.format, image.mode) in FAST_KINDS
@@ -123,28 +142,33 @@ def is_upright(image: Image.Image, data: bytes) -> bool:
     return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
-def find_square(
-    width: int, height: int, *, crop: tuple[float, float] | None
-) -> tuple[int, int, int]:
-    """Return left, top and side of the largest square: in the centre, or where `crop` says."""
-    side = min(width, height)
+def find_box(
+    width: int, height: int, *, shape: Shape, crop: tuple[float, float] | None
+) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of the largest box: in the centre, or where `crop` says.
+
+    Its proportions are those of the shape, rounded to whole pixels of the picture.
+    """
+    box_width = max(1, min(width, round(height * shape.width / shape.height)))
+    box_height = max(1, min(height, round(width * shape.height / shape.width)))
     if crop is None:
-        return (width - side) // 2, (height - side) // 2, side
-    return round(crop[0] * (width - side)), round(crop[1] * (height - side)), side
+        return (width - box_width) // 2, (height - box_height) // 2, box_width, box_height
+    left, top = round(crop[0] * (width - box_width)), round(crop[1] * (height - box_height))
+    return left, top, box_width, box_height
 
 
 def find_sizes(
-    width: int, height: int, *, image_size: int, crop: tuple[float, float] | None, flip: bool
+    width: int, height: int, *, shape: Shape, crop: tuple[float, float] | None, flip: bool
 ) -> tuple[int, ...]:
     """Return the `conditions.SIZES` of an upright picture, as diffusers' script for SDXL does.
 
     It mirrors a picture before it crops it.
     """
-    left, top, side = find_square(width, height, crop=crop)
+    left, top, box_width, box_height = find_box(width, height, shape=shape, crop=crop)
     if flip:
-        left = width - side - left
-    corner = (round(pixels * image_size / side) for pixels in (top, left))
-    return height, width, *corner, image_size, image_size
+        left = width - box_width - left
+    corner = round(top * shape.height / box_height), round(left * shape.width / box_width)
+    return height, width, *corner, shape.height, shape.width
 
 
 def _decode_fast(data: bytes) -> torch.Tensor:
@@ -158,48 +182,52 @@ def _decode_fast(data: bytes) -> torch.Tensor:
 
 
 def _cut_out_fast(
-    picture: torch.Tensor, *, image_size: int, crop: tuple[float, float] | None
+    picture: torch.Tensor, *, shape: Shape, crop: tuple[float, float] | None
 ) -> np.ndarray:
-    """Cut out the square of (3, H, W) uint8 and resize it to (3, image_size, image_size)."""
-    left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
+    """Cut the box out of (3, H, W) uint8 and resize it to (3, height, width)."""
+    left, top, width, height = find_box(picture.shape[2], picture.shape[1], shape=shape, crop=crop)
     # A batch of one with the strides of channels_last, which a view (3, H, W) cannot show: torch
     # then resizes without separating the channels.
     batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    square = batch[:, :, top : top + side, left : left + side]
-    if side != image_size:
-        square = torch.nn.functional.interpolate(
-            square, size=(image_size, image_size), mode="bicubic", antialias=True
+    box = batch[:, :, top : top + height, left : left + width]
+    if (width, height) != shape:
+        box = torch.nn.functional.interpolate(
+            box, size=(shape.height, shape.width), mode="bicubic", antialias=True
         )
-    return square[0].numpy()
+    return box[0].numpy()
 
 
-def _decode_any(image: Image.Image, *, image_size: int) -> Decoded:
+def _decode_any(image: Image.Image, *, shape: Shape) -> Decoded:
     """Decode a picture of any mode, a JPEG reduced as far as it may be."""
     width, height = image.size
-    reduced = image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    wanted = shape[::-1] if orientation in TURNING else shape
+    reduced = image.draft("RGB", tuple(REDUCING_GAP * side for side in wanted))
     _load(image)
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     rgb = to_rgb(ImageOps.exif_transpose(image))
     if reduced is None:
         return Decoded(rgb, rgb.size)
     _, (_, _, box_width, box_height) = reduced
-    # Orientations 5 to 8 exchange width and height. The ones listed below turn the file's right or
-    # bottom edge to the left or top, and with it the margin that the reduction adds.
-    if orientation in (5, 6, 7, 8):
+    # The orientations listed below turn the file's right or bottom edge to the left or top, and
+    # with it the margin that the reduction adds.
+    if orientation in TURNING:
         width, height, box_width, box_height = height, width, box_height, box_width
     left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
     top = rgb.height - box_height if orientation in (3, 4, 7, 8) else 0.0
     return Decoded(rgb, (width, height), width / box_width, left, top)
 
 
-def _cut_out(decoded: Decoded, *, image_size: int, crop: tuple[float, float] | None) -> np.ndarray:
-    """Cut out the square, whose edges may lie between pixels, and resize it."""
-    left, top, side = (value / decoded.scale for value in find_square(*decoded.size, crop=crop))
+def _cut_out(decoded: Decoded, *, shape: Shape, crop: tuple[float, float] | None) -> np.ndarray:
+    """Cut out the box, whose edges may lie between pixels, and resize it."""
+    left, top, width, height = (
+        value / decoded.scale for value in find_box(*decoded.size, shape=shape, crop=crop)
+    )
     left, top = left + decoded.left, top + decoded.top
     # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
-    right, bottom = min(left + side, decoded.image.width), min(top + side, decoded.image.height)
+    right, bottom = min(left + width, decoded.image.width), min(top + height, decoded.image.height)
     small = decoded.image.resize(
-        (image_size, image_size),
+        shape,
         Image.Resampling.BICUBIC,
         box=(max(left, 0.0), max(top, 0.0), right, bottom),
     )

@@ -112,17 +112,26 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> None:
     ) as writer:
         remaining = iter(rows)
         while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
-            rows_of_bytes = [{name: _as_bytes(row[name]) for name in columns} for row in group]
-            writer.write_table(pyarrow.Table.from_pylist(rows_of_bytes, schema=schema))
+            stored = [
+                {name: _for_parquet(row[name], *item) for name, *item in columns.items()}
+                for row in group
+            ]
+            writer.write_table(pyarrow.Table.from_pylist(stored, schema=schema))
 
 
 def _parquet_field(name: str, encoding: str) -> Any:
-    """Return the parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
+    """Return the parquet column for an MDS encoding.
+
+    Arrays are bytes, their shape is metadata; those of no fixed shape (C, H, W) are lists of lists.
+    """
     import numpy as np
     import pyarrow
 
     kind, *rest = encoding.split(":")
     if kind == "ndarray":
+        if len(rest) == 1:
+            kind = pyarrow.from_numpy_dtype(np.dtype(rest[0]))
+            return pyarrow.field(name, pyarrow.list_(pyarrow.list_(pyarrow.list_(kind))))
         dtype, shape = rest
         num_bytes = np.dtype(dtype).itemsize * int(np.prod([int(n) for n in shape.split(",")]))
         return pyarrow.field(
@@ -132,8 +141,10 @@ def _parquet_field(name: str, encoding: str) -> Any:
     return pyarrow.field(name, types[kind])
 
 
-def _as_bytes(value: Any) -> Any:
-    return value.tobytes() if hasattr(value, "tobytes") else value
+def _for_parquet(value: Any, encoding: str) -> Any:
+    if not encoding.startswith("ndarray"):
+        return value
+    return value.tobytes() if encoding.count(":") == 2 else [list(plane) for plane in value]
 
 
 def _write_tar(path: Path, rows: Rows, columns: Columns) -> None:

@@ -14,7 +14,7 @@ from sdbench.data.latent_columns import (
     array_columns,
     check_array,
     check_finite,
-    find_image_sizes,
+    find_resolutions,
     name_column,
     narrow,
 )
@@ -29,7 +29,8 @@ from sdbench.data.samples import (
     check_whole,
     undecodable,
 )
-from sdbench.data.source import VAE_FACTOR, SourceConfig
+from sdbench.data.source import IN_BUCKETS, VAE_FACTOR, SourceConfig
+from sdbench.settings.buckets import AUTO
 
 
 class ImageRowReader:
@@ -75,7 +76,7 @@ class LatentRowReader:
 
     def __init__(self, resolutions: list[tuple[SourceConfig, Samples]]) -> None:
         """`resolutions` are the same data set, described and opened for each of its image sizes."""
-        self._resolutions = resolutions
+        self.resolutions = resolutions
         self.columns: Columns = {}
         self.taken: set[str] = set()
         for config, samples in resolutions:
@@ -83,13 +84,13 @@ class LatentRowReader:
             self.taken |= set(samples.columns.values())
 
     def __len__(self) -> int:
-        return len(self._resolutions[0][1])
+        return len(self.resolutions[0][1])
 
     def read(self, index: int) -> Row:
         """Read a sample; a `MissingLatentError` if only a resolution is missing."""
         row = {}
         missing = None
-        for config, samples in self._resolutions:
+        for config, samples in self.resolutions:
             try:
                 sample = samples.read(index)
             except MissingLatentError as error:
@@ -98,7 +99,7 @@ class LatentRowReader:
                 continue
             assert isinstance(sample, LatentSample)
             for array in samples.sample_type.arrays(config):
-                column = name_column(array, image_size=config.image_size)
+                column = name_column(array, resolution=config.resolution)
                 place = f"{sample.name}, {column}"
                 check_array(place, sample.arrays[array.name], shape=array.shape)
                 row[column] = narrow(sample.arrays[array.name], array.dtype)
@@ -143,8 +144,14 @@ def open_rows(config: SourceConfig) -> RowReader:
     columns = read_columns(config)
     _check_explained(columns, config)
     # Without any size, the check of this one says what is there and what is needed.
-    sizes = find_image_sizes(columns) or [config.image_size]
-    configs = [dataclasses.replace(config, image_size=size) for size in sizes]
+    configs = [
+        dataclasses.replace(
+            config,
+            image_size=int(resolution.removesuffix(IN_BUCKETS)),
+            buckets=AUTO if resolution.endswith(IN_BUCKETS) else None,
+        )
+        for resolution in find_resolutions(columns) or [config.resolution]
+    ]
     return LatentRowReader([(config, open_samples(config)) for config in configs])
 
 

@@ -15,7 +15,8 @@ from sdbench.data import read_columns
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
-from sdbench.data.latent_columns import find_image_sizes
+from sdbench.data.latent_columns import find_resolutions
+from sdbench.data.mixture import mix
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
 from sdbench.data.prepare.rows import LatentRowReader, describe_source, open_rows
@@ -98,6 +99,8 @@ def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     except RunError as error:
         print(f"broken: {error}")
         return 1, ""
+    if isinstance(rows, LatentRowReader):
+        _print_buckets(rows)
     if flags.deep:
         look, checked = rows.read, f"each of the {len(rows)} samples can be used"
     else:
@@ -113,9 +116,19 @@ def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
     return _work_through(work, pieces.num_shards, len(rows), flags), checked
 
 
+def _print_buckets(rows: LatentRowReader) -> None:
+    """Print how many samples of each shape there are, where shapes differ."""
+    for config, samples in rows.resolutions:
+        if config.buckets is not None:
+            mixture = mix(samples, dataclasses.replace(config, max_bad_fraction=1.0))
+            counts = zip(mixture.shapes, mixture.counts, strict=True)
+            listed = ", ".join(f"{shape} {count}" for shape, count in counts)
+            print(f"Samples of each shape ({config.resolution}): {listed}.")
+
+
 def tell_kind(config: SourceConfig) -> SourceConfig:
     """Return the same source with `latents` set by its columns."""
-    holds_latents = find_image_sizes(read_columns(config))
+    holds_latents = find_resolutions(read_columns(config))
     return dataclasses.replace(config, latents=PRECOMPUTED if holds_latents else ONLINE)
 
 

@@ -164,7 +164,7 @@ def encode_batch(job: EncodeJob, encoder: Encoder, batch: Batch, *, step: Step) 
         if SIZES in tensors:
             arrays[SIZES] = tensors[SIZES].numpy()
         for array in SampleType.MOMENTS.arrays(job.config):
-            column = name_column(array, image_size=job.config.image_size)
+            column = name_column(array, resolution=job.config.resolution)
             columns[column] = arrays[array.name]
         step.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():

@@ -77,7 +77,7 @@ class DecodeStage(Stage):
             indices = self._find_streamed(reader, rank=rank, epoch=epoch, number=number)
         else:
             size = self._config.device_batch_size
-            indices = self._order.batch({"epoch": epoch}, num_epochs=0, number=number)
+            indices = self._order.batch({"epoch": epoch}, number)
             indices = indices[rank * size : (rank + 1) * size]
         return reader.read_good([Key(epoch, index) for index in indices])
 
@@ -92,7 +92,7 @@ class DecodeStage(Stage):
             self._streamed[rank] = order
         num_lanes = sum(order.num_lanes.get(epoch, 1) for order in self._streamed.values())
         reader.num_lanes = {epoch: num_lanes}
-        return self._streamed[rank].batch({"epoch": epoch}, num_epochs=0, number=number)
+        return self._streamed[rank].batch({"epoch": epoch}, number)
 
 
 def open_same(rank: int, *, config: SourceConfig, num_samples: int) -> BatchReader:

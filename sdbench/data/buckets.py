@@ -1,0 +1,246 @@
+"""Buckets: the shapes that pictures are cropped to, and the bucket of each picture.
+
+A picture goes to the shape of the nearest proportions: the smallest distance of the logarithms of
+width / height, the larger shape if two are equally near. It is resized to cover the shape, and what
+is outside of it is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.shape import Shape
+from sdbench.base.units import counted
+from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER
+
+# The step of SDXL's own shapes, and of mosaicml/diffusion's.
+STEP_PX = 64
+# A side has at least so many steps, so that there are other shapes than the square.
+MIN_STEPS = 4
+# A picture of which more than this share would be cut off is not used.
+MAX_CUT_OFF = 0.5
+# In place of a bucket's number: left out because it is small; of proportions that none serves.
+TOO_SMALL, UNSERVED = -1, -2
+
+
+class Budget(NamedTuple):
+    """Shapes of about equally many pixels, and the share of the pictures that go to them."""
+
+    share: float
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes of a run; `small_pictures` is the setting."""
+
+    budgets: tuple[Budget, ...]
+    small_pictures: str
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """All shapes, each once."""
+        return tuple(dict.fromkeys(shape for budget in self.budgets for shape in budget.shapes))
+
+    def assign(self, sizes: np.ndarray, *, seed: int) -> np.ndarray:
+        """Return the number of each picture's bucket in `shapes`, or `TOO_SMALL` or `UNSERVED`.
+
+        `sizes` are widths and heights in pixels, (N, 2). With several budgets, `seed` decides which
+        pictures go to which.
+        """
+        bounds = np.cumsum([budget.share for budget in self.budgets])[:-1]
+        chances = np.random.default_rng([seed, len(self.budgets)]).random(len(sizes))
+        budget_of = np.searchsorted(bounds, chances, side="right")
+        shapes = np.array(self.shapes)
+        num_pixels = shapes.prod(1)
+        # (N, shapes): distance of the proportions, and whether the picture covers the shape.
+        ratios = np.log(shapes[:, 0] / shapes[:, 1])
+        distances = abs(np.log(sizes[:, :1] / sizes[:, 1:]) - ratios)
+        covers = (sizes[:, None] >= shapes).all(2)
+        is_of_budget = np.array(
+            [[shape in budget.shapes for shape in self.shapes] for budget in self.budgets]
+        )[budget_of]
+        nearest = _choose(distances, num_pixels, allowed=is_of_budget)
+        rows = np.arange(len(sizes))
+        if self.small_pictures != ENLARGE:
+            is_small = ~covers[rows, nearest]
+            smaller = covers & (num_pixels < num_pixels[nearest][:, None])
+            has_smaller = smaller.any(1) & (self.small_pictures == SMALLER)
+            found = _choose(distances, num_pixels, allowed=smaller)
+            nearest = np.where(is_small, np.where(has_smaller, found, TOO_SMALL), nearest)
+        is_far = distances[rows, nearest] > -math.log(1 - MAX_CUT_OFF)
+        return np.where((nearest >= 0) & is_far, UNSERVED, nearest).astype(np.int16)
+
+
+def _choose(distances: np.ndarray, num_pixels: np.ndarray, *, allowed: np.ndarray) -> np.ndarray:
+    """Return for each row the allowed shape of the smallest distance, the largest of those."""
+    # Distances that differ by rounding are equal; else one of two mirrored shapes wins by chance.
+    rounded = np.where(allowed, distances.round(9), np.inf)
+    is_best = rounded == rounded.min(1, keepdims=True)
+    return np.where(is_best, num_pixels, -1).argmax(1)
+
+
+def make_buckets(settings: Any, *, image_size: int, multiple: int) -> Buckets:
+    """Return the buckets that `BucketSettings` ask for, for a model.
+
+    `multiple` is the number of pixels that its sides are multiples of.
+
+    Raises:
+        ConfigError: The shares do not add up to 1, or no shape is left.
+    """
+    text = settings.buckets
+    if text == AUTO:
+        budgets = [Budget(1.0, _list_shapes(settings, image_size, multiple))]
+    elif "=" in text:
+        parts = [part.split("=") for part in text.split(",")]
+        budgets = [
+            Budget(float(share), _list_shapes(settings, int(size), multiple))
+            for size, share in parts
+        ]
+    else:
+        shapes = [Shape(*map(int, part.split("x"))) for part in text.split(",")]
+        budgets = [Budget(1.0, tuple(dict.fromkeys(shapes)))]
+    total = sum(budget.share for budget in budgets)
+    if abs(total - 1) > 1e-6:
+        raise ConfigError(
+            f"the shares of the buckets add up to {total:g}",
+            value=text,
+            allowed="shares that add up to 1, e.g. 256=0.25,512=0.75",
+            flag="--buckets",
+        )
+    return Buckets(tuple(budgets), settings.small_pictures)
+
+
+def _list_shapes(settings: Any, image_size: int, multiple: int) -> tuple[Shape, ...]:
+    """Return the shapes with at most as many pixels as a square, each as large as its width allows.
+
+    At 512 px in steps of 64: 512 x 512, 576 x 448, 640 x 384 and their mirror images.
+    """
+    step = settings.bucket_step
+    if step is None:
+        fits = STEP_PX % multiple == 0 and image_size >= MIN_STEPS * STEP_PX
+        step = STEP_PX if fits else multiple
+    elif step % multiple:
+        raise ConfigError(
+            "the step of the buckets does not suit the model",
+            value=step,
+            allowed=f"multiples of {multiple}",
+            flag="--bucket_step",
+        )
+    longest = math.isqrt(int(image_size**2 * settings.max_aspect_ratio))
+    found = set()
+    for width in range(step, longest + 1, step):
+        height = image_size**2 // width // step * step
+        if height and max(width, height) <= settings.max_aspect_ratio * min(width, height):
+            found |= {Shape(width, height), Shape(height, width)}
+    if not found:
+        raise ConfigError(
+            "there is no shape with so few pixels in these steps",
+            value=f"{image_size} px in steps of {step}",
+            allowed=f"a size of at least {step}",
+            flag="--image_size or --bucket_step",
+        )
+    return tuple(
+        sorted(found, key=lambda shape: (abs(math.log(shape.width / shape.height)), shape))
+    )
+
+
+def size_of_budget(settings: Any) -> int | None:
+    """Return the side of the square with as many pixels as the largest bucket, where it is told.
+
+    None with ``auto``, which asks for the setting image_size.
+    """
+    text = settings.buckets
+    if text is None or text == AUTO:
+        return None
+    if "=" in text:
+        return max(int(part.partition("=")[0]) for part in text.split(","))
+    shapes = [Shape(*map(int, part.split("x"))) for part in text.split(",")]
+    return max(math.isqrt(shape.num_pixels) for shape in shapes)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The buckets that a data set fills, and the bucket of each of its samples.
+
+    Attributes:
+        shapes: Of the filled buckets.
+        bucket_of: Their number by sample; below 0 for one that is not used.
+        sizes: Width and height of each picture in pixels, (N, 2); of encoded samples their shapes.
+        num_enlarged: Pictures that are smaller than their shape.
+        left_out: Numbers of samples that are not used, with the reason.
+    """
+
+    shapes: tuple[Shape, ...]
+    bucket_of: np.ndarray
+    sizes: np.ndarray
+    num_enlarged: int = 0
+    left_out: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_left_out(self) -> int:
+        """Samples that are not used."""
+        return sum(number for _, number in self.left_out)
+
+    @property
+    def counts(self) -> list[int]:
+        """Samples in each bucket."""
+        used = self.bucket_of[self.bucket_of >= 0]
+        return np.bincount(used, minlength=len(self.shapes)).tolist()
+
+    @property
+    def shares(self) -> list[float]:
+        """Share of the samples in each bucket."""
+        counts = self.counts
+        return [count / sum(counts) for count in counts]
+
+    @property
+    def largest(self) -> Shape:
+        """The shape of most pixels."""
+        return max(self.shapes, key=lambda shape: shape.num_pixels)
+
+    def describe(self, batch_size: int) -> str:
+        """Say in a sentence or more which shapes there are, and what is enlarged and left out."""
+        counts = dict(zip(self.shapes, self.counts, strict=True))
+        if len(counts) == 1:
+            (shape,) = counts
+            told = f"All pictures have the shape {shape}: buckets change nothing, and cost nothing."
+        else:
+            listed = ", ".join(
+                f"{shape} {share:.1%}" for shape, share in zip(counts, self.shares, strict=True)
+            )
+            told = f"Pictures of {len(counts)} shapes: {listed}."
+        small = [str(shape) for shape, count in counts.items() if count < batch_size]
+        if small:
+            told += (
+                f" Fewer than a batch of {batch_size} have {', '.join(small)}: their batches are "
+                "filled over several epochs."
+            )
+        if self.num_enlarged:
+            told += f" {counted(self.num_enlarged, 'picture is', 'pictures are')} enlarged."
+        for reason, number in self.left_out:
+            told += f" {number} of {len(self.bucket_of)} are left out: they {reason}."
+        return told
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Return the mean over the samples of a value of each bucket."""
+        return sum(share * value for share, value in zip(self.shares, values, strict=True))
+
+    def num_batches(self, num_epochs: int, *, batch_size: int) -> int:
+        """Return the full batches, each of one bucket, in the first epochs of a run."""
+        return sum(num_epochs * count // batch_size for count in self.counts)
+
+
+def fill_buckets(shapes: Sequence[Shape], bucket_of: np.ndarray, **facts: Any) -> Mixture:
+    """Make a mixture of those shapes that have samples."""
+    used = np.unique(bucket_of[bucket_of >= 0])
+    numbers = np.full(len(shapes), -1)
+    numbers[used] = np.arange(len(used))
+    renumbered = np.where(bucket_of >= 0, numbers[bucket_of], bucket_of).astype(np.int16)
+    return Mixture(tuple(shapes[number] for number in used), renumbered, **facts)

@@ -1,0 +1,167 @@
+"""`mix`: measures the pictures of a data set, once, and puts each into a bucket.
+
+Sizes are read from headers, and kept in the user's cache under the identity of the data set, so
+that only its first run reads every file. Encoded samples have the shape of their latents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+
+import numpy as np
+
+from sdbench.base.cache import private_folder
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import new_file
+from sdbench.base.progress import show_progress
+from sdbench.base.shape import Shape
+from sdbench.base.units import counted
+from sdbench.data.buckets import TOO_SMALL, UNSERVED, Mixture, fill_buckets
+from sdbench.data.identity import identify_data
+from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
+from sdbench.data.source import VAE_FACTOR, SourceConfig
+
+SIZES_FOLDER = "picture-sizes"
+# Changes whenever the content of a file of sizes does.
+SIZES_VERSION = 1
+UNREADABLE = -3
+
+
+def mix(samples: Samples, config: SourceConfig) -> Mixture:
+    """Return the bucket of each sample.
+
+    Raises:
+        ConfigError: A picture cannot be read, or no bucket serves it, and bad samples are not
+            skipped, or more than may be.
+    """
+    sizes = _read_sizes(samples, config)
+    is_readable = sizes.all(1)
+    if config.wants_latents:
+        found, inverse = np.unique(sizes, axis=0, return_inverse=True)
+        shapes = [Shape(*map(int, size)) for size in found]
+        bucket_of = inverse.ravel().astype(np.int16)
+    else:
+        shapes = list(config.shapes.shapes)
+        bucket_of = config.shapes.assign(np.maximum(sizes, 1), seed=config.seed)
+    bucket_of[~is_readable] = UNREADABLE
+    _check_bad(samples, sizes, bucket_of, config=config)
+    wanted = np.array(shapes)[bucket_of]
+    num_enlarged = int(((sizes < wanted).any(1) & (bucket_of >= 0)).sum())
+    reasons = {
+        "cannot be read": UNREADABLE,
+        "are smaller than their shape": TOO_SMALL,
+        "are of proportions that no bucket serves": UNSERVED,
+    }
+    num_of = {reason: int((bucket_of == number).sum()) for reason, number in reasons.items()}
+    return fill_buckets(
+        shapes,
+        bucket_of,
+        sizes=sizes,
+        num_enlarged=num_enlarged,
+        left_out=tuple((reason, num) for reason, num in num_of.items() if num),
+    )
+
+
+def _check_bad(
+    samples: Samples, sizes: np.ndarray, bucket_of: np.ndarray, *, config: SourceConfig
+) -> None:
+    bad = np.flatnonzero((bucket_of == UNREADABLE) | (bucket_of == UNSERVED))
+    limit = config.max_bad_fraction if config.on_bad_sample == "skip" else 0.0
+    if len(bad) <= limit * len(sizes) and (bucket_of >= 0).any():
+        return
+    if not len(bad):
+        raise ConfigError(
+            "all pictures are smaller than the shapes of the buckets",
+            value=f"{sizes.max(0)[0]} x {sizes.max(0)[1]} px at most",
+            allowed="smaller shapes, or --small_pictures enlarge",
+            flag="--buckets, --image_size or --small_pictures",
+        )
+    first = int(bad[0])
+    if bucket_of[first] == UNSERVED:
+        what = f"no bucket serves {samples.name(first)}: half of it or more would be cut off"
+        value = f"{sizes[first][0]} x {sizes[first][1]} px"
+    else:
+        what, value = str(_why_unreadable(samples, first, config)).rstrip("."), samples.name(first)
+    raise ConfigError(
+        f"{what} ({counted(len(bad), 'such sample')} of {len(sizes)})",
+        value=value,
+        allowed=f"shapes of other proportions, or other pictures; {SKIP_ADVICE}",
+        flag="--max_aspect_ratio, --buckets, --on_bad_sample or --max_bad_fraction",
+    )
+
+
+def _why_unreadable(samples: Samples, index: int, config: SourceConfig) -> Exception:
+    try:
+        measure(samples, index, read_avif=config.read_avif)
+    except BadSampleError as error:
+        return error
+    return BadSampleError(f"{samples.name(index)}: it could not be read when it was measured.")
+
+
+def measure(samples: Samples, index: int, *, read_avif: bool) -> tuple[int, int]:
+    """Return the width and height in pixels of a sample's picture, without decoding it.
+
+    Raises:
+        BadSampleError: It has no picture, or one that cannot be read.
+    """
+    from sdbench.data.pipeline.transforms import read_size
+
+    sample = samples.read(index)
+    if not isinstance(sample, ImageSample):
+        height, width = next(iter(sample.arrays.values())).shape[-2:]
+        return width * VAE_FACTOR, height * VAE_FACTOR
+    if not sample.image:
+        raise BadSampleError(f"{sample.name}: no image.")
+    try:
+        return read_size(sample.image, read_avif=read_avif)
+    except (OSError, ValueError) as error:
+        raise undecodable(sample.name, error) from error
+
+
+def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
+    """Return widths and heights, (N, 2); 0 for what cannot be read."""
+    from filelock import FileLock
+
+    facts = {
+        "version": SIZES_VERSION,
+        "data": identify_data([config]),
+        "num_samples": len(samples),
+        "read": [samples.sample_type.value, dict(samples.columns), config.read_avif],
+        "filters": dict(config.filters or {}),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    path = private_folder(SIZES_FOLDER) / f"{digest}.npy"
+    # One rank of a machine measures, the others wait.
+    with FileLock(path.with_suffix(".lock"), mode=0o600):
+        try:
+            return np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):  # not made yet, or cut
+            sizes = _measure_all(samples, config)
+        content = io.BytesIO()
+        np.save(content, sizes)
+        with new_file(path) as new:
+            new.write_bytes(content.getvalue())
+    return sizes
+
+
+def _measure_all(samples: Samples, config: SourceConfig) -> np.ndarray:
+    def sizes() -> tuple[int, int]:
+        for index in range(len(samples)):
+            try:
+                yield measure(samples, index, read_avif=config.read_avif)
+            except BadSampleError:
+                yield 0, 0
+
+    measured = show_progress(sizes(), total=len(samples), unit="picture")
+    return np.array(list(measured), dtype=np.int32).reshape(-1, 2)
+
+
+def check_noted(name: str, size: tuple[int, int], noted: np.ndarray) -> None:
+    """Raise a RunError unless a decoded picture, named, has the size that was read before."""
+    if size != tuple(noted.tolist()):
+        raise RunError(
+            f"{name} has {size[0]} x {size[1]} pixels, and had {noted[0]} x {noted[1]} when the "
+            "data set was measured: it was changed during the run, or its header is wrong."
+        )
