@@ -13,6 +13,7 @@ from PIL import Image
 from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
+from sdbench.base.shape import Shape
 from sdbench.data.identity import find_overlap
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prompts import read_prompts
@@ -193,7 +194,7 @@ class Evaluations:
                 self._plan.architecture, new_token=config.learned_token
             ),
             "settings": DrawingSettings(
-                image_size=config.image_size,
+                shape=Shape.square(config.image_size),
                 num_steps=config.sample_steps,
                 guidance_scale=family.guidance_scale if scale is None else scale,
                 batch_size=config.device_train_microbatch_size,
