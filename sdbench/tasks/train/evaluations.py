@@ -24,6 +24,7 @@ from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan, check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED
+from sdbench.settings.kinds import read_shapes
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -107,6 +108,9 @@ class Evaluations:
         if config.sample_every_batches:
             rows = read_prompts(config.sample_prompts, flag="--sample_prompts")
             self._prompts = rows[: config.num_sample_images]
+            self._shapes = read_shapes(config.sample_shapes) if config.sample_shapes else ()
+            for shape in self._shapes:
+                plan.architecture.check_shape(shape, flag="--sample_shapes")
 
     def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
         """Open the held-out samples; return each event's interval in steps, and its evaluation.
@@ -155,8 +159,9 @@ class Evaluations:
     def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
         prompts = [prompt for _, prompt in self._prompts]
+        drawing = self._drawing() | {"shapes": self._shapes, "check": check}
         with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
-            pictures = draw_samples(self._job.model, prompts, check=check, **self._drawing())
+            pictures = draw_samples(self._job.model, prompts, **drawing)
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
         if self._plan.ranks.rank == 0:
             try:
