@@ -14,6 +14,7 @@ from PIL import Image
 
 import generate
 from sdbench.base.conditions import Captions
+from sdbench.base.shape import Shape
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.drawing import DrawingSettings, draw, make_sampler
 from sdbench.tasks.generate import GenerateFlags, read_prompts
@@ -61,7 +62,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
         ["a green star"],
         [42],
         tokenize=CaptionTokenizers((Captions(),)),
-        settings=DrawingSettings(image_size=64, num_steps=2),
+        settings=DrawingSettings(shape=Shape.square(64), num_steps=2),
     )
     (picture,) = expected
     with Image.open("out/pictures/00002.png") as drawn:
@@ -110,6 +111,37 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_
         assert generate.main([*OPTIONS, *other, *argv, "with"]) == 2
     run(*argv, "without")
     assert contents(Path("without")) != contents(Path("with"))
+
+
+def test_a_picture_has_its_width_and_height(tmp_path, capsys):
+    record = run("--prompts", "a cat", "--width", 128, "--folder", "out")
+    assert "Drawing 1 picture of 128x64 px by tiny into out" in capsys.readouterr().out
+    assert (record["job"]["width"], record["job"]["height"]) == (128, 64)
+    (expected,) = draw(
+        build_tiny(40),
+        ["a cat"],
+        [40],
+        tokenize=CaptionTokenizers((Captions(),)),
+        settings=DrawingSettings(shape=Shape(128, 64), num_steps=2),
+    )
+    with Image.open("out/pictures/00000.png") as drawn:
+        assert drawn.size == (128, 64)
+        difference = np.abs(np.asarray(drawn, dtype=int) - np.asarray(expected, dtype=int))
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.001
+    same, other = ("--image_size", "64", "--width", "128"), ("--width", "128", "--height", "128")
+    argv = ("--prompts", "a cat", "--folder", "out")
+    assert run(*argv, *same)["summary"]["num_drawn"] == 0
+    assert generate.main([*OPTIONS, *argv, *other]) == 2
+
+
+def test_a_job_from_before_pictures_had_a_width_and_a_height_is_the_same(tmp_path):
+    argv = ("--prompts", "a cat", "--folder", "out")
+    record = run(*argv)
+    del record["job"]["width"], record["job"]["height"]
+    record["job"]["image_size"] = 64
+    Path("out/generate.json").write_text(json.dumps(record))
+    assert generate.main([*OPTIONS, *argv, "--height", "128"]) == 2
+    assert run(*argv)["summary"]["num_drawn"] == 0
 
 
 def test_a_table_names_its_pictures(tmp_path):
@@ -161,6 +193,9 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
     "change",
     [
         ("--image_size", "100"),
+        ("--width", "100"),
+        ("--width", "64", "--height", "-64"),
+        ("--width", "64", "--height", "128", "--image_size", "64"),
         ("--scheduler", "heun"),
         ("--scheduler", "flow_euler"),
         ("--lora", "nothing.safetensors"),

@@ -43,6 +43,7 @@ def check(argv: str = "", world_size: int = 1) -> TrainConfig:
         ("--num_validation_images 5", "validate_every_batches", VALIDATED),
         (PROMPTS, "sample_every_batches", SAMPLED),
         ("--sample_steps 26", "sample_every_batches or --score_every_batches", SAMPLED),
+        ("--sample_shapes 64x64", "sample_every_batches", SAMPLED),
         ("--fid_network a", "score_every_batches", SCORED),
         ("--text_encoder_lr 2", "train_text_encoder or --learned_token", "--train_text_encoder"),
         ("--kl_weight 2", "train", "--train vae"),

@@ -21,6 +21,7 @@ import generate
 from sdbench import data
 from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
+from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.source import SourceConfig
@@ -99,6 +100,16 @@ def test_fid_is_that_of_the_formula(tmp_path, network) -> None:
         "image_size": SIDE_PX,
         "reference": str(tmp_path / "held-out"),
     }
+
+
+def test_of_a_picture_that_is_no_square_the_centre_is_scored(tmp_path, fid) -> None:
+    pictures, captions = make_pictures(4), captions_of(9)
+    squares = write_pictures(tmp_path / "squares", pictures, captions)
+    wide = [np.pad(one, ((0, 0), (16, 16), (0, 0)), constant_values=200) for one in pictures]
+    landscapes = write_pictures(tmp_path / "landscapes", wide, captions)
+    for drawn, reference in ((landscapes, squares), (squares, landscapes)):
+        facts = score(drawn, "--reference", reference, "--fid_network", fid)
+        assert facts["image_size"] == SIDE_PX and abs(facts["fid"]) < 1e-12
 
 
 @pytest.mark.parametrize("num_pictures", [6, 7])
@@ -191,7 +202,7 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
             num_images=8,
             seed=5,
             tokenize=tokenize,
-            settings=DrawingSettings(image_size=SIDE_PX, num_steps=2, batch_size=3),
+            settings=DrawingSettings(shape=Shape.square(SIDE_PX), num_steps=2, batch_size=3),
             ranks=ranks,
         )
 

@@ -21,6 +21,9 @@ examples:
   python -m sdbench score drawn --clip_network clip-vit-large-patch14
   python -m sdbench score drawn --reference held-out --fid_network inception-2015-12-05.pt
 
+Networks see squares as large as the first picture allows: the centres of pictures of other shapes,
+drawn or of the reference.
+
 FID is comparable between sets of the same number of pictures, by the same network.
 """
 

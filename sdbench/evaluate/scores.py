@@ -153,9 +153,9 @@ def score_model(
     """Generate a picture for the caption of each held-out picture, and score them.
 
     The model is the same on every rank, or sharded; every rank has to call. At most `num_images`
-    held-out pictures are taken, from the first on. `check` is called before each batch that all
-    ranks have, and before each denoising step; it may raise. The scores are the same for any number
-    of ranks.
+    held-out pictures are taken, from the first on. They and those of `settings` are squares of one
+    size. `check` is called before each batch that all ranks have, and before each denoising step;
+    it may raise. The scores are the same for any number of ranks.
     """
     from sdbench.models.drawing import draw_share
     from sdbench.models.objective import default_sampler
@@ -186,7 +186,7 @@ def score_model(
         scores.add_generated(generated)
     how = {
         "num_bad_samples": num_images - len(prompts),
-        "image_size": settings.image_size,
+        "image_size": settings.shape.width,
         "sampler": settings.sampler or default_sampler(model.objective.config),
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,

@@ -67,6 +67,7 @@ OWN_FLAGS = {
 }
 # Flags of generate.py for other pictures than the later steps expect.
 UNFIT_FLAGS = ("--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
+UNFIT_FLAGS += ("--width", "--height")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
 # its ranks 30 s for that.
 SAVING_GRACE_S = 120.0

@@ -32,6 +32,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
 from sdbench.base.outside import shorten
+from sdbench.base.shape import Shape
 from sdbench.models.families import (
     built_in_files,
     detect_family,
@@ -212,19 +213,25 @@ class Architecture:
 
     def check_image_size(self, size: int) -> None:
         """Raise a ConfigError unless the side of a square image, in pixels, suits the model."""
+        self.check_shape(Shape.square(size), flag="--image_size")
+
+    def check_shape(self, shape: Shape, *, flag: str) -> None:
+        """Raise a ConfigError that names the flag, unless the sides of an image suit the model."""
         multiple, largest = self.family.size_multiple(self), self.family.max_image_size(self)
-        if size > 0 and size % multiple == 0 and size <= (largest or size):
-            return
-        below = max(size // multiple, 1) * multiple
-        nearest = f"{below}" if size < multiple else f"{below} or {below + multiple}"
-        if largest is not None and size > largest:
-            nearest = f"{largest}, the largest"
-        raise ConfigError(
-            f"the image size does not fit {self.name}",
-            value=size,
-            allowed=f"multiples of {multiple}, nearest {nearest}",
-            flag="--image_size",
-        )
+        for name, side in shape._asdict().items():
+            if side > 0 and side % multiple == 0 and side <= (largest or side):
+                continue
+            below = max(side // multiple, 1) * multiple
+            nearest = f"{below}" if side < multiple else f"{below} or {below + multiple}"
+            if largest is not None and side > largest:
+                nearest = f"{largest}, the largest"
+            what = "image size" if shape == Shape.square(side) else f"{name} of {shape}"
+            raise ConfigError(
+                f"the {what} does not fit {self.name}",
+                value=side,
+                allowed=f"multiples of {multiple}, nearest {nearest}",
+                flag=flag,
+            )
 
 
 def built_in_names() -> list[str]:

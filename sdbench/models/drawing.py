@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
+from sdbench.base.shape import Shape
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import Family, kind_of
 from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
@@ -40,14 +42,14 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """How square pictures are generated: side in pixels, sampler, pictures per call of the model.
+    """How pictures are generated: their shape, sampler, pictures per call of the model.
 
     The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
     from the negative prompt to the prompt; up to a scale of 1 there is none, and None is that of
     the model's family.
     """
 
-    image_size: int
+    shape: Shape
     sampler: str | None = None
     num_steps: int = 25
     guidance_scale: float | None = None
@@ -91,10 +93,11 @@ def draw(
     pipeline = make_pipeline(model.family, parts, sampler=sampler)
     pipeline.set_progress_bar_config(disable=True)
     device = next(denoiser.parameters()).device
-    side = settings.image_size // pipeline.vae_scale_factor
-    shape = (model.latent_channels, side, side)
+    shape = settings.shape
+    width, height = (side // pipeline.vae_scale_factor for side in shape)
+    size = (model.latent_channels, height, width)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    noise = torch.stack([torch.randn(size, generator=generator) for generator in generators])
     was_training = model.training
     scale = settings.guidance_scale
     if scale is None:
@@ -113,13 +116,14 @@ def draw(
                 **network.pipeline_arguments(encode(prompts), encode(negative_prompts)),
                 **network.guidance_arguments(scale, told=model.objective.guidance),
                 latents=network.pack(noise.to(device, model.input_dtype)),
-                height=settings.image_size,
-                width=settings.image_size,
+                height=shape.height,
+                width=shape.width,
                 num_inference_steps=settings.num_steps,
                 callback_on_step_end=lambda *_: check() or {},
                 output_type="latent",
             ).images
-            images = model.decode(network.unpack(latents, side=side).float())
+            latents = network.unpack(latents, height=height, width=width)
+            images = model.decode(latents.float())
     finally:
         model.train(was_training)
     return VaeImageProcessor().postprocess(images, output_type="pil")
@@ -149,6 +153,7 @@ def draw_share(
     seed: int,
     ranks: Ranks,
     settings: DrawingSettings,
+    shapes: Sequence[Shape] = (),
     **options: Any,
 ) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
     """Generate this rank's share of the pictures.
@@ -157,21 +162,27 @@ def draw_share(
     weights need all ranks to call the model equally often, so some ranks generate a batch again and
     drop it. Every rank must call this and iterate to the end.
 
-    Picture i has the i-th prompt and the seed `seed` + i; `options` are `tokenize` and `check` of
-    `draw`. Yields numbers of prompts, and their pictures; each number on one rank.
+    Picture i has the i-th prompt, the seed `seed` + i, and the i-th shape of `shapes`, which begin
+    again after the last one, or the shape of the settings if there are none. `options` are
+    `tokenize` and `check` of `draw`. Yields numbers of prompts, and their pictures; each number on
+    one rank.
     """
-    size = settings.batch_size
-    numbers = range(len(prompts))
-    batches = [numbers[first : first + size] for first in range(0, len(prompts), size)]
+    size, batches = settings.batch_size, []
+    shapes = shapes or [settings.shape]
+    for turn, shape in enumerate(shapes):
+        of_shape = dataclasses.replace(settings, shape=shape)
+        numbers = range(turn, len(prompts), len(shapes))
+        firsts = range(0, len(numbers), size)
+        batches += [(numbers[first : first + size], of_shape) for first in firsts]
     num_rounds = math.ceil(len(batches) / ranks.world_size)
     for number in range(ranks.rank, num_rounds * ranks.world_size, ranks.world_size):
         is_kept = number < len(batches)
-        indices = batches[number if is_kept else 0]
+        indices, of_shape = batches[number if is_kept else 0]
         pictures = draw(
             model,
             [prompts[index] for index in indices],
             [seed + index for index in indices],
-            settings=settings,
+            settings=of_shape,
             **options,
         )
         if is_kept:
@@ -181,16 +192,17 @@ def draw_share(
 def make_grid(
     pictures: Sequence[Image.Image], *, num_columns: int | None = None, captions: Sequence[str] = ()
 ) -> Image.Image:
-    """Put pictures of one size side by side, in rows; without `num_columns` about in a square.
+    """Put pictures side by side, in rows; without `num_columns` about in a square.
 
-    With captions, each picture has a line below it, cut to its width.
+    The cells have the width of the widest and the height of the tallest picture, with a picture at
+    the upper left. With captions, each picture has a line below it, cut to the width of the cell.
     """
     import matplotlib  # for its font, with most Latin, Greek and Cyrillic letters
 
     if num_columns is None:
         num_columns = math.ceil(math.sqrt(len(pictures)))
     num_columns = min(num_columns, len(pictures))
-    width, height = pictures[0].size
+    width, height = map(max, zip(*(picture.size for picture in pictures), strict=True))
     caption_width = max(width, MIN_CAPTION_WIDTH_PX)
     cell_width = GRID_MARGIN_PX + (caption_width if captions else width)
     cell_height = height + GRID_MARGIN_PX + (CAPTION_HEIGHT_PX if captions else 0)
@@ -206,5 +218,5 @@ def make_grid(
         if captions:
             strip = Image.new("RGB", (caption_width, CAPTION_HEIGHT_PX), "white")
             ImageDraw.Draw(strip).text((0, 0), captions[index], fill="black", font=font)
-            grid.paste(strip, (place[0], place[1] + height))
+            grid.paste(strip, (place[0], place[1] + picture.height))
     return grid

@@ -78,6 +78,6 @@ class Network:
         """Latents (B, C, H/8, W/8) as the pipeline takes them."""
         return latents
 
-    def unpack(self, latents: Tensor, *, side: int) -> Tensor:
-        """The pipeline's latents as (B, C, side, side)."""
+    def unpack(self, latents: Tensor, *, height: int, width: int) -> Tensor:
+        """The pipeline's latents as (B, C, height, width)."""
         return latents

@@ -13,6 +13,8 @@ examples:
   torchrun --nproc_per_node 8 generate.py --model_name my-model --prompt_file captions.csv \\
       --folder drawn --scheduler dpm --num_steps 20 --device_batch_size 16
       a picture for each caption of a table, on 8 GPUs
+  python generate.py --model_name my-model --prompts "a beach" --folder sea --width 640 --height 384
+      a landscape
 
 Each picture has a seed of its own, which prompts.csv tells: any number of ranks draws the same
 pictures, another batch size the same up to rounding.

@@ -20,6 +20,7 @@ from sdbench.settings.kinds import (
     PARTS,
     POSITIVE,
     POSITIVE_NUMBER,
+    SHAPES,
     SWITCH,
     TEXT,
     number_or,
@@ -358,6 +359,14 @@ class WatchSettings:
         f"prompts with {PROMPT_SEPARATOR} between two, or a file: .txt with a prompt on each line, "
         ".csv with the columns uid and caption",
         acts_beside=(SAMPLED,),
+    )
+    sample_shapes: str | None = setting(
+        SHAPES,
+        None,
+        "shapes of the pictures, which the prompts take in turn, e.g. 512x512,640x384 (default: "
+        "squares of --image_size)",
+        acts_beside=(SAMPLED,),
+        before=None,
     )
     num_sample_images: int = setting(
         POSITIVE,

@@ -17,6 +17,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import new_file, refused_unless_written, replace_file
 from sdbench.base.progress import Progress
+from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
 from sdbench.data.pictures import PICTURES_NAME
@@ -45,7 +46,7 @@ from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.recipe import ObjectiveSettings, WatchSettings
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
-from sdbench.settings.setting import REQUIRED, Rule, on_gpu, setting, shared
+from sdbench.settings.setting import GIVEN, REQUIRED, Rule, on_gpu, setting, shared
 from sdbench.settings.training import ModelSettings
 
 if TYPE_CHECKING:
@@ -78,8 +79,24 @@ class GenerateFlags:
     folder: str = setting(TEXT, REQUIRED, "folder of the pictures; may hold some of them already")
     num_images_per_prompt: int = setting(POSITIVE, 1, "pictures per prompt")
     image_size: int | None = setting(
-        POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
+        POSITIVE,
+        None,
+        "side of square pictures in pixels (default: the model's own)",
+        rules=(
+            Rule(
+                GIVEN,
+                lambda s: None in (s.config.width, s.config.height),
+                "--image_size has no effect",
+                allowed="only without --width or without --height",
+                others=("width", "height"),
+                is_about_effect=True,
+            ),
+        ),
     )
+    width: int | None = setting(
+        POSITIVE, None, "width of the pictures in pixels (default: --image_size)"
+    )
+    height: int | None = setting(POSITIVE, None, "their height (default: --image_size)")
     scheduler: str | None = setting(
         row_of("sdbench.models.objective:sampler_names"),
         None,
@@ -150,6 +167,7 @@ class Generate(Task):
     _machine: Machine
     _ranks: Ranks
     _architecture: Architecture
+    _shape: Shape
     _pictures: list[Picture]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -170,16 +188,20 @@ class Generate(Task):
         family.check_encoder_dtype(flags.dtype, flag="--dtype")
         fast = "fp16" if machine.device_type == "cuda" else "fp32"
         default_dtype = family.encoder_dtype(fast, has_bf16=machine.has_fast_bf16)
+        side = flags.image_size or self._architecture.default_image_size
+        self._shape = Shape(flags.width or side, flags.height or side)
+        is_square = flags.width is None and flags.height is None
+        flag = "--image_size" if is_square else "--width or --height"
+        self._architecture.check_shape(self._shape, flag=flag)
         self._flags = dataclasses.replace(
             flags,
-            image_size=flags.image_size or self._architecture.default_image_size,
+            **self._shape._asdict(),
             scheduler=sampler,
             guidance_scale=family.guidance_scale
             if flags.guidance_scale is None
             else flags.guidance_scale,
             dtype=flags.dtype or default_dtype,
         )
-        self._architecture.check_image_size(self._flags.image_size)
         if flags.negative_prompt is not None and self._flags.guidance_scale <= 1:
             raise ConfigError(
                 "a negative prompt has no effect without guidance",
@@ -220,6 +242,8 @@ class Generate(Task):
             earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
+        if "image_size" in earlier:  # of a job when all pictures were squares
+            earlier |= Shape.square(earlier["image_size"])._asdict()
         unlike = sorted(name for name, value in self._job.items() if earlier.get(name) != value)
         if unlike:
             raise ConfigError(
@@ -235,8 +259,9 @@ class Generate(Task):
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
         parts = architecture.modules if self._ranks.rank == 0 else ()
-        names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
-        names += ("negative_prompt", "guidance_embedding", "seed", "batch_size", "dtype")
+        names = ("num_images_per_prompt", "width", "height", "scheduler", "num_steps")
+        names += ("guidance_scale", "negative_prompt", "guidance_embedding")
+        names += ("seed", "batch_size", "dtype")
         return {
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
@@ -250,7 +275,7 @@ class Generate(Task):
         """What is about to be drawn."""
         flags = self._flags
         lines = [
-            f"Drawing {counted(len(self._pictures), 'picture')} of {flags.image_size} px by "
+            f"Drawing {counted(len(self._pictures), 'picture')} of {self._shape} px by "
             f"{self._architecture.name} into {flags.folder}: {flags.scheduler}, "
             f"{counted(flags.num_steps, 'step')}, guidance {flags.guidance_scale:g}, "
             f"{flags.dtype}, ranks {self._ranks.world_size}"
@@ -314,7 +339,7 @@ class Generate(Task):
         model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
         tokenize = CaptionTokenizers.of(architecture)
         settings = DrawingSettings(
-            image_size=flags.image_size,
+            shape=self._shape,
             sampler=flags.scheduler,
             num_steps=flags.num_steps,
             guidance_scale=flags.guidance_scale,

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from sdbench.base.conditions import Captions
+from sdbench.base.shape import Shape
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
@@ -22,8 +23,9 @@ from tests.forked import run_in_group
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")
+PORTRAIT, LANDSCAPE = Shape(64, 128), Shape(192, 64)
 PROMPTS = ["a red circle", "", "a blue square on white"]
-SETTINGS = DrawingSettings(image_size=64, num_steps=4, batch_size=2)
+SETTINGS = DrawingSettings(shape=Shape.square(64), num_steps=4, batch_size=2)
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 ZERO_TERMINAL_SNR = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
 
@@ -70,6 +72,14 @@ def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
         scheduler.set_timesteps(25)
         assert scheduler.timesteps[0] == 999  # noise alone
     drawn = draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=settings)
+    expected = draw_by_diffusers(model, tokenize, sampler)
+    assert np.array_equal(pixels(drawn), pixels(expected))
+    assert pixels(drawn).shape == (3, 64, 64, 3)
+
+
+def draw_by_diffusers(
+    model: DiffusionModel, tokenize: CaptionTokenizers, sampler: str, **size: int
+) -> list[Image.Image]:
     kind = getattr(diffusers, SAMPLERS[DDPM][sampler])
     pipeline = diffusers.StableDiffusionPipeline(
         unet=model.unet,
@@ -83,22 +93,44 @@ def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    expected = pipeline(
+    return pipeline(
         PROMPTS,
         generator=[torch.Generator().manual_seed(seed) for seed in (5, 6, 7)],
         num_inference_steps=4,
         guidance_scale=3.0,
+        **size,
     ).images
+
+
+@pytest.mark.parametrize("shape", [PORTRAIT, LANDSCAPE], ids=str)
+def test_pictures_of_other_shapes_are_those_of_diffusers(model, tokenize, shape) -> None:
+    settings = dataclasses.replace(SETTINGS, shape=shape, guidance_scale=3.0)
+    drawn = draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=settings)
+    expected = draw_by_diffusers(model, tokenize, "ddim", **shape._asdict())
     assert np.array_equal(pixels(drawn), pixels(expected))
-    assert pixels(drawn).shape == (3, 64, 64, 3)
+    assert {picture.size for picture in drawn} == {shape}
 
 
-def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path) -> None:
+def test_each_prompt_has_the_shape_of_its_turn_and_its_own_seed(model, tokenize) -> None:
+    shapes = (LANDSCAPE, PORTRAIT)
+    options = {"tokenize": tokenize, "settings": SETTINGS}
+    drawn = draw_samples(model, PROMPTS, seed=9, shapes=shapes, ranks=ALONE, **options)
+    assert [picture.size for picture in drawn] == [LANDSCAPE, PORTRAIT, LANDSCAPE]
+    for numbers, shape in (((0, 2), LANDSCAPE), ((1,), PORTRAIT)):
+        options["settings"] = dataclasses.replace(SETTINGS, shape=shape)
+        prompts, seeds = [PROMPTS[number] for number in numbers], [9 + one for one in numbers]
+        expected = draw(model, prompts, seeds, **options)
+        assert np.array_equal(pixels([drawn[number] for number in numbers]), pixels(expected))
+
+
+@pytest.mark.parametrize("shapes", [(), (PORTRAIT, LANDSCAPE)], ids=["squares", "shapes"])
+def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path, shapes) -> None:
     prompts = [*PROMPTS, "a green star", "a cat"]  # three batches for two ranks
 
     def samples(ranks: Ranks) -> np.ndarray:
-        options = {"tokenize": tokenize, "settings": SETTINGS, "ranks": ranks}
-        return pixels(draw_samples(model, prompts, seed=9, **options))
+        options = {"tokenize": tokenize, "settings": SETTINGS, "shapes": shapes, "ranks": ranks}
+        drawn = draw_samples(model, prompts, seed=9, **options)
+        return np.concatenate([np.ravel(picture) for picture in drawn])
 
     def run(rank: int) -> None:
         np.save(tmp_path / f"{rank}.npy", samples(Ranks.from_environment()))
@@ -131,3 +163,21 @@ def test_a_grid_has_its_pictures_in_rows_with_their_captions() -> None:
     assert below.min() < 64 and below.max() == 255
     # No caption runs into what lies beside it.
     assert (np.asarray(captioned)[:, 116:120] == 255).all()
+
+
+def test_a_grid_has_room_for_pictures_of_several_shapes() -> None:
+    pictures = [
+        Image.new("RGB", size, colour)
+        for size, colour in (((128, 64), "red"), ((48, 96), "green"), ((64, 64), "blue"))
+    ]
+    grid = make_grid(pictures, captions=["one", "two", "three"])
+    assert grid.size == (4 + 2 * 132, 4 + 2 * (100 + 16))
+    seen = np.asarray(grid).copy()
+    for picture, (x, y) in zip(pictures, ((4, 4), (136, 4), (4, 120)), strict=True):
+        width, height = picture.size
+        assert (seen[y : y + height, x : x + width] == np.asarray(picture)).all()
+        # Its caption is right below it, and all else is white.
+        caption = seen[y + height : y + height + 16, x : x + 128]
+        assert caption.min() < 64
+        seen[y : y + height, x : x + width] = caption[:] = 255
+    assert (seen == 255).all()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
+from sdbench.base.shape import Shape
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
@@ -67,7 +68,7 @@ def test_diffusers_loads_the_folder_and_draws_what_the_run_drew(
 ) -> None:
     model = build(**objective)
     folder = write(model)
-    settings = DrawingSettings(image_size=64, num_steps=4)
+    settings = DrawingSettings(shape=Shape.square(64), num_steps=4)
     (drawn,) = draw(model, [PROMPT], [5], tokenize=tokenizer, settings=settings)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     (loaded,) = pipeline(
@@ -96,7 +97,7 @@ def test_sd3_without_t5_is_loaded_by_diffusers_and_by_this_suite(tmp_path) -> No
         sampler="flow_euler",
         card="",
     )
-    settings = DrawingSettings(image_size=64, num_steps=2, guidance_scale=3.0)
+    settings = DrawingSettings(shape=Shape.square(64), num_steps=2, guidance_scale=3.0)
     loaded = resolve_architecture(str(folder))
     assert loaded.captions == tuple(
         dataclasses.replace(one, folder=folder / name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sdbench.base.conditions import Captions, Condition
+from sdbench.base.shape import Shape
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.diffusion import build_model
 from tests.refusals import refused
@@ -221,6 +222,12 @@ def test_sizes_of_pictures(name, default, multiple, largest) -> None:
         allowed = f"multiples of {multiple}, nearest {largest}, the largest"
         with refused("--image_size", value=largest + multiple, allowed=allowed):
             model.check_image_size(largest + multiple)
+    model.check_shape(Shape(multiple, largest or 2 * default), flag="--height")
+    allowed = f"multiples of {multiple}, nearest {multiple}"
+    for shape, side in ((Shape(default, 1), "height"), (Shape(1, default), "width")):
+        with refused("--height", value=1, allowed=allowed) as caught:
+            model.check_shape(shape, flag="--height")
+        assert caught.value.what == f"the {side} of {shape} does not fit {name}"
     assert model.family.tells_sizes == (model.family.name == "sdxl")
 
 

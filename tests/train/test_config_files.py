@@ -382,6 +382,24 @@ def test_what_is_printed_refers_to_nothing(tmp_path, capsys):
     assert parse("--config", "printed.yaml").config.run_name == place
 
 
+@pytest.mark.parametrize("shapes", ["64x192, 128x64", "[64x192, 128x64]"])
+def test_shapes_of_a_file_are_printed_as_a_flag_takes_them(tmp_path, capsys, shapes):
+    (tmp_path / "run.yaml").write_text(f"sample_shapes: {shapes}\n")
+    argv = ("--model_name=tiny", "--max_duration=1ba", "--use_synth_data", "--config=run.yaml")
+    argv += ("--sample_every_batches=1", "--sample_prompts=a", "--print_config")
+    assert train.main(argv) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    for given in (("--config", "printed.yaml"), ("--sample_shapes", "64x192,128x64")):
+        assert parse(*given).config.sample_shapes == "64x192,128x64"
+
+
+@pytest.mark.parametrize("shapes", ["64", "64x", "64x0", "64x-64", "64x64x64", "64x64,", "1.5x2"])
+def test_what_is_no_shape_is_refused(shapes):
+    allowed = "WIDTHxHEIGHT in pixels, e.g. 640x384; several with commas between them"
+    with refused("--sample_shapes", value=shapes, allowed=allowed):
+        parse("--sample_shapes", shapes)
+
+
 @pytest.mark.parametrize("name", ["../../elsewhere", "/elsewhere", "my run/1", "."])
 def test_a_run_name_that_leads_out_of_the_results_is_refused(name):
     with refused("--run_name", value=name):

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import generate
+from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
@@ -24,6 +25,9 @@ from tests.train.written import exported, read_events, read_losses, trained
 FAMILIES = ("sdxl", "sd3", "flux")
 # T5 of a miniature reads so many bytes.
 LENGTHS = {"sdxl": {}, "sd3": {"max_sequence_length": 32}, "flux": {"max_sequence_length": 32}}
+# With sides that are multiples of 32 px for SDXL, and of 16 px for the others.
+SHAPES = {"sdxl": Shape(64, 96), "sd3": Shape(80, 48), "flux": Shape(48, 80)}
+SQUARE = Shape.square(64)
 GUIDANCE = {"sdxl": "guidance_scale", "sd3": "guidance_scale", "flux": "true_cfg_scale"}
 RECIPE = ("--use_synth_data", "--batch_size", "2", "--engine", "torch", "--precision", "fp32")
 RECIPE += ("--lr", "0.01", "--log_every_batches", "1")
@@ -91,7 +95,7 @@ def load_pipeline(family: str, folder: Path):
     return pipeline
 
 
-def draw_by_diffusers(family: str, pipeline) -> np.ndarray:
+def draw_by_diffusers(family: str, pipeline, shape: Shape = SQUARE) -> np.ndarray:
     options = {**LENGTHS[family], GUIDANCE[family]: 3.0}
     if family == "flux":
         options["guidance_scale"] = 1.0
@@ -99,8 +103,7 @@ def draw_by_diffusers(family: str, pipeline) -> np.ndarray:
         PROMPT,
         negative_prompt=NEGATIVE,
         generator=torch.Generator().manual_seed(SEED),
-        height=64,
-        width=64,
+        **shape._asdict(),
         num_inference_steps=2,
         **options,
     ).images
@@ -121,14 +124,18 @@ def test_diffusers_and_generate_draw_the_same_with_the_export(family, run, tmp_p
     assert ids.keys() == others.keys()
     for name, numbers in ids.items():
         assert np.array_equal(numbers, others[name]), name
-    expected = draw_by_diffusers(family, load_pipeline(family, folder))
-    drawn = draw_by_generate(tmp_path / "out", "--model_name", folder)
-    assert np.abs(drawn - expected).max() <= 1
-    assert expected.std() > 10
+    pipeline = load_pipeline(family, folder)
+    for shape in (SHAPES[family], SQUARE):
+        expected = draw_by_diffusers(family, pipeline, shape)
+        sides = ("--width", shape.width, "--height", shape.height)
+        drawn = draw_by_generate(tmp_path / str(shape), "--model_name", folder, *sides)
+        assert drawn.shape == (shape.height, shape.width, 3)
+        assert np.abs(drawn - expected).max() <= 1
+        assert expected.std() > 10
     model, tokenize = build_model(other, seed=1), CaptionTokenizers.of(other)
     for negative, is_same in ((NEGATIVE, True), ("", False)):
         settings = DrawingSettings(
-            image_size=64, num_steps=2, guidance_scale=3.0, negative_prompt=negative
+            shape=SQUARE, num_steps=2, guidance_scale=3.0, negative_prompt=negative
         )
         (picture,) = draw(model, [PROMPT], [SEED], tokenize=tokenize, settings=settings)
         assert (np.abs(pixels(picture) - expected).max() <= 1) == is_same

@@ -8,6 +8,7 @@ import resource
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -179,6 +180,22 @@ def test_of_many_pictures_64_are_in_the_grid_and_all_in_files():
     assert grid.size == (8 * 116 + 4, 8 * 84 + 4)
     last = Image.open(folder / "step_00000001" / "p63.png")
     assert grid.crop((816, 592, 816 + 64, 592 + 64)).tobytes() == last.tobytes()
+
+
+def test_prompts_are_drawn_in_the_shapes_of_their_turn(tmp_path, capsys):
+    look = ("--sample_every_batches", 1, "--sample_steps", 1, "--sample_prompts", "a|b|c")
+    look = (*TINY, *look, "--sample_shapes")
+    assert not trained("bad", 1, *look, "64x64,64x100", code=2).exists()
+    error = printed_refusal(capsys.readouterr().err)
+    assert error.flag == "--sample_shapes" and "the height of 64x100" in error.what
+    folder = trained("shapes", 1, *look, "128x64,64x192")
+    seen = np.asarray(Image.open(folder / "samples" / "step_00000001.png"))
+    # Cells for 128 x 192 px, of which each picture leaves the rest white.
+    assert seen.shape == (2 * 212 + 4, 2 * 132 + 4, 3)
+    for left, top, width, height in ((4, 4, 128, 64), (136, 4, 64, 192), (4, 216, 128, 64)):
+        cell = seen[top : top + 192, left : left + 128]
+        assert cell[:height, :width].mean() < 250
+        assert (cell[height + 16 :] == 255).all() and (cell[:height, width:] == 255).all()
 
 
 def test_data_with_other_samples_are_refused_on_resume(tmp_path):

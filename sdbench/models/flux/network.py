@@ -58,7 +58,7 @@ class FluxNetwork(Network):
             img_ids=_places(height // PACK_SIZE, width // PACK_SIZE, device=noised.device),
             txt_ids=torch.zeros(states.shape[1], NUM_COORDINATES, device=noised.device),
         ).sample
-        return _unpack(predicted, height=height, width=width)
+        return self.unpack(predicted, height=height, width=width)
 
     def set_attention(self, denoiser: Any, kind: str) -> None:
         """Set the attention of all blocks."""
@@ -73,15 +73,11 @@ class FluxNetwork(Network):
         squares = latents.unfold(2, PACK_SIZE, PACK_SIZE).unfold(3, PACK_SIZE, PACK_SIZE)
         return squares.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
-    def unpack(self, latents: Tensor, *, side: int) -> Tensor:
-        """Tokens as latents (B, C, side, side)."""
-        return _unpack(latents, height=side, width=side)
-
-
-def _unpack(tokens: Tensor, *, height: int, width: int) -> Tensor:
-    rows, columns = height // PACK_SIZE, width // PACK_SIZE
-    squares = tokens.reshape(len(tokens), rows, columns, -1, PACK_SIZE, PACK_SIZE)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
+    def unpack(self, latents: Tensor, *, height: int, width: int) -> Tensor:
+        """Tokens as latents (B, C, height, width)."""
+        rows, columns = height // PACK_SIZE, width // PACK_SIZE
+        squares = latents.reshape(len(latents), rows, columns, -1, PACK_SIZE, PACK_SIZE)
+        return squares.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
 
 
 def _places(num_rows: int, num_columns: int, *, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from PIL import Image
 from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
+from sdbench.base.shape import Shape
 from sdbench.data.identity import find_overlap
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prompts import read_prompts
@@ -23,6 +24,7 @@ from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan, check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED
+from sdbench.settings.kinds import read_shapes
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -106,6 +108,9 @@ class Evaluations:
         if config.sample_every_batches:
             rows = read_prompts(config.sample_prompts, flag="--sample_prompts")
             self._prompts = rows[: config.num_sample_images]
+            self._shapes = read_shapes(config.sample_shapes) if config.sample_shapes else ()
+            for shape in self._shapes:
+                plan.architecture.check_shape(shape, flag="--sample_shapes")
 
     def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
         """Open the held-out samples; return each event's interval in steps, and its evaluation.
@@ -154,8 +159,9 @@ class Evaluations:
     def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
         prompts = [prompt for _, prompt in self._prompts]
+        drawing = self._drawing() | {"shapes": self._shapes, "check": check}
         with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
-            pictures = draw_samples(self._job.model, prompts, check=check, **self._drawing())
+            pictures = draw_samples(self._job.model, prompts, **drawing)
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
         if self._plan.ranks.rank == 0:
             try:
@@ -193,7 +199,7 @@ class Evaluations:
                 self._plan.architecture, new_token=config.learned_token
             ),
             "settings": DrawingSettings(
-                image_size=config.image_size,
+                shape=Shape.square(config.image_size),
                 num_steps=config.sample_steps,
                 guidance_scale=family.guidance_scale if scale is None else scale,
                 batch_size=config.device_train_microbatch_size,
