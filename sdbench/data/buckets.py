@@ -8,7 +8,7 @@ is outside of it is cut off.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,6 +205,14 @@ class Mixture:
         """The shape of most pixels."""
         return max(self.shapes, key=lambda shape: shape.num_pixels)
 
+    def split(self, indices: Iterable[int]) -> list[list[int]]:
+        """Return the samples that are used, in lists of one shape."""
+        lists: list[list[int]] = [[] for _ in self.shapes]
+        for index in indices:
+            if (bucket := int(self.bucket_of[index])) >= 0:
+                lists[bucket].append(index)
+        return [of_bucket for of_bucket in lists if of_bucket]
+
     def describe(self, batch_size: int) -> str:
         """Say in a sentence or more which shapes there are, and what is enlarged and left out."""
         counts = dict(zip(self.shapes, self.counts, strict=True))
@@ -227,6 +235,16 @@ class Mixture:
         for reason, number in self.left_out:
             told += f" {number} of {len(self.bucket_of)} are left out: they {reason}."
         return told
+
+    def for_record(self) -> dict[str, Any]:
+        """Return the facts of a record."""
+        return {
+            "num_samples": {
+                str(shape): count for shape, count in zip(self.shapes, self.counts, strict=True)
+            },
+            "num_enlarged": self.num_enlarged,
+            "num_left_out": self.num_left_out,
+        }
 
     def mean(self, values: Sequence[float]) -> float:
         """Return the mean over the samples of a value of each bucket."""

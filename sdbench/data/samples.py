@@ -11,7 +11,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.conditions import BFLOAT16, NUM_SIZES, SIZES, Condition
 from sdbench.base.escape import as_utf8
@@ -86,6 +86,16 @@ class SampleType(Enum):
             for part in parts:
                 tensors[part] = ((first // len(parts), *others), dtype)
         return tensors
+
+
+def shape_of(batch: Mapping[str, Any]) -> Shape:
+    """Return the shape of the pictures of a batch of images or latents."""
+    if "image" in batch:
+        height, width = batch["image"].shape[-2:]
+        return Shape(width, height)
+    latents = next(batch[name] for name in ("latent_mean", "latent") if name in batch)
+    height, width = latents.shape[-2:]
+    return Shape(width * VAE_FACTOR, height * VAE_FACTOR)
 
 
 class ImageSample(NamedTuple):

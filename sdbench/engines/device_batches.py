@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sdbench.base.shape import Shape
+from sdbench.data.samples import shape_of
 from sdbench.engines.job import EngineConfig
 from sdbench.measure import phases
 from sdbench.measure.watch import StepWatch
@@ -69,6 +71,8 @@ class Batches:
         self._watch = watch
         self._prepare = prepare
         self._prepares_ahead = config.encode_ahead
+        self._has_buckets = config.buckets is not None
+        self._shape: Shape | None = None  # of the batch that was loaded last
         self._stream: Any = None
         if config.copy_stream == "side":
             self._stream = torch.cuda.Stream(device)
@@ -84,6 +88,7 @@ class Batches:
         """The next batch; the current stream waits until it is there."""
         if self._stream is None:
             batch = self._load()
+            self._watch.timer.shape = self._shape
             with self._watch.phases.phase(phases.HOST_TO_DEVICE):
                 batch = self._copy(batch)
             return self._prepared(batch)
@@ -91,6 +96,7 @@ class Batches:
             self._fetch()
         batch, self._ahead = self._ahead, None
         assert batch is not None
+        self._watch.timer.shape = self._shape
         with self._watch.phases.phase(phases.HOST_TO_DEVICE):
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -122,6 +128,8 @@ class Batches:
         self._watch.data_wait_begins()
         batch = next(self._batches)
         self._watch.data_wait_ends()
+        if self._has_buckets:
+            self._shape = shape_of(batch)
         return batch
 
     def _copy(self, batch: Batch) -> Batch:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from sdbench.data.buckets import Mixture
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.gpu_monitor import is_throttled, merge_readings
 from sdbench.measure.phases import OTHER, find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock, breaks_graphs
-from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
+from sdbench.measure.timer import PROFILED, WARMUP, Step, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
 from sdbench.statistics.intervals import Interval
@@ -89,17 +90,20 @@ def summarize(
     startup: StartupClock | None = None,
     uses_sockets: bool = False,
     is_busy: bool = False,
+    mixture: Mixture | None = None,
 ) -> dict[str, Any]:
     """The record's `summary` of a run, from measurements that are merged over all ranks.
 
     `config` has the run's settings by name, `num_devices` is the number of ranks. `peak_tflops` is
     the peak of dense matrix products on a device, `matmul_tflops` the measured rate of one; None:
     not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes;
-    `is_busy`: other processes used the CPUs before.
+    `is_busy`: other processes used the CPUs before. `mixture` has the buckets of the data, if any.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
     measured = timings.measured
-    step_times_s = [step.step_time_s for step in measured]
+    shapes = [step.shape for step in measured]
+    # Shapes take different times, which is no scatter.
+    step_times_s = intervals.level([step.step_time_s for step in measured], shapes)
     window = summarize_window(
         step_times_s,
         [step.data_wait_s for step in measured],
@@ -141,8 +145,7 @@ def summarize(
         **window,
         "images_per_second_per_device": rate_per_device,
         "num_warmup_steps": num_warmup_steps,
-        "step_time_p50_s": float(np.percentile(step_times_s, 50)),
-        "step_time_p95_s": float(np.percentile(step_times_s, 95)),
+        **_summarize_times([step.step_time_s for step in measured]),
         "step_time_cv_percent": None if variation is None else 100 * variation,
         "num_outliers": intervals.count_outliers(step_times_s),
         "stability": None
@@ -165,6 +168,41 @@ def summarize(
         else 100 * achieved_tflops / matmul_tflops,
         "loss_first": timings.steps[0].loss,
         "loss_last": timings.steps[-1].loss,
+        **({} if mixture is None else _summarize_shapes(measured, mixture, config["batch_size"])),
+    }
+
+
+def _summarize_times(step_times_s: Sequence[float]) -> dict[str, float]:
+    return {
+        f"step_time_p{percent}_s": float(np.percentile(step_times_s, percent))
+        for percent in (50, 95)
+    }
+
+
+def _summarize_shapes(
+    measured: Sequence[Step], mixture: Mixture, images_per_step: int
+) -> dict[str, Any]:
+    """Rates in pixels, and steps by shape.
+
+    A window rarely has the shapes in the proportions of the data: `images_per_second_of_epoch` is
+    the rate at the means of its steps, each shape with its share of the samples. None if the window
+    lacks a shape.
+    """
+    times_s = {shape: [] for shape in mixture.shapes}
+    for step in measured:
+        times_s[step.shape].append(step.step_time_s)
+    means_s = [sum(some) / len(some) if some else None for some in times_s.values()]
+    num_pixels = images_per_step * sum(step.shape.num_pixels for step in measured)
+    rows = zip(mixture.shapes, mixture.shares, times_s.values(), means_s, strict=True)
+    return {
+        "megapixels_per_second": num_pixels / 1e6 / sum(step.step_time_s for step in measured),
+        "images_per_second_of_epoch": None
+        if None in means_s
+        else images_per_step / mixture.mean(means_s),
+        "shapes": [
+            {"shape": str(shape), "share": share, "num_steps": len(some), "step_time_s": mean_s}
+            for shape, share, some, mean_s in rows
+        ],
     }
 
 

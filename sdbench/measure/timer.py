@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.base.shape import Shape
 from sdbench.record.store import INVALID
 from sdbench.statistics import intervals
 
@@ -42,7 +43,7 @@ class Step:
 
     Its time runs from the end of the previous step to its own end. For `data_wait_s` of it the host
     waited for the data loader; a GPU may have been busy with earlier work meanwhile. The loss is
-    the mean over the global batch.
+    the mean over the global batch. `shape` is that of its pictures, in a run with buckets.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Step:
     step_time_s: float
     data_wait_s: float
     loss: float
+    shape: Shape | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +178,14 @@ class CudaDevice:
 
 
 class Timer:
-    """Base of the timers of single steps and of periods; keeps the `losses` of the steps so far."""
+    """Base of the timers of single steps and of periods; keeps the `losses` of the steps so far.
+
+    `shape` is that of the pictures of the current step, in a run with buckets.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.losses = Losses()
+        self.shape: Shape | None = None
         self._clock = clock
         self._wait_start_s = 0.0
         self._data_wait_s = 0.0
@@ -239,6 +245,7 @@ class StepTimer(Timer):
         self._starts: list[Any] = []
         self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
+        self._shapes: list[Shape | None] = []
         self._edge_s = 0.0
         self._window_s = 0.0
         self._is_closed = False
@@ -255,6 +262,7 @@ class StepTimer(Timer):
         """The optimizer step is done, or handed to a GPU; `loss` is the global batch's mean."""
         self.losses.add(loss)
         self._data_waits_s.append(self._data_wait_s)
+        self._shapes.append(self.shape)
         self._data_wait_s = 0.0
         is_edge = self.num_steps in (self._window_start, self._window_end)
         if is_edge:
@@ -307,6 +315,7 @@ class StepTimer(Timer):
                 step_time_s=self._step_time_s(index),
                 data_wait_s=self._data_waits_s[index],
                 loss=loss,
+                shape=self._shapes[index],
             )
             # After an error in `step_ends` there may be one loss more than ended steps.
             for index, loss in enumerate(self.losses.read()[: len(self._ends)])
@@ -314,7 +323,8 @@ class StepTimer(Timer):
 
     def _decide(self) -> None:
         window = range(self._window_start, self._window_end)
-        step_times_s = [self._step_time_s(index) for index in window]
+        shapes = [self._shapes[index] for index in window]
+        step_times_s = intervals.level([self._step_time_s(index) for index in window], shapes)
         decision = self._policy(step_times_s, self._window_start) if self._policy else CLOSE
         if decision == WARM_UP:
             self._window_start = self._window_end

@@ -29,10 +29,11 @@ def for_person(plan: Plan) -> str:
     devices = count_devices(hardware.as_dict(plan.machine), plan.ranks.for_record())
     microbatch = config.device_train_microbatch_size
     num_images = config.batch_size // plan.ranks.world_size
+    in_buckets = "" if plan.mixture is None else f" in {counted(len(plan.mixture.shapes), 'shape')}"
     parts = counted(-(-num_images // microbatch), "micro-batch", "micro-batches")
     lines.append(
-        f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
-        f"{devices}, global batch {config.batch_size}, "
+        f"Training {plan.architecture.name} at {config.image_size} px{in_buckets}, "
+        f"preset {config.preset}: {devices}, global batch {config.batch_size}, "
         f"{counted(num_images, 'image')} per rank in {parts} of {microbatch}, "
         f"{counted(plan.num_steps, 'step')}; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
@@ -74,6 +75,7 @@ def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
             "revision": plan.architecture.revision,
             "num_steps": plan.num_steps,
             "drawing": DRAWING if plan.architecture.random_parts else None,
+            **({} if plan.mixture is None else {"buckets": plan.mixture.for_record()}),
         },
         "machine": hardware.as_dict(plan.machine),
         "ranks": plan.ranks.for_record()

@@ -9,6 +9,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.shape import Shape
 from sdbench.data.buckets import Buckets, Mixture, make_buckets, size_of_budget
+from sdbench.data.source import VAE_FACTOR
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks
@@ -73,13 +74,16 @@ class Draft:
         shapes = shapes or (Shape.square(self.config.image_size),)
         return max(shapes, key=lambda shape: shape.num_pixels)
 
-    def choose_shapes(self, *, default_size: tuple[int, str]) -> None:
+    def choose_shapes(
+        self, architecture: Architecture | None, *, default_size: tuple[int | None, str]
+    ) -> None:
         """Choose the size of the pictures and make the buckets, all such as the model can take.
 
-        `default_size` is the size with its reason.
+        Without a model latents alone set bounds. `default_size` is the size with its reason.
         """
-        architecture, size = self.architecture, size_of_budget(self.config)
-        multiple = architecture.family.size_multiple(architecture)
+        size, multiple = size_of_budget(self.config), VAE_FACTOR
+        if architecture is not None:
+            multiple = architecture.family.size_multiple(architecture)
         if size is not None:
             if self.request.is_users("image_size"):
                 raise ConfigError(
@@ -91,12 +95,13 @@ class Draft:
             size = max(size // multiple, 1) * multiple
             self.choose("image_size", size, "the largest shape of --buckets")
         self.choose_if_open("image_size", *default_size)
-        architecture.check_image_size(self.config.image_size)
+        if architecture is not None:
+            architecture.check_image_size(self.config.image_size)
         if self.config.buckets is not None:
             self.shapes = make_buckets(
                 self.config, image_size=self.config.image_size, multiple=multiple
             )
-            for shape in self.shapes.shapes:
+            for shape in self.shapes.shapes if architecture is not None else ():
                 architecture.check_shape(shape, flag="--buckets")
 
     def choose_format(self) -> None:

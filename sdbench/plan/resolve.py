@@ -197,7 +197,7 @@ def _choose_shapes(draft: Draft) -> None:
         size = default_image_size(architecture, on_gpu=draft.on_gpu)
         is_models = size == architecture.default_image_size
         default_size = size, f"default of {architecture.name}" if is_models else "no GPU"
-    draft.choose_shapes(default_size=default_size)
+    draft.choose_shapes(architecture, default_size=default_size)
 
 
 def _mix(plan: Plan) -> None:

@@ -124,8 +124,8 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
             draft.choose(name, value, reason)
     if num_shapes > 1 and draft.config.warmup_batches < num_shapes:
         raise ConfigError(
-            f"the first steps of {num_shapes} shapes, which find their kernels, do not fit into the "
-            "warm-up",
+            f"the first steps of {num_shapes} shapes, which find their kernels, do not fit into "
+            "the warm-up",
             value=draft.config.warmup_batches,
             allowed=f"at least {num_shapes}",
             flag="--warmup_batches, --max_duration or --buckets",

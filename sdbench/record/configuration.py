@@ -21,6 +21,9 @@ BESIDE = "beside"
 # Latents of a subject, made when its run begins and never loaded.
 SUBJECT = "subject"
 
+# Ends the place of the encoders where pictures have several shapes.
+IN_BUCKETS = ", in buckets"
+
 # The columns of a row that say what is computed.
 WORK = ("model", "image_size", "latents")
 # Settings of how and how long to measure, and of where to write.
@@ -36,10 +39,14 @@ IN_COLUMNS = frozenset(
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`."""
+    """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`.
+
+    Pictures of several shapes are other work than squares, and add `IN_BUCKETS`.
+    """
     if config.get("task") == DREAMBOOTH:
         return SUBJECT
-    return BESIDE if config.get("online_preprocessing") else config["latents"]
+    place = BESIDE if config.get("online_preprocessing") else config["latents"]
+    return place if config.get("buckets") is None else f"{place}{IN_BUCKETS}"
 
 
 def describe_model(record: Mapping[str, Any]) -> str:

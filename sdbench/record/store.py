@@ -125,8 +125,10 @@ class RunFolder:
         return record
 
     def write_steps(self, steps: Iterable[Any]) -> None:
-        """Write steps.csv with a row for each step."""
-        text = format_csv(map(vars, steps), columns=STEP_COLUMNS)
+        """Write steps.csv with a row for each step; with buckets it tells shapes."""
+        rows = [vars(step) for step in steps]
+        has_shapes = any(row.get("shape") for row in rows)
+        text = format_csv(rows, columns=(*STEP_COLUMNS, "shape") if has_shapes else STEP_COLUMNS)
         replace_file(self.path / STEPS_NAME, text)
 
     def claim_failure(self) -> bool:

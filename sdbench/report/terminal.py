@@ -32,6 +32,7 @@ def format_summary(record: dict[str, Any]) -> str:
     times_s = [f"{summary[name]:.4g} s" for name in ("step_time_p50_s", "step_time_p95_s")]
     rows = [
         ("images/s", format_rate(summary)),
+        *_lines_of_shapes(summary),
         ("images/s per device", f"{summary['images_per_second_per_device']:.4g}"),
         ("step time p50 / p95", " / ".join(times_s)),
         ("data wait", f"{summary['data_wait_percent']:.1f} %"),
@@ -51,6 +52,24 @@ def align(rows: Sequence[tuple[str, str]]) -> str:
     """Lines of name and value, the values below each other."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(fit(f"  {name:<{width}}  {value}", hanging=width + 4) for name, value in rows)
+
+
+def _lines_of_shapes(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines of a run with buckets."""
+    if "shapes" not in summary:
+        return []
+    of_epoch = summary["images_per_second_of_epoch"]
+    told = "n/a, the window lacks a shape" if of_epoch is None else f"{of_epoch:.4g}"
+    by_shape = ", ".join(
+        f"{row['shape']} {row['step_time_s']:.4g} s ({row['num_steps']})"
+        for row in summary["shapes"]
+        if row["num_steps"]
+    )
+    return [
+        ("images/s of an epoch", told),
+        ("megapixels/s", f"{summary['megapixels_per_second']:.4g}"),
+        ("step time by shape", by_shape),
+    ]
 
 
 def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -120,6 +120,20 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     _, low_s, high_s, num_blocks = _mean_step(step_times_s)
     high = images_per_step / low_s if low_s > 0 else math.inf
     return Interval(images_per_step / high_s, high, LEVEL, "within-run", num_blocks)
+
+
+def level(step_times_s: Sequence[float], kinds: Sequence[Hashable]) -> list[float]:
+    """Return step times without the differences between kinds of steps; their mean stays the same.
+
+    Each time is multiplied by the mean of all steps over that of its kind. Which kinds a window has
+    is known, and no chance: what is left is the scatter that an interval is about.
+    """
+    if len(set(kinds)) < 2:
+        return list(step_times_s)
+    times_s = np.asarray(step_times_s)
+    labels = np.unique(np.array([str(kind) for kind in kinds]), return_inverse=True)[1]
+    means_s = np.bincount(labels, times_s) / np.bincount(labels)
+    return (times_s * times_s.mean() / means_s[labels]).tolist()
 
 
 def num_precise_steps(target: float) -> int:

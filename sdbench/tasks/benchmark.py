@@ -93,6 +93,7 @@ class Benchmark(TrainingTask):
             startup=clock,
             uses_sockets=network == SOCKETS,
             is_busy=is_busy,
+            mixture=plan.mixture,
         )
         self._measurements = merged
         fields = self._describe_work(job, num_images=merged.num_images)

@@ -14,6 +14,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import Progress
 from sdbench.base.units import counted
+from sdbench.data.buckets import Mixture
 from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.maker import read_encoded
 from sdbench.data.source import SourceConfig
@@ -27,6 +28,7 @@ from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
+from sdbench.settings.buckets import AUTO
 from sdbench.settings.data import ONLINE
 from sdbench.settings.feed import DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH, FeedSettings
 from sdbench.settings.ray import RAY
@@ -50,6 +52,7 @@ class Feed(Task):
     _machine: Machine
     _ranks: Ranks
     _num_samples: int | None
+    _mixture: Mixture | None = None
     _architecture: Architecture  # of the encoders of Ray
 
     @property
@@ -75,7 +78,8 @@ class Feed(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and check the source."""
         self._machine, self._ranks = machine, ranks
-        self._settings, self._chosen = _resolve(self.request, machine, ranks)
+        draft = _resolve(self.request, machine, ranks)
+        self._settings, self._chosen = draft.config, draft.chosen
         place = self._settings.remote or self._settings.local
         inputs = read_encoded(place, width=self._settings.text_embedding_dim)
         options: dict[str, Any] = {"inputs": inputs}
@@ -90,11 +94,14 @@ class Feed(Task):
             }
         self._source = SourceConfig.from_settings(
             self._settings,
+            shapes=draft.shapes,
             device_batch_size=self._settings.batch_size // ranks.world_size,
             pin_memory=machine.device_type == "cuda",
             **options,
         )
         self._num_samples = data.check(self._source)
+        if draft.shapes is not None:
+            self._mixture = data.open_mixture(self._source)
 
     def printed_config(self) -> str | None:
         """The settings as a config file."""
@@ -114,6 +121,8 @@ class Feed(Task):
         """What the program chose, the source and the window."""
         settings, names = self._settings, [name for name in self._chosen if name != "data_format"]
         lines = [self._source_and_window()]
+        if self._mixture is not None:
+            lines.append(self._mixture.describe(settings.batch_size))
         if names:
             values = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
             lines.insert(0, f"Chosen, each by a flag of its name: {values}")
@@ -204,7 +213,10 @@ class Feed(Task):
         words = [word for name in given for word in (f"--{name}", config[name])] or [
             "--use_synth_data"
         ]
-        words += ["--image_size", str(config["image_size"])]
+        if config["buckets"] is not None:
+            words += ["--buckets", config["buckets"]]
+        if config["buckets"] in (None, AUTO):
+            words += ["--image_size", str(config["image_size"])]
         if config["engine"] == RAY:
             words += ["--engine", RAY, "--online_preprocessing"]
         elif config["latents"] != ONLINE:
@@ -213,14 +225,20 @@ class Feed(Task):
         return f"{format_feed(content)}\n\nHow fast this machine trains on it: {command}"
 
 
-def _resolve(
-    request: Request, machine: Machine, ranks: Ranks
-) -> tuple[FeedSettings, dict[str, str]]:
-    """Choose what was left open; returns the settings, and the reasons of those chosen by name."""
+def _resolve(request: Request, machine: Machine, ranks: Ranks) -> Draft:
+    """Choose what was left open."""
     draft = Draft.begin(request, machine=machine, ranks=ranks)
     draft.choose_format()
+    draft.choose_shapes(None, default_size=(None, ""))
     settings = draft.config
     if settings.engine == RAY:
+        if settings.buckets is not None:
+            raise ConfigError(
+                "Ray's encoders take squares",
+                value=settings.buckets,
+                allowed="--engine torch, or no buckets",
+                flag="--buckets or --engine",
+            )
         if ray_cluster.RAY_RESTARTS not in os.environ:
             raise ConfigError(
                 "The trainers of data.py --engine ray are started by Ray Train alone",
@@ -247,7 +265,7 @@ def _resolve(
     draft.choose_if_open("num_batches", num_batches, "the batches in store")
     draft.choose_if_open("num_warmup_batches", num_stored + 1, "the batches in store")
     _check_warmup(draft.config, num_stored=num_stored)
-    return draft.config, draft.chosen
+    return draft
 
 
 def _find_model(settings: FeedSettings) -> Architecture:

@@ -60,18 +60,38 @@ def held_out_batches(
     RunError if a sample is bad and may not be left out, or if a whole batch is bad.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
+    for numbers in reader.split(range(num_samples)):
+        yield from _batches_of_shape(
+            reader, numbers, batch_size=batch_size, ranks=ranks, check=check
+        )
+
+
+def _batches_of_shape(
+    reader: BatchReader,
+    samples: Sequence[int],
+    *,
+    batch_size: int,
+    ranks: Ranks,
+    check: Callable[[], None],
+) -> Iterator[NumberedBatch]:
+    num_samples = len(samples)
     num_each = -(-num_samples // ranks.world_size)
     mine = range(ranks.rank, num_each * ranks.world_size, ranks.world_size)
     for first in range(0, num_each, batch_size):
         check()
-        wanted = mine[first : first + batch_size]
-        good = reader.read_good([Key(0, number % num_samples) for number in wanted])
+        wanted = [samples[place % num_samples] for place in mine[first : first + batch_size]]
+        # Places behind the last sample fill the batch alone.
+        is_own = [place < num_samples for place in mine[first : first + batch_size]]
+        good = reader.read_good([Key(0, number) for number in wanted])
         if not good.keys:
             raise RunError(f"All {len(wanted)} held-out samples are bad: {good.report.bad[0]}")
         found = {key.index: position for position, key in enumerate(good.keys)}
         # Another sample fills the place of a bad one, and of one that this rank lacks at the end.
-        numbers = [number if number in found else None for number in wanted]
-        positions = [found.get(number % num_samples, 0) for number in wanted]
+        numbers = [
+            number if own and number in found else None
+            for number, own in zip(wanted, is_own, strict=True)
+        ]
+        positions = [found.get(number, 0) for number in wanted]
         yield numbers, {name: tensor[positions] for name, tensor in good.tensors.items()}
 
 

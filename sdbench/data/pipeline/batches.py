@@ -128,13 +128,9 @@ class BatchReader:
         """Return the number of a sample's shape in `shapes`, below 0 for one that is not used."""
         return 0 if self.mixture is None else int(self.mixture.bucket_of[index])
 
-    def split(self, indices: Sequence[int]) -> list[list[int]]:
+    def split(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """Return the samples that are used, in lists of one shape."""
-        lists: list[list[int]] = [[] for _ in self.shapes]
-        for index in indices:
-            if (bucket := self.bucket_of(index)) >= 0:
-                lists[bucket].append(index)
-        return [of_bucket for of_bucket in lists if of_bucket]
+        return [indices] if self.mixture is None else self.mixture.split(indices)
 
     def name(self, index: int) -> str:
         """Return where a sample is stored, for messages."""

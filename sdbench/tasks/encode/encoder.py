@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdbench.base.conditions import BFLOAT16, SIZES, Condition
 from sdbench.base.errors import RunError
+from sdbench.data.buckets import Mixture
 from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
@@ -38,6 +39,7 @@ class EncodeJob(Shards):
     architecture: Architecture
     encoder_dtype: str
     batch_size: int  # images that are encoded together
+    mixture: Mixture | None = None  # the bucket of each sample
 
     def make_encoder(self, device: str) -> Encoder:
         """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
@@ -49,12 +51,13 @@ class EncodeJob(Shards):
             conditions=self.config.inputs.conditions,
         )
 
-    def pieces(self, number: int) -> list[range]:
-        """Indices of the samples of each batch of a shard."""
+    def pieces(self, number: int) -> list[Sequence[int]]:
+        """Indices of the samples of each batch of a shard, of one shape; those in use."""
         indices = self.indices(number)
         return [
-            indices[start : start + self.batch_size]
-            for start in range(0, len(indices), self.batch_size)
+            of_shape[start : start + self.batch_size]
+            for of_shape in ([indices] if self.mixture is None else self.mixture.split(indices))
+            for start in range(0, len(of_shape), self.batch_size)
         ]
 
     def columns(self) -> dict[str, str]:
@@ -124,7 +127,7 @@ class Encoder:
 
     @torch.inference_mode()
     def encode_images(self, images: Tensor) -> np.ndarray:
-        """Encode images (B, 3, S, S) to mean and log-variance, float16 (B, 2 C, S/8, S/8)."""
+        """Encode images (B, 3, H, W) to mean and log-variance, float16 (B, 2 C, H/8, W/8)."""
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
         )

@@ -35,6 +35,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import PRECOMPUTE, RunFolder
 from sdbench.run.runner import run
 from sdbench.run.task import Run, Task
+from sdbench.settings.buckets import BucketSettings
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import POSITIVE, TEXT, one_of
@@ -106,8 +107,11 @@ FACTS_OF_JOB = (
 )
 
 
+FACTS_OF_BUCKETS = tuple(one.name for one in dataclasses.fields(BucketSettings))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecomputeSettings:
+class PrecomputeSettings(BucketSettings):
     """Settings of precompute. None means: chosen for the machine, then printed."""
 
     out: str = setting(TEXT, REQUIRED, "folder of the new data set", spelling="folder")
@@ -213,13 +217,14 @@ class Precompute(Task):
         architecture = find_model(draft.config)
         _choose_dtype(draft, architecture, on_gpu=self._on_gpu)
         default_size = default_image_size(architecture, on_gpu=self._on_gpu)
-        draft.choose_if_open("image_size", default_size, f"default of {architecture.name}")
+        reason = f"default of {architecture.name}"
+        draft.choose_shapes(architecture, default_size=(default_size, reason))
         config = draft.config
-        architecture.check_image_size(config.image_size)
         # Every rank may read every sample, so the source is the same for all.
         source = SourceConfig.from_settings(
             config,
             latents=ONLINE,
+            shapes=draft.shapes,
             device_batch_size=1,
             shuffle=False,
             inputs=_describe_stored(architecture.inputs, encoder_dtype=config.encoder_dtype),
@@ -240,6 +245,7 @@ class Precompute(Task):
             batch_size=config.batch_size,
             num_samples=num_samples,
             samples_per_shard=self._config.samples_per_shard,
+            mixture=self._reader.mixture,
         )
 
     @property
@@ -288,6 +294,11 @@ class Precompute(Task):
             },
             **tell_encoded(self._job.config),
             **{name: getattr(config, name) for name in FACTS_OF_JOB},
+            **(
+                {}
+                if config.buckets is None
+                else {name: getattr(config, name) for name in FACTS_OF_BUCKETS}
+            ),
         }
 
     def for_person(self) -> str:
@@ -309,6 +320,8 @@ class Precompute(Task):
             lines.append(
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
+        if job.mixture is not None:
+            lines.append(job.mixture.describe(1))
         if num_dropped := self._reader.samples.num_dropped:
             lines.append(f"Left out by --filters: {counted(num_dropped, 'sample')}.")
         if num_missing < job.num_shards:
@@ -353,7 +366,10 @@ class Precompute(Task):
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
-        assert totals.num_written + len(totals.bad) == self._job.num_samples
+        num_used = self._job.num_samples
+        if (mixture := self._job.mixture) is not None:
+            num_used = int((mixture.bucket_of[:num_used] >= 0).sum())
+        assert totals.num_written + len(totals.bad) == num_used
         summary = summarize(
             [steps for steps, _ in everyone], num_warmup_steps=self._num_ahead + NUM_WARMUP_STEPS
         )

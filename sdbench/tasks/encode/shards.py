@@ -93,13 +93,15 @@ def write_shards(
         rows_ended_s = time.perf_counter()
 
     # All ranks advance at about the same pace.
-    total = ranks.world_size * sum(len(job.indices(number)) for number in numbers)
+    num_own = sum(len(piece) for number in numbers for piece in job.pieces(number))
+    total = ranks.world_size * num_own
     with Progress(total, unit="sample", enabled=ranks.rank == 0) as progress:
         for number in numbers:
             bad: list[str] = []
             output.write_chunk(number, rows(number, bad), bad=bad)
-            # The time to close a shard counts in its last batch.
-            steps[-1].seconds["write"] += time.perf_counter() - rows_ended_s
+            if steps:  # all samples of a shard may be left out
+                # The time to close a shard counts in its last batch.
+                steps[-1].seconds["write"] += time.perf_counter() - rows_ended_s
             all_bad += bad
             check_bad_fraction(
                 all_bad, num_samples=job.num_samples, allowed=config.max_bad_fraction

@@ -70,7 +70,14 @@ def _held_out_source(plan: Plan) -> SourceConfig:
     with blamed_on("--validation_remote"):
         check_latents(source, plan.architecture)
         data.check(source)
+        if source.buckets is not None:
+            data.open_mixture(source)
     return source
+
+
+def _as_squares(source: SourceConfig) -> SourceConfig:
+    """The same pictures for networks, which take squares of pixels."""
+    return dataclasses.replace(source, image_dtype="uint8", buckets=None, shapes=None)
 
 
 class Evaluations:
@@ -124,7 +131,7 @@ class Evaluations:
             self._reader.may_skip = not config.has_subject
         if config.score_every_batches:
             # Networks take pixels.
-            self._pictures = open_held_out(dataclasses.replace(self._held_out, image_dtype="uint8"))
+            self._pictures = open_held_out(_as_squares(self._held_out))
             self._pictures.may_skip = not config.has_subject
         evaluations = {
             "validation": (config.validate_every_batches, self._validate),
