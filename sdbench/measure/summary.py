@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sdbench.data.buckets import Mixture
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.gpu_monitor import is_throttled, merge_readings
 from sdbench.measure.phases import OTHER, find_stragglers, merge_phases
@@ -18,6 +17,9 @@ from sdbench.measure.timer import PROFILED, WARMUP, Step, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
 from sdbench.statistics.intervals import Interval
+
+if TYPE_CHECKING:
+    from sdbench.data.buckets import Mixture
 
 # On an idle machine the standard deviation of the step times is below a tenth of their mean.
 MAX_VARIATION = 0.10

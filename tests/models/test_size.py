@@ -12,6 +12,7 @@ import torch
 
 from calculate_number_of_parameters import main as count
 from sdbench.base.conditions import NUM_SIZES, SIZES
+from sdbench.base.shape import Shape
 from sdbench.models import memory, replay
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import count_parameters, make_part
@@ -23,7 +24,7 @@ from sdbench.ranks.distributed import Ranks
 from tests.marks import quick_and_slow
 
 STEP_NAMES = {field.name for field in dataclasses.fields(Step)}
-PLAIN_STEP = dict(architecture=resolve_architecture("tiny"), image_size=64)
+PLAIN_STEP = dict(architecture=resolve_architecture("tiny"), shape=Shape.square(64))
 
 
 PLAIN_CONFIG = dict(
@@ -79,7 +80,7 @@ def test_script_prints_the_seeds_line_or_csv_without_a_hub(capsys) -> None:
 
 
 def test_flops() -> None:
-    step = Step(architecture=resolve_architecture("sd2-base"), image_size=256)
+    step = Step(architecture=resolve_architecture("sd2-base"), shape=Shape.square(256))
     online, latents = (
         count_flops(dataclasses.replace(step, encodes_images=encodes)) for encodes in (True, False)
     )
@@ -224,7 +225,7 @@ def test_activations_are_those_that_autograd_saves(name) -> None:
 def test_memory_knows_what_each_option_costs() -> None:
     # At 384 px the largest level has 48 x 48 pixels, whose scores by_shape leaves to the kernel.
     eager, by_shape, kernel = (
-        estimate(image_size=384, attention=attention).activations
+        estimate(shape=Shape.square(384), attention=attention).activations
         for attention in ("eager", "by_shape", "sdpa")
     )
     assert kernel < by_shape < eager
@@ -252,7 +253,7 @@ def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path)
         patch.setattr(replay, "_replay", None)
         assert estimate_anew() == first
         with pytest.raises(TypeError):  # another step
-            estimate(image_size=128)
+            estimate(shape=Shape.square(128))
     kept.write_bytes(kept.read_bytes()[:1000])
     assert estimate_anew() == first
     assert kept.stat().st_size > 1000
@@ -262,4 +263,4 @@ def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path)
     monkeypatch.setattr(replay, "_count_flops", None)
     assert count(dataclasses.replace(step, precision="amp_bf16")) == num_flops > 0
     with pytest.raises(TypeError):  # another step
-        count(dataclasses.replace(step, image_size=128))
+        count(dataclasses.replace(step, shape=Shape.square(128)))

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from sdbench.base.shape import Shape
 from sdbench.cli import main
 from sdbench.measure import ceilings
 from sdbench.measure.ceilings import Ceiling
@@ -71,7 +72,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     content, operators = profile_tiny(tmp_path / "out", *recipe, *two_microbatches, "--top", "5")
     step, phases = content["step"], content["phases"]
     architecture = resolve_architecture("tiny")
-    model_gflop = 4 * count_flops(Step(architecture=architecture, image_size=64)) / 1e9
+    model_gflop = 4 * count_flops(Step(architecture=architecture, shape=Shape.square(64))) / 1e9
     counted_gflop = model_gflop + attention_flop_done_twice(operators) / 1e9
     assert step["model_gflop"] == pytest.approx(model_gflop, rel=1e-12)
     assert step["counted_gflop"] == pytest.approx(counted_gflop, rel=1e-12)
