@@ -129,11 +129,12 @@ def find_columns(
     if not sizes:
         raise _missing_columns("latents", LATENTS, present)
     if resolution not in sizes and (not missing or missing == [SIZES]):
+        is_about_buckets = any(one.endswith(IN_BUCKETS) for one in (resolution, *sizes))
         raise ConfigError(
             "The data set has no latents of this resolution",
             value=resolution,
-            allowed=f"{', '.join(sizes)}; those that end with {IN_BUCKETS} need --buckets",
-            flag="--image_size or --buckets",
+            allowed=", ".join(sizes),
+            flag="--image_size or --buckets" if is_about_buckets else "--image_size",
         )
     column = _spell(missing[0], resolution=resolution)[0]
     what = "encoded captions" if missing[0] == TEXT_EMBEDDING else f"column {column}"

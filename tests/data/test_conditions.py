@@ -222,7 +222,7 @@ def test_a_column_that_is_missing_is_named(kind, left_out, tmp_path):
 
 def test_another_resolution_is_told_from_a_missing_column(tmp_path):
     folder = write_mds(tmp_path / "data")
-    with refused("--image_size", value=64) as caught:
+    with refused("--image_size", value="64") as caught:
         data.check(datasets.make_source("mds latents", folder, inputs=INPUTS, image_size=64))
     assert caught.value.allowed == "32"
 

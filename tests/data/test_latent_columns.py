@@ -30,7 +30,12 @@ def test_each_spelling_is_found(latents, texts, others):
 @pytest.mark.parametrize(
     ("columns", "flag", "value", "allowed"),
     [
-        (["latents_512", "latent_moments_768", "text_embedding"], "--image_size", 256, "512, 768"),
+        (
+            ["latents_512", "latent_moments_768", "text_embedding"],
+            "--image_size",
+            "256",
+            "512, 768",
+        ),
         (["latents_256"], PLACE_FLAGS, "columns latents_256", "caption_latents"),
         (["jpg", "caption"], PLACE_FLAGS, "columns caption, jpg", "--latents online"),
     ],

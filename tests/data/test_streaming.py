@@ -220,7 +220,7 @@ def test_a_position_in_other_sizes_or_in_copied_data_is_refused(folder, tmp_path
         loaders.append(data.build(make_config(place, tar_sizes=str(sizes))))
     copied, before, after = loaders
     for here, there in ((after, before), (copied, before), (before, copied)):
-        with refused(f"--remote_files, --shuffle, --tar_sizes or {PLACE_FLAGS}"):
+        with refused(f"--remote_files, --shuffle, --tar_sizes, --buckets or {PLACE_FLAGS}"):
             here.load_state_dict(there.state_dict())
 
 

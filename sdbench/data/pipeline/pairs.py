@@ -32,9 +32,10 @@ class PairOrder(EpochOrder):
     ) -> None:
         super().__init__(samples, config=config)
         self._num_pictures = num_pictures
-        self.num_samples = (
-            num_pictures.num_batches(config.global_batch_size) * config.device_batch_size
-        )
+
+    def num_batches(self, epoch: int) -> int:
+        """Return the number of batches of any epoch."""
+        return self._num_pictures.num_batches(self._config.global_batch_size)
 
     def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
         return self._line(epoch)[begin:end]
@@ -42,7 +43,7 @@ class PairOrder(EpochOrder):
     def _make_line(self, epoch: int) -> np.ndarray:
         generator = np.random.default_rng([self._config.seed, epoch])
         counts = [count for count in self._num_pictures if count]
-        num_each = self.num_samples * self._config.world_size // len(counts)
+        num_each = self.num_batches(epoch) * self._config.global_batch_size // len(counts)
         first = 0
         kinds = []
         for count in counts:
