@@ -78,7 +78,7 @@ EVERY_DAY = {
     "benchmark": (13, {"--preset", "--model_name", "--batch_size", "--precision"}, BenchmarkConfig),
     "train": (17, {"--max_duration", "--resume", "--lr"}, TrainConfig),
     "data": (9, {"--remote", "--num_workers", "--emulate_step_seconds"}, FeedSettings),
-    "generate": (16, {"--prompts", "--folder", "--seed"}, None),  # few enough to be listed
+    "generate": (18, {"--prompts", "--folder", "--seed"}, None),  # few enough to be listed
 }
 
 

@@ -299,6 +299,7 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--", "--dry_run"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
         (("--generate_flags=--seed 3",), "--generate_flags"),
+        (("--generate_flags=--width 128",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--lr", "much"), "--lr"),
     ],

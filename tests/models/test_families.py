@@ -193,7 +193,7 @@ def test_captions_are_encoded_and_drawn_as_by_the_pipeline(family) -> None:
     assert torch.equal(found, expected)
     without = pipeline(**arguments, **given | network.guidance_arguments(1.0, told=None)).images
     assert not torch.allclose(found, without)
-    unpacked = network.unpack(found, side=8)
+    unpacked = network.unpack(found, height=8, width=8)
     assert unpacked.shape == draw_inputs(family)[1].shape
     assert torch.equal(network.pack(unpacked), found)
 
@@ -213,10 +213,10 @@ def test_sd3_without_t5_is_told_what_the_pipeline_tells_it() -> None:
 
 def test_packs_are_those_of_the_pipeline() -> None:
     network = Flux().load_network()
-    latents = torch.randn(2, 16, 8, 8)
-    packed = diffusers.FluxPipeline._pack_latents(latents, 2, 16, 8, 8)
+    latents = torch.randn(2, 16, 8, 6)
+    packed = diffusers.FluxPipeline._pack_latents(latents, 2, 16, 8, 6)
     assert torch.equal(network.pack(latents), packed)
-    assert torch.equal(network.unpack(packed, side=8), latents)
+    assert torch.equal(network.unpack(packed, height=8, width=6), latents)
 
 
 COUNTS = {
