@@ -17,7 +17,8 @@ import numpy as np
 from sdbench.base.errors import ConfigError
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
-from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER
+from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER, read_shares
+from sdbench.settings.kinds import read_shapes
 
 # The step of SDXL's own shapes, and of mosaicml/diffusion's.
 STEP_PX = 64
@@ -98,14 +99,12 @@ def make_buckets(settings: Any, *, image_size: int, multiple: int) -> Buckets:
     if text == AUTO:
         budgets = [Budget(1.0, _list_shapes(settings, image_size, multiple))]
     elif "=" in text:
-        parts = [part.split("=") for part in text.split(",")]
         budgets = [
-            Budget(float(share), _list_shapes(settings, int(size), multiple))
-            for size, share in parts
+            Budget(share, _list_shapes(settings, size, multiple))
+            for size, share in read_shares(text).items()
         ]
     else:
-        shapes = [Shape(*map(int, part.split("x"))) for part in text.split(",")]
-        budgets = [Budget(1.0, tuple(dict.fromkeys(shapes)))]
+        budgets = [Budget(1.0, tuple(dict.fromkeys(read_shapes(text))))]
     total = sum(budget.share for budget in budgets)
     if abs(total - 1) > 1e-6:
         raise ConfigError(
@@ -160,9 +159,8 @@ def size_of_budget(settings: Any) -> int | None:
     if text is None or text == AUTO:
         return None
     if "=" in text:
-        return max(int(part.partition("=")[0]) for part in text.split(","))
-    shapes = [Shape(*map(int, part.split("x"))) for part in text.split(",")]
-    return max(math.isqrt(shape.num_pixels) for shape in shapes)
+        return max(read_shares(text))
+    return max(math.isqrt(shape.num_pixels) for shape in read_shapes(text))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
-from sdbench.settings.kinds import POSITIVE, Kind, number, one_of
+from sdbench.settings.kinds import FRACTION, POSITIVE, SHAPES, Kind, number, one_of
 from sdbench.settings.setting import Beside, setting
 
 AUTO = "auto"
 ENLARGE, SMALLER, LEAVE_OUT = "enlarge", "smaller_bucket", "leave_out"
 WITH_BUCKETS = (Beside(("buckets",)),)
-_SIDE = "[1-9][0-9]{0,4}"
-_SHARE = r"(?:0?\.[0-9]+|1(?:\.0*)?)"
-_FORMS = (
-    f"{_SIDE}x{_SIDE}(,{_SIDE}x{_SIDE})*",
-    f"{_SIDE}={_SHARE}(,{_SIDE}={_SHARE})*",
-)
 
 
 def _parse_buckets(value: Any) -> str:
-    if value is True:  # the flag without a value
-        return AUTO
-    if value != AUTO and not any(re.fullmatch(form, str(value)) for form in _FORMS):
-        raise ValueError
+    if value == AUTO:
+        return value
+    if "=" not in str(value):
+        return SHAPES.parse(value)
+    read_shares(value)
     return value
+
+
+def read_shares(text: str) -> dict[int, float]:
+    """The shares of the pictures by the sides of squares, in a value such as 256=0.25,512=0.75."""
+    parts = [part.split("=") for part in text.split(",")]
+    return {POSITIVE.parse(size): FRACTION.parse(share) for size, share in parts}
 
 
 BUCKETS = Kind(
