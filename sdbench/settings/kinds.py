@@ -11,6 +11,7 @@ from typing import Any
 
 from sdbench.base.names import nearest
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded
+from sdbench.base.shape import Shape
 from sdbench.base.yaml_file import parse_yaml
 
 # Some libraries hold counts in 32 bits, such as Composer its seeds.
@@ -231,6 +232,23 @@ def _parse_duration(value: Any) -> str:
     return value
 
 
+def _parse_shape(value: Any) -> Shape:
+    width, height = str(value).split("x")
+    return Shape(POSITIVE.parse(width), POSITIVE.parse(height))
+
+
+def _parse_shapes(value: Any) -> str:
+    shapes = read_shapes(value) if isinstance(value, str) else tuple(map(_parse_shape, value))
+    if not shapes:
+        raise ValueError
+    return ",".join(map(str, shapes))
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+    """The shapes in a value of the kind `SHAPES`."""
+    return tuple(map(_parse_shape, text.split(",")))
+
+
 def _is_positive(value: float) -> bool:
     return 0 < value < float("inf")
 
@@ -244,6 +262,9 @@ PATH = Kind("a path", lambda value: Path(_parse_text(value)), "PATH")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
+SHAPE = Kind("WIDTHxHEIGHT in pixels, e.g. 640x384", _parse_shape, "WxH")
+# As text, which files and records hold; `read_shapes` reads it.
+SHAPES = Kind(f"{SHAPE.allowed}; several with commas between them", _parse_shapes, "WxH,...")
 # How often a command is measured.
 REPEATS = whole_number(1, 1000)
 SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
