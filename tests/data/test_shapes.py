@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from sdbench.cli import main as sdbench
 from tests.data.datasets import read_files
@@ -105,6 +105,49 @@ def test_wrong_pictures_are_judged_wrong(tmp_path, shapes) -> None:
     assert right[:4] == [(True, True), (False, True), (True, False), (False, False)]
     assert not right[4][0] and not right[5][0]
     assert verdict["colour_share"] == pytest.approx(2 / 6)
+
+
+def test_an_object_at_an_edge_is_not_whole(tmp_path) -> None:
+    caption = "a small red square in the middle"
+    rows, expected = [], []
+    for width, height in ((80, 48), (48, 80), (64, 64)):
+        right, bottom = width - 1, height - 1
+        boxes = {
+            (1, 1, 20, 20): True,
+            (right - 20, bottom - 20, right - 1, bottom - 1): True,
+            (0, 1, 19, 20): False,
+            (1, 0, 20, 19): False,
+            (right - 19, 1, right, 20): False,
+            (1, bottom - 19, 20, bottom): False,
+        }
+        for box, is_whole in boxes.items():
+            picture = Image.new("RGB", (width, height), "white")
+            ImageDraw.Draw(picture).rectangle(box, fill=(220, 0, 0))
+            rows.append((caption, picture))
+            expected.append(is_whole)
+    rows.append((caption, Image.new("RGB", (80, 48), "white")))
+    expected.append(False)
+    verdict = judge(as_generated(tmp_path / "drawn", rows))
+    assert [facts["is_whole"] for facts in verdict["pictures"]] == expected
+    assert verdict["whole_share"] == pytest.approx(6 / 19)
+    assert verdict["both_share"] == pytest.approx(18 / 19)  # cut or not, it is seen
+
+
+def test_a_long_picture_is_not_taken_for_an_empty_one(tmp_path) -> None:
+    picture = Image.new("RGB", (1024, 64), "white")
+    ImageDraw.Draw(picture).rectangle((500, 20, 519, 39), fill=(220, 0, 0))
+    folder = as_generated(tmp_path / "long", [("a small red square in the middle", picture)])
+    assert judge(folder)["both_share"] == 1.0
+
+
+def test_the_printed_line_names_every_share(tmp_path, capsys) -> None:
+    picture = Image.new("RGB", (80, 48), "white")
+    ImageDraw.Draw(picture).rectangle((0, 10, 19, 29), fill=(220, 0, 0))
+    judge(as_generated(tmp_path / "cut", [("a red circle", picture)]))
+    assert capsys.readouterr().out == (
+        "1 picture: the colour is right in 100.0%, the shape in 0.0%, both in 0.0%; "
+        "the shape lies wholly inside in 0.0%\n"
+    )
 
 
 def test_refusals(tmp_path, shapes) -> None:
