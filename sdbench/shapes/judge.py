@@ -24,7 +24,7 @@ CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 VERDICT_NAME = "judge.json"
 # Distance in RGB, of at most 442, from which a pixel is not background.
 MIN_DISTANCE = 60.0
-# Share of the picture below which there is no shape in it.
+# Share of the square of a picture's shorter side below which there is no shape in it.
 MIN_AREA = 0.01
 EPILOG = """\
 examples:
@@ -44,10 +44,14 @@ class JudgeFlags:
 
 
 class Seen(NamedTuple):
-    """The content of a picture; None for what was not recognized."""
+    """The content of a picture; None for what was not recognized.
+
+    A shape is whole if a pixel or more is between it and each edge.
+    """
 
     colour: str | None
     shape: str | None
+    is_whole: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,21 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open_picture(path) as image:
             seen = look_at(np.asarray(image.convert("RGB")))
         right_colour, right_shape = seen.colour == asked[1], seen.shape == asked[2]
-        rights.append((right_colour, right_shape))
+        rights.append((right_colour, right_shape, seen.is_whole))
         facts = {"file": path.name, "caption": caption, **seen._asdict()}
         verdicts.append(facts | {"colour_is_right": right_colour, "shape_is_right": right_shape})
-    colour_share, shape_share = np.mean(rights, axis=0).tolist()
+    colour_share, shape_share, whole_share = np.mean(rights, axis=0).tolist()
     summary = {
         "num_pictures": len(verdicts),
         "colour_share": colour_share,
         "shape_share": shape_share,
-        "both_share": float(np.all(rights, axis=1).mean()),
+        "both_share": float(np.mean([colour and shape for colour, shape, _ in rights])),
+        "whole_share": whole_share,
     }
     write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
     pictures = counted(len(verdicts), "picture")
     print(
         f"{pictures}: the colour is right in {colour_share:.1%}, the shape in "
-        f"{shape_share:.1%}, both in {summary['both_share']:.1%}"
+        f"{shape_share:.1%}, both in {summary['both_share']:.1%}; the shape lies wholly inside in "
+        f"{whole_share:.1%}"
     )
     return 0
 
@@ -98,7 +104,8 @@ def look_at(picture: np.ndarray) -> Seen:
 
     pixels = picture.astype(float)
     rough = _distance(pixels, BACKGROUND) > MIN_DISTANCE
-    if rough.mean() < MIN_AREA:
+    min_pixels = MIN_AREA * min(rough.shape) ** 2
+    if rough.sum() < min_pixels:
         return Seen(None, None)
     median = np.median(pixels[rough], axis=0)
     colour = min(COLOURS, key=lambda name: _distance(median, COLOURS[name]))
@@ -107,10 +114,13 @@ def look_at(picture: np.ndarray) -> Seen:
     sizes = np.bincount(parts.ravel())
     sizes[0] = 0
     largest = int(sizes.argmax())
-    if sizes[largest] < MIN_AREA * parts.size:
+    if sizes[largest] < min_pixels:
         return Seen(colour, None)
     box = ndimage.find_objects(parts)[largest - 1]
-    return Seen(colour, _find_shape(parts[box] == largest))
+    is_whole = all(
+        part.start > 0 and part.stop < side for part, side in zip(box, parts.shape, strict=True)
+    )
+    return Seen(colour, _find_shape(parts[box] == largest), is_whole)
 
 
 def _find_shape(mask: np.ndarray) -> str:

@@ -340,6 +340,7 @@ TINY = {
     "init_from": "null",
     "class_prompts": "classes.json",
     "sample_prompts": "prompts.txt",
+    "sample_shapes": "64x64",
     "instance_prompt": "a photo of unqtkn dog",
     "class_prompt": "a photo of a dog",
     "filters": "{original_width: '>=100'}",
