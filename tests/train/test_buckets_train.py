@@ -63,7 +63,7 @@ def test_it_is_validated_and_draws_in_other_shapes(whole):
 def test_a_run_stopped_in_an_epoch_goes_on_with_the_losses_of_the_whole(
     whole, pictures, tmp_path, capsys
 ):
-    argv = ("--remote", pictures, *RECIPE, "--save_every_batches", "4")
+    argv = ("--remote", pictures, *RECIPE, "--save_every_batches", "4", "--resume", "auto")
     trained("parts", 4, *argv, results=tmp_path)
     parts = trained("parts", 12, *argv, "--num_workers", "2", results=tmp_path)
     assert read_losses(parts) == read_losses(whole)
