@@ -7,6 +7,7 @@ is outside of it is cut off.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class Mixture:
         """Samples that are not used."""
         return sum(number for _, number in self.left_out)
 
-    @property
+    @functools.cached_property
     def counts(self) -> list[int]:
         """Samples in each bucket."""
         used = self.bucket_of[self.bucket_of >= 0]
