@@ -126,14 +126,19 @@ def level(step_times_s: Sequence[float], kinds: Sequence[Hashable]) -> list[floa
     """Return step times without the differences between kinds of steps; their mean stays the same.
 
     Each time is multiplied by the mean of all steps over that of its kind. Which kinds a window has
-    is known, and no chance: what is left is the scatter that an interval is about.
+    is known, and no chance: what is left is the scatter that an interval is about. The means are
+    those of the same n steps, which takes k degrees of freedom in place of one, so deviations grow
+    by sqrt((n - 1) / (n - k)). With no more steps than kinds the times stay as they are.
     """
-    if len(set(kinds)) < 2:
+    num_kinds = len(set(kinds))
+    if num_kinds < 2 or len(step_times_s) <= num_kinds:
         return list(step_times_s)
     times_s = np.asarray(step_times_s)
     labels = np.unique(np.array([str(kind) for kind in kinds]), return_inverse=True)[1]
     means_s = np.bincount(labels, times_s) / np.bincount(labels)
-    return (times_s * times_s.mean() / means_s[labels]).tolist()
+    mean_s = times_s.mean()
+    growth = math.sqrt((len(times_s) - 1) / (len(times_s) - num_kinds))
+    return (mean_s + growth * (times_s * mean_s / means_s[labels] - mean_s)).tolist()
 
 
 def num_precise_steps(target: float) -> int:
