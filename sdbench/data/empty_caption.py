@@ -31,12 +31,16 @@ def pack_empty_caption(columns: Mapping[str, np.ndarray]) -> bytes:
 
 def load_empty_caption(place: str) -> bytes:
     """Return the content of the file of a data set; an OSError or RunError if it has none."""
+    return load_beside(place, EMPTY_CAPTION_NAME, max_bytes=MAX_BYTES)
+
+
+def load_beside(place: str, name: str, *, max_bytes: int) -> bytes:
+    """Return the content of a file beside the samples; an OSError or RunError if there is none."""
     if place.startswith(PIPE):
         raise RunError("the output of a command has no files beside it")
     is_file = any(ends_as(path_of(place), data_format) for data_format in ENDINGS)
-    beside = file_beside(place if is_file else f"{place}/", EMPTY_CAPTION_NAME)
-    with open_stream(beside) as file:
-        return file.read(MAX_BYTES)
+    with open_stream(file_beside(place if is_file else f"{place}/", name)) as file:
+        return file.read(max_bytes)
 
 
 def read_empty_caption(config: SourceConfig) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 """`mix`: measures the pictures of a data set, once, and puts each into a bucket.
 
-Sizes are read from headers, and kept in the user's cache under the identity of the data set, so
-that only its first run reads every file. Encoded samples have the shape of their latents.
+`convert` and `precompute` write the sizes beside the samples. Of other data sets they are read from
+headers, and kept in the user's cache under the identity of the data set, so that only its first run
+reads every file. Encoded samples have the shape of their latents.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +23,15 @@ from sdbench.base.progress import show_progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data.buckets import TOO_SMALL, UNSERVED, Mixture, fill_buckets
-from sdbench.data.identity import identify_data
+from sdbench.data.empty_caption import load_beside
+from sdbench.data.identity import identify_data, places_of
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 SIZES_FOLDER = "picture-sizes"
+# Beside the samples; hidden, because no format reads hidden files as samples.
+SIZES_NAME = ".picture_sizes.npz"
+MAX_SIZES_BYTES = 2**30
 # Changes whenever the content of a file of sizes does.
 SIZES_VERSION = 1
 UNREADABLE = -3
@@ -124,9 +132,13 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
     """Return widths and heights, (N, 2); 0 for what cannot be read."""
     from filelock import FileLock
 
+    identity = identify_data([config])
+    sizes = None if config.filters else _read_kept(config, identity)
+    if sizes is not None and len(sizes) == len(samples):
+        return sizes
     facts = {
         "version": SIZES_VERSION,
-        "data": identify_data([config]),
+        "data": identity,
         "num_samples": len(samples),
         "read": [samples.sample_type.value, dict(samples.columns), config.read_avif],
         "filters": dict(config.filters or {}),
@@ -146,8 +158,37 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
     return sizes
 
 
+def keep_sizes(folder: str, sizes: Sequence[Sequence[int]], *, data_format: str) -> None:
+    """Write the sizes of all pictures of a new data set beside them; nothing if there are none."""
+    if sizes:
+        content = io.BytesIO()
+        config = SourceConfig(
+            data_format=data_format,
+            remote=folder,
+            image_size=VAE_FACTOR,
+            device_batch_size=1,
+            seed=0,
+        )
+        identity = identify_data([config])["names_and_sizes"]
+        np.savez(content, sizes=np.array(sizes, dtype=np.int32), data=identity)
+        with new_file(Path(folder, SIZES_NAME), is_private=False) as new:
+            new.write_bytes(content.getvalue())
+
+
+def _read_kept(config: SourceConfig, identity: Mapping[str, Any]) -> np.ndarray | None:
+    """Return what `keep_sizes` has written, if it is about these very files."""
+    (place, *_) = places_of(config)
+    try:
+        content = load_beside(place, SIZES_NAME, max_bytes=MAX_SIZES_BYTES)
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            is_same = str(file["data"]) == identity["names_and_sizes"]
+            return file["sizes"].astype(np.int32).reshape(-1, 2) if is_same else None
+    except Exception:  # there is none, or it is damaged: the pictures are measured
+        return None
+
+
 def _measure_all(samples: Samples, config: SourceConfig) -> np.ndarray:
-    def sizes() -> tuple[int, int]:
+    def sizes() -> Iterator[tuple[int, int]]:
         for index in range(len(samples)):
             try:
                 yield measure(samples, index, read_avif=config.read_avif)

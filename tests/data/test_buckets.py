@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import math
+import shutil
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from sdbench import data
 from sdbench.base.conditions import ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
+from sdbench.cli import main as sdbench
+from sdbench.data import mixture
 from sdbench.data.buckets import TOO_SMALL, UNSERVED, Buckets, make_buckets
 from sdbench.data.pipeline.order import keys_of_first_epoch
 from sdbench.data.samples import shape_of
@@ -403,8 +406,7 @@ def test_squares_alone_keep_their_batches_and_say_so(tmp_path):
         (folder / f"{index:03d}.txt").write_text(datasets.make_caption(index))
     plain = datasets.make_source("folder", folder)
     config = dataclasses.replace(plain, buckets="auto", shapes=buckets_of())
-    mixture = data.open_mixture(config)
-    assert "buckets change nothing" in mixture.describe(4)
+    assert "buckets change nothing" in data.open_mixture(config).describe(4)
     with_buckets, without = data.build(config), data.build(plain)
     for left, right in zip(with_buckets, without, strict=True):
         assert torch.equal(left["image"], right["image"])
@@ -421,6 +423,34 @@ def test_squares_alone_keep_their_batches_and_say_so(tmp_path):
 def test_buckets_that_cannot_be_made_are_bad_input(changes, flag):
     with refused(flag):
         buckets_of(**changes)
+
+
+@pytest.mark.parametrize("out_format", ["mds", "webdataset", "parquet"])
+def test_a_converted_data_set_tells_its_sizes_until_its_files_change(
+    out_format, make_config, tmp_path, monkeypatch
+):
+    source, out = make_config("folder").remote, tmp_path / "out"
+    assert sdbench(["convert", source, "--folder", str(out), "--out_format", out_format]) == 0
+    config = datasets.make_source(out_format, out, buckets="auto", shapes=buckets_of())
+    expected = data.open_mixture(make_config("folder"))
+    with monkeypatch.context() as patch:
+        patch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("a picture is read"))
+        assert data.open_mixture(config).bucket_of.tolist() == expected.bucket_of.tolist()
+    # The sizes of another data set under the same name are not taken for its own.
+    kept = (out / mixture.SIZES_NAME).read_bytes()
+    shutil.rmtree(out)
+    flags = ["--folder", str(out), "--out_format", out_format, "--samples_per_shard", "7"]
+    assert sdbench(["convert", make_config("parquet").remote, *flags]) == 0
+    (out / mixture.SIZES_NAME).write_bytes(kept)
+    read = []
+    measure = mixture.measure
+    monkeypatch.setattr(
+        mixture,
+        "measure",
+        lambda samples, index, **how: read.append(index) or measure(samples, index, **how),
+    )
+    assert data.open_mixture(config).counts == expected.counts
+    assert read == list(range(NUM_SAMPLES))
 
 
 def test_turned_pictures_are_measured_upright_from_their_headers():

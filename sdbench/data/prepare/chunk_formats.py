@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +38,16 @@ Columns = Mapping[str, str]
 
 
 class Chunk(NamedTuple):
-    """The note of a finished chunk; `details` are what `ChunkFormat.write` returned."""
+    """The note of a finished chunk; `details` are what `ChunkFormat.write` returned.
+
+    `sizes` are width and height of the picture of each row, where rows tell them.
+    """
 
     rows: int
     bytes: int
     bad: list[str]
     details: Any
+    sizes: Sequence[Sequence[int]] = ()
 
 
 class ChunkFormat(NamedTuple):

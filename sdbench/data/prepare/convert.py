@@ -15,6 +15,7 @@ from sdbench.data import read_columns
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.identity import identify_data
 from sdbench.data.maker import tell_maker
+from sdbench.data.mixture import keep_sizes
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
     MAX_SAMPLES_PER_SHARD,
@@ -184,6 +185,7 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
             bad += report.bad
             check_bad_fraction(bad, num_samples=num_samples, allowed=allowed)
     totals = output.finish()
+    keep_sizes(flags.folder, totals.sizes, data_format=flags.out_format)
     duration_s = time.monotonic() - started_s
     print(
         f"Wrote {totals.num_written} of the {counted(num_samples, 'sample')} of {flags.place!r} to "

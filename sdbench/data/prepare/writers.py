@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.data.identity import describe_change, write_provenance
-from sdbench.data.prepare.chunk_formats import FORMATS, Chunk, Columns, Rows, remove, to_json
+from sdbench.data.latent_columns import find_image_columns
+from sdbench.data.prepare.chunk_formats import FORMATS, Chunk, Columns, Row, Rows, remove, to_json
+from sdbench.data.source import IN_BUCKETS, VAE_FACTOR
 
 FOLDER_FLAG = "--folder"
 # Names in OUT.partial.
@@ -37,10 +39,11 @@ PARTIAL_FOLDERS = ("chunks", "tmp", "data")
 
 
 class Totals(NamedTuple):
-    """Number of samples written, and a sentence for each bad one that was left out."""
+    """Number of samples written, a sentence for each bad one left out, and all `Chunk.sizes`."""
 
     num_written: int
     bad: list[str]
+    sizes: list[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class Output:
         target = self._data(number)
         temporary = self.partial / "tmp" / target.name
         num_rows = 0
+        sizes: list[Sequence[int]] = []
 
         def counted() -> Rows:
             nonlocal num_rows
@@ -77,6 +81,7 @@ class Output:
                 for row in rows:
                     yield row
                     num_rows += 1
+                    sizes.extend(_sizes_in(row))
             except OSError as error:  # of the source, not of the output
                 raise RunError(f"A sample cannot be read ({error}).") from error
 
@@ -91,7 +96,7 @@ class Output:
             finally:
                 remove(temporary)
             num_bytes = _count_bytes(target) if num_rows else 0
-            note = Chunk(num_rows, num_bytes, list(bad), details)
+            note = Chunk(num_rows, num_bytes, list(bad), details, sizes)
             replace_file(self._note(number), to_json(note._asdict()))
 
     def write_beside(self, name: str, content: bytes) -> None:
@@ -108,7 +113,8 @@ class Output:
         """Count what the finished chunks hold."""
         chunks = self._finished().values()
         bad = [sentence for chunk in chunks for sentence in chunk.bad]
-        return Totals(sum(chunk.rows for chunk in chunks), bad)
+        sizes = [size for chunk in chunks for size in chunk.sizes]
+        return Totals(sum(chunk.rows for chunk in chunks), bad, sizes)
 
     def finish(self) -> Totals:
         """Make OUT of all chunks. Only one process may call this, when no other writes any more."""
@@ -182,6 +188,16 @@ class Output:
                 f"{self.out} cannot be written ({error}); finished chunks are kept, and the same "
                 "command goes on from them."
             ) from error
+
+
+def _sizes_in(row: Row) -> Iterator[Sequence[int]]:
+    """Yield the size of a row's picture, or of its latents if they may have any shape."""
+    if "width" in row:
+        yield row["width"], row["height"]
+    for column, resolution in find_image_columns(row).items():
+        if resolution.endswith(IN_BUCKETS):
+            height, width = row[column].shape[-2:]
+            yield width * VAE_FACTOR, height * VAE_FACTOR
 
 
 def open_output(

@@ -21,6 +21,7 @@ from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
 from sdbench.data.identity import identify_data
 from sdbench.data.maker import FAMILY, RANDOM, VAE_TENSORS, WEIGHTS, tell_encoded
+from sdbench.data.mixture import keep_sizes
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
@@ -363,6 +364,7 @@ class Precompute(Task):
             if self._ranks.rank != 0:
                 return {}
             totals = self._totals = output.finish()
+            keep_sizes(self._config.out, totals.sizes, data_format=self._config.out_format)
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
