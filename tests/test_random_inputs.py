@@ -189,12 +189,10 @@ def flags_of_commands(inputs: Inputs) -> Iterator[Case]:
     by_gpu, scaling = (
         str(quoted / f"aws_{name}.csv") for name in ("p4de_p5_single_node", "p5_scaling")
     )
-    of_a100 = [str(quoted / "mosaicml_diffusion_a100.csv"), "--recipe", "mosaicml"]
     right = {
         "fit": [scaling],
         "predict": [scaling, "--num_gpus", "8,16,...,512"],
-        "cost": of_a100,
-        "plan": [*of_a100, "--micro_batch", "16", "--max_days", "12"],
+        "cost": [str(quoted / "mosaicml_diffusion_a100.csv"), "--recipe", "mosaicml"],
     }
     while True:
         for name, argv in right.items():

@@ -20,7 +20,7 @@ QUICK = (
     *("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "1"),
     *("--warmup_batches", "0", "--measure_batches", "2", "--profile_batches", "0"),
 )
-RECIPE = ("--recipe", "mosaicml-all-512", "--max_days", "10")
+RECIPE = ("--recipe", "mosaicml-all-512")
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_prose_is_no_wider_than_the_terminal(in_terminal, repository, tmp_path):
     table = results / "quoted" / "aws_p5_scaling.csv"
     for argv, end in (
         (("sdbench", "rerun", record, "--dry_run"), "\nenv "),
-        (("sdbench", "scaling", "plan", table, *RECIPE), "\n\n"),
+        (("sdbench", "scaling", "cost", table, *RECIPE), "\n\n"),
         (("data", "--use_synth_data", "--image_size", 64, "--num_batches", 5), "\r"),
     ):
         prose, found, _ = in_terminal(*argv).partition(end)

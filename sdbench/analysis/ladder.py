@@ -117,7 +117,7 @@ class Configuration:
     @property
     def preset(self) -> str | None:
         """The preset of the runs, if none of its speed-ups was changed by a flag."""
-        return next((name for run in self.runs if (name := pure_preset(run)) is not None), None)
+        return next((name for run in self.runs if (name := _pure_preset(run)) is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,20 +145,20 @@ def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration
     """
     groups = group(
         (record for record in records if SEED.keys() <= record["config"].keys()),
-        key_of=lambda record: (as_key(_context_of(record)), as_key(added_to_seed(record))),
+        key_of=lambda record: (as_key(_context_of(record)), as_key(_added_to_seed(record))),
     )
     return [
-        Configuration(runs, _context_of(runs[0]), added_to_seed(runs[0]))
+        Configuration(runs, _context_of(runs[0]), _added_to_seed(runs[0]))
         for runs in groups.values()
     ]
 
 
-def added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
+def _added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
     """Speed-ups that differ from the preset seed and have an effect in this run."""
     return _changed_from(SEED, record) | _own_threads(record)
 
 
-def pure_preset(record: dict[str, Any]) -> str | None:
+def _pure_preset(record: dict[str, Any]) -> str | None:
     """The preset of a run, or None if the user changed one of its speed-ups."""
     has_own = _own_speedups(record) or _own_threads(record)
     return None if has_own else record["config"]["preset"]

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.analysis.loss_band import read_run
-from sdbench.analysis.report import NUMERICS, RUNS, ReportFlags, rebuild
+from sdbench.analysis.report import RUNS, ReportFlags, rebuild
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import (
     refused_unless_read,
@@ -29,7 +28,7 @@ from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.runs import read_record, use_each
-from sdbench.settings.kinds import PATH, SWITCH
+from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
@@ -39,7 +38,6 @@ PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
 EPILOG = """\
 examples:
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
-  python -m sdbench publish --numerics runs/sweep_loss_band/*/2*
   python -m sdbench publish            (rebuild what is made from the runs only)
 """
 
@@ -50,11 +48,6 @@ class PublishFlags(ReportFlags):
 
     runs: tuple[Path, ...] = setting(
         PATH, (), "folder of a run", is_positional=True, takes_several=True, spelling="[RUN ...]"
-    )
-    numerics: bool = setting(
-        SWITCH,
-        False,
-        "publish runs for the band of losses, which do not measure speed, to results/numerics",
     )
 
 
@@ -67,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Copy finished runs into results/runs and rebuild the tables made from them.",
         epilog=EPILOG,
     ).config
-    kind = NUMERICS if flags.numerics else RUNS
-    publish_one = functools.partial(publish, results=flags.folder, kind=kind)
+    publish_one = functools.partial(publish, results=flags.folder)
     if len(flags.runs) == 1:  # a fault in a single run is bad input
         published, refused = [publish_one(flags.runs[0])], []
     else:
@@ -86,11 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FAILED if refused or left_out else EXIT_OK
 
 
-def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
+def publish(run: Path, *, results: Path) -> tuple[Path, bool]:
     """Copy a run's record, log and table of steps, if it has one, into a folder of results.
 
-    Paths of this machine are replaced by the names of their flags. `kind` is the folder in
-    `results`: `RUNS` for measurements of speed, `NUMERICS` for runs of losses.
+    Paths of this machine are replaced by the names of their flags.
 
     Returns:
         The published folder, and whether it is new: it may hold this very run already.
@@ -103,8 +94,6 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
             allowed="the status ok",
             flag="RUN",
         )
-    if kind == NUMERICS:
-        read_run(record, run)
     tables = [STEPS_NAME] if kind_of(record) == BENCHMARK else []
     copied = [run / name for name in (RECORD_NAME, LOG_NAME, *tables)]
     allowed = f"a run with {', '.join(path.name for path in copied)}"
@@ -122,14 +111,14 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> tuple[Path, bool]:
             flag="RUN",
         )
     published = json.loads(texts[0])
-    target = results / kind / record["run_id"]
+    target = results / RUNS / record["run_id"]
     if target.exists():
         if read_json(target / RECORD_NAME) == published:
             return target, False
         raise ConfigError(
             "another record of this run is published already, and a published run is never edited",
             value=str(target),
-            allowed=f"a run that is not in {results / kind}, or is there as it is",
+            allowed=f"a run that is not in {results / RUNS}, or is there as it is",
             flag="RUN",
         )
     with refused_unless_written(results, flag="--folder"):

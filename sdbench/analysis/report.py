@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sdbench.analysis import feed_table, loss_band, result_page, throughput_plots, training_times
+from sdbench.analysis import feed_table, result_page, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
@@ -41,7 +41,7 @@ from sdbench.settings.setting import setting
 
 # Rows of the tables of a folder, by table.
 Figures = Mapping[str, Sequence[dict[str, Any]]]
-RUNS, NUMERICS = "runs", "numerics"
+RUNS = "runs"
 README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
@@ -99,7 +99,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     SPEED_UPS: (
         "Speed-ups",
         "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-        "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
+        "micro-batches and ranks cost or gain.",
         (),
     ),
     LIMITS: (
@@ -113,8 +113,8 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
 PLACES = {
     README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
     LADDER_PAGE: (
-        *("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", NOT_MEASURED),
-        MEASURED,
+        *("ladder", "engines", "ema", "micro-batches", "ranks"),
+        *(NOT_MEASURED, MEASURED),
     ),
     LIMITS_PAGE: (LIMITS,),
 }
@@ -248,11 +248,10 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     records, left_out = use_each(files, _load_record)
     quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
     modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
-    losses, bad_losses = load_losses(results)
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
     ended_well = _ended_well(records)
-    ladder = _make_ladder(ended_well, losses)
+    ladder = _make_ladder(ended_well)
     sections, bad_steps = _make_sections(
         records,
         folders,
@@ -262,7 +261,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         modelled=modelled,
         profiles=profiles,
     )
-    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
+    left_out += [*bad_quoted, *bad_modelled, *bad_profiles, *bad_steps]
     figures = _figures_of(quoted, modelled)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
@@ -408,9 +407,7 @@ def _begin_readme() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _make_ladder(
-    ended_well: Sequence[dict[str, Any]], losses: Sequence[loss_band.LossRun] = ()
-) -> dict[str, list[Table]]:
+def _make_ladder(ended_well: Sequence[dict[str, Any]]) -> dict[str, list[Table]]:
     """Tables of the speed-ups, by the names of their places in ladder.md."""
     configurations = read_configurations(ended_well)
     pairs = make_pair_tables(configurations)
@@ -418,17 +415,7 @@ def _make_ladder(
         "ladder": make_ladder_tables(configurations),
         NOT_MEASURED: make_pending_tables(configurations),
         **{name: [table] if table.rows else [] for name, table in pairs.items()},
-        "loss-band": loss_band.make_tables(losses),
     }
-
-
-def load_losses(results: Path) -> tuple[list[loss_band.LossRun], list[Path]]:
-    """Load the runs whose losses are compared, and name those that cannot be read."""
-
-    def read(path: Path) -> loss_band.LossRun:
-        return loss_band.read_run(_load_record(path), path.parent)
-
-    return use_each(sorted(results.glob(f"{NUMERICS}/*/record.json")), read)
 
 
 def _load_record(path: Path) -> dict[str, Any]:

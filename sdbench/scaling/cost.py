@@ -54,8 +54,8 @@ def _parse_price(text: str) -> float | str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeFlags:
-    """What is trained, and what a GPU-hour costs."""
+class CostFlags(TableFlags):
+    """Flags of cost: what is trained, and what a GPU-hour costs."""
 
     recipe: str = setting(TEXT, REQUIRED, "name of a training in --recipes")
     recipes: Path | None = setting(
@@ -69,12 +69,6 @@ class RecipeFlags:
     prices: Path | None = setting(
         PATH, None, "YAML file of prices and powers (default: sdbench/scaling/prices.yaml)"
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostFlags(RecipeFlags, TableFlags):
-    """Flags of cost."""
-
     out: Path | None = setting(PATH, None, points.OUT_HELP)
 
 
@@ -87,11 +81,11 @@ class Tariff(NamedTuple):
 
 def run(arguments: CostFlags) -> None:
     """Print time, cost and energy of a recipe, and write them to the file of --out."""
-    recipe = load_recipe(arguments)
+    recipe = _load_recipe(arguments)
     rows = points.read_rows(arguments)
     points.check_one_kind(rows)
     gpu = points.first_known(rows, "gpu")
-    price, power = load_price(gpu, arguments), load_power(gpu, arguments)
+    price, power = _load_price(gpu, arguments), _load_power(gpu, arguments)
     rates, left_out = _find_rates(rows, {stage["image_size"] for stage in recipe["stages"]})
     common = {
         "source": f"recipe {recipe['name']} at {points.describe_sources(rows)}",
@@ -101,15 +95,18 @@ def run(arguments: CostFlags) -> None:
         "latents": points.first_known(rows, "latents"),
     }
     found = [
-        {**common, **estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power)}
+        {
+            **common,
+            **_estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power),
+        }
         for num_gpus in sorted(rates)
     ]
-    lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
+    lines = [*_describe_recipe(recipe), *_describe_tariffs(gpu, price, power), *left_out]
     points.show(lines, tabulate(COST, found))
     points.write_rows(arguments.out, found)
 
 
-def estimate(
+def _estimate(
     recipe: Row,
     rates: Mapping[int, Amount],
     *,
@@ -136,7 +133,7 @@ def estimate(
     }
 
 
-def describe_recipe(recipe: Row) -> list[str]:
+def _describe_recipe(recipe: Row) -> list[str]:
     """Lines on a recipe, its stages and its source."""
     stages = ", then ".join(
         f"{stage['num_images']:,} images at {stage['image_size']} px" for stage in recipe["stages"]
@@ -144,7 +141,7 @@ def describe_recipe(recipe: Row) -> list[str]:
     return [f"recipe {recipe['name']}: {recipe['about']}", f"  {stages} ({recipe['source']})"]
 
 
-def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None) -> list[str]:
+def _describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None) -> list[str]:
     """Lines on price and power with their sources, or on the rows to add for them."""
     name = gpu or "a GPU that is not named"
     lines = []
@@ -162,7 +159,7 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
     return lines
 
 
-def load_recipe(arguments: RecipeFlags) -> Row:
+def _load_recipe(arguments: CostFlags) -> Row:
     """Read the recipe with this name, which may be an unambiguous beginning."""
     recipes = _read_file(arguments.recipes, like=RECIPES_FILE, flag="--recipes")
     name = find_name(
@@ -171,7 +168,7 @@ def load_recipe(arguments: RecipeFlags) -> Row:
     return {"name": name, **recipes[name]}
 
 
-def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
+def _load_price(gpu: str | None, arguments: CostFlags) -> Tariff | None:
     """The price of a GPU-hour: --price, or the first row for this GPU; None without a row."""
     chosen = arguments.price
     if isinstance(chosen, float):
@@ -184,7 +181,7 @@ def load_price(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
     return Tariff(float(by_name[name]["value"]), _source_of(by_name[name]))
 
 
-def load_power(gpu: str | None, arguments: RecipeFlags) -> Tariff | None:
+def _load_power(gpu: str | None, arguments: CostFlags) -> Tariff | None:
     """Read the maximum power of a GPU board, in watts; None without a row for this GPU."""
     return _first_for(gpu, _read_rows(arguments.prices, "power"))
 

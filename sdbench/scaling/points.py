@@ -47,7 +47,7 @@ MAX_COUNTS = 1000
 OUT_HELP = "write the rows, of the kind modelled, as CSV"
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
+def _parse_counts(text: str) -> tuple[int, ...]:
     """Parse ``8,16,32``, or ``8,16,...,512``, which continues by a factor of 2 or a difference."""
     start, is_continued, end = text.partition(",...,")
     counts = [int(number) for number in start.split(",")]
@@ -68,7 +68,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 COUNTS = Kind(
     f"whole numbers above 0, e.g. 8,16,64 or 8,16,...,512; at most {MAX_COUNTS} of them, up to "
     f"{MAX_COUNT:,}",
-    parse_counts,
+    _parse_counts,
     "TEXT",
 )
 
@@ -270,7 +270,7 @@ def swap_ends(amount: Amount) -> Amount:
     return amount[[0, 2, 1]]
 
 
-def in_words(amount: Amount, *, unknown: str) -> str:
+def _in_words(amount: Amount, *, unknown: str) -> str:
     """The interval of an amount in words; one end that is not finite is 0 or unbounded."""
     _, low, high = amount
     if math.isnan(low) and math.isnan(high):
@@ -292,7 +292,7 @@ def whole_field(heading: str, name: str) -> Field:
 
 def range_field(heading: str, name: str, *, unknown: str = "") -> Field:
     """The column of the intervals of an amount."""
-    return Field(heading, lambda row: in_words(row[name], unknown=unknown))
+    return Field(heading, lambda row: _in_words(row[name], unknown=unknown))
 
 
 def show(lines: Iterable[str], *tables: Table) -> None:

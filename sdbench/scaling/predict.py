@@ -116,7 +116,7 @@ def run_fit(arguments: FitFlags) -> None:
 def run_predict(arguments: PredictFlags) -> None:
     """Print the predictions for other GPU counts, and write them to the file of --out."""
     rows = points.read_rows(arguments)
-    law = fit_to_predict(rows, arguments)
+    law = _fit_to_predict(rows, arguments)
     global_batch = _global_batch(rows, arguments)
     # The first is only compared with: of the numbers asked for, it would always be 100 % efficient.
     fewest = min(*arguments.num_gpus, *(point.setup.num_gpus for point in law.points))
@@ -148,7 +148,7 @@ def run_predict(arguments: PredictFlags) -> None:
     points.write_rows(arguments.out, found)
 
 
-def fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
+def _fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
     """Fit the law, and refuse one that its own figures do not follow."""
     law = _fit(rows, arguments)
     if law.mean_error > MAX_MEAN_ERROR:

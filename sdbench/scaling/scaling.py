@@ -1,11 +1,11 @@
-"""The commands `python -m sdbench scaling fit | predict | cost | plan`."""
+"""The commands `python -m sdbench scaling fit | predict | cost`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sdbench.base.errors import EXIT_OK
-from sdbench.scaling import cost, plan, predict
+from sdbench.scaling import cost, predict
 from sdbench.settings import request
 
 PROG = "python -m sdbench scaling"
@@ -15,7 +15,6 @@ examples:
   python -m sdbench scaling fit results/quoted/aws_p5_scaling.csv
   python -m sdbench scaling predict results/quoted/aws_p5_scaling.csv --num_gpus 8,16,...,512
   python -m sdbench scaling cost results/quoted/mosaicml_diffusion_a100.csv --recipe mosaicml
-  python -m sdbench scaling plan --help
 """
 
 
@@ -41,13 +40,6 @@ COMMANDS = {
         "days, GPU-hours, cost and energy of a training",
         cost.__doc__,
         cost.EPILOG,
-    ),
-    "plan": (
-        plan.PlanFlags,
-        plan.run,
-        "the number of GPUs and the micro-batch for a deadline or a budget",
-        plan.__doc__,
-        plan.EPILOG,
     ),
 }
 

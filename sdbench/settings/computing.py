@@ -95,7 +95,7 @@ class ComputingSpeedups:
         rungs=(
             Rung("amp_bf16", f"{MILABENCH}, diffusion-single", BF16),
             Rung("tf32", "torch", devices=(GPU,)),
-            Rung("fp32", "the reference of the loss band", devices=(GPU,)),
+            Rung("fp32", "torch's default", devices=(GPU,)),
             Rung(
                 "bf16",
                 f"{MLPERF}: half-precision weights, Adam with fp32 copies",

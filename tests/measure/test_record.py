@@ -148,7 +148,7 @@ def test_name_and_precisions_follow_from_the_device(machine, slug, precisions):
 
 
 def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
-    record = json.loads(min(RESULTS.glob("numerics/*/record.json")).read_text())
+    record = json.loads(min(RESULTS.glob("runs/*-seed/record.json")).read_text())
     younger = {
         name: one.before for name, one in SETTINGS.items() if one.before is not NO_OLDER_RECORD
     }

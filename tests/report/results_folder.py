@@ -78,7 +78,7 @@ def make_recipe(
         name: (value.gpu if on_gpu else value.cpu) if isinstance(value, PerDevice) else value
         for name, value in PRESETS[preset].items()
     }
-    defaults = {"preset": preset, "num_threads": 2, "weights_seed": 17, "use_ema": False}
+    defaults = {"preset": preset, "num_threads": 2, "use_ema": False}
     record["config"].update({**values, **defaults, **settings})
     record["origin"].update(dict.fromkeys(values, "preset"), num_threads="default")
     record["origin"].update(dict.fromkeys(settings, "flag"))

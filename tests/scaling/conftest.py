@@ -37,9 +37,3 @@ def write_table(tmp_path):
         return path
 
     return write
-
-
-def recipe(name: str, *stages: tuple[int, int]) -> str:
-    """The YAML of a recipe of stages, each a resolution and a number of images."""
-    listed = ", ".join(f"{{image_size: {size}, num_images: {number}}}" for size, number in stages)
-    return f"{name}: {{about: a test, source: here, global_batch: 64, stages: [{listed}]}}\n"

@@ -6,7 +6,6 @@ import pytest
 
 from sdbench.report.figures import read_figures
 from tests.refusals import refusal_of
-from tests.scaling.conftest import recipe
 
 PRICES = """\
 prices:
@@ -15,6 +14,14 @@ prices:
 power:
   - {gpus: [X100], value: 500, unit: W, per: GPU board, source: c, date: 2026-11-21}
 """
+
+
+def recipe(name: str, *stages: tuple[int, int]) -> str:
+    """The YAML of a recipe of stages, each a resolution and a number of images."""
+    listed = ", ".join(f"{{image_size: {size}, num_images: {number}}}" for size, number in stages)
+    return f"{name}: {{about: a test, source: here, stages: [{listed}]}}\n"
+
+
 RECIPES = recipe("small", (64, 864_000)) + recipe("two", (64, 864_000), (128, 864_000))
 
 
@@ -122,7 +129,7 @@ def test_what_cannot_be_worked_out_is_refused(write_table, rows, flags, flag, va
 
 
 PRICE = "prices: [{name: a, gpus: [X], value: %s, unit: %s, per: GPU-hour, source: b, date: c}]"
-RECIPE = "seed: {about: a, source: b, global_batch: 64%s}"
+RECIPE = "seed: {about: a, source: b%s}"
 
 
 @pytest.mark.parametrize(
