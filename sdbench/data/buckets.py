@@ -11,15 +11,16 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER, read_shares
 from sdbench.settings.kinds import read_shapes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The step of SDXL's own shapes, and of mosaicml/diffusion's.
 STEP_PX = 64
@@ -82,6 +83,8 @@ class Buckets:
 
 def _choose(distances: np.ndarray, num_pixels: np.ndarray, *, allowed: np.ndarray) -> np.ndarray:
     """Return for each row the allowed shape of the smallest distance, the largest of those."""
+    import numpy as np
+
     # Distances that differ by rounding are equal; else one of two mirrored shapes wins by chance.
     rounded = np.where(allowed, distances.round(9), np.inf)
     is_best = rounded == rounded.min(1, keepdims=True)
@@ -190,6 +193,8 @@ class Mixture:
     @functools.cached_property
     def counts(self) -> list[int]:
         """Samples in each bucket."""
+        import numpy as np
+
         used = self.bucket_of[self.bucket_of >= 0]
         return np.bincount(used, minlength=len(self.shapes)).tolist()
 
@@ -256,6 +261,8 @@ class Mixture:
 
 def fill_buckets(shapes: Sequence[Shape], bucket_of: np.ndarray, **facts: Any) -> Mixture:
     """Make a mixture of those shapes that have samples."""
+    import numpy as np
+
     used = np.unique(bucket_of[bucket_of >= 0])
     numbers = np.full(len(shapes), -1)
     numbers[used] = np.arange(len(used))
