@@ -28,8 +28,14 @@ STEP_PX = 64
 MIN_STEPS = 4
 # A picture of which more than this share would be cut off is not used.
 MAX_CUT_OFF = 0.5
-# In place of a bucket's number: left out because it is small; of proportions that none serves.
-TOO_SMALL, UNSERVED = -1, -2
+# In place of a bucket's number: why a sample is not used.
+TOO_SMALL, UNSERVED, UNREADABLE = -1, -2, -3
+REASONS = {
+    TOO_SMALL: "smaller than its shape",
+    UNSERVED: "of proportions that no bucket serves",
+    UNREADABLE: "not readable",
+}
+ROWS_AT_ONCE = 2**16
 
 
 class Budget(NamedTuple):
@@ -57,28 +63,43 @@ class Buckets:
         `sizes` are widths and heights in pixels, (N, 2). With several budgets, `seed` decides which
         pictures go to which.
         """
+        import numpy as np  # --help does without
+
         bounds = np.cumsum([budget.share for budget in self.budgets])[:-1]
         chances = np.random.default_rng([seed, len(self.budgets)]).random(len(sizes))
         budget_of = np.searchsorted(bounds, chances, side="right")
+        # A row takes several hundred bytes meanwhile.
+        parts = [
+            self._assign(
+                sizes[first : first + ROWS_AT_ONCE], budget_of[first : first + ROWS_AT_ONCE]
+            )
+            for first in range(0, len(sizes), ROWS_AT_ONCE)
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int16), *parts])
+
+    def _assign(self, sizes: np.ndarray, budget_of: np.ndarray) -> np.ndarray:
+        import numpy as np
+
         shapes = np.array(self.shapes)
         num_pixels = shapes.prod(1)
         # (N, shapes): distance of the proportions, and whether the picture covers the shape.
         ratios = np.log(shapes[:, 0] / shapes[:, 1])
         distances = abs(np.log(sizes[:, :1] / sizes[:, 1:]) - ratios)
+        is_near = distances <= -math.log(1 - MAX_CUT_OFF)
         covers = (sizes[:, None] >= shapes).all(2)
         is_of_budget = np.array(
             [[shape in budget.shapes for shape in self.shapes] for budget in self.budgets]
         )[budget_of]
         nearest = _choose(distances, num_pixels, allowed=is_of_budget)
         rows = np.arange(len(sizes))
+        is_far = ~is_near[rows, nearest]
         if self.small_pictures != ENLARGE:
-            is_small = ~covers[rows, nearest]
-            smaller = covers & (num_pixels < num_pixels[nearest][:, None])
+            is_small = ~covers[rows, nearest] & ~is_far
+            smaller = covers & is_near & (num_pixels < num_pixels[nearest][:, None])
             has_smaller = smaller.any(1) & (self.small_pictures == SMALLER)
             found = _choose(distances, num_pixels, allowed=smaller)
             nearest = np.where(is_small, np.where(has_smaller, found, TOO_SMALL), nearest)
-        is_far = distances[rows, nearest] > -math.log(1 - MAX_CUT_OFF)
-        return np.where((nearest >= 0) & is_far, UNSERVED, nearest).astype(np.int16)
+        return np.where(is_far, UNSERVED, nearest).astype(np.int16)
 
 
 def _choose(distances: np.ndarray, num_pixels: np.ndarray, *, allowed: np.ndarray) -> np.ndarray:
@@ -127,8 +148,14 @@ def _list_shapes(settings: Any, image_size: int, multiple: int) -> tuple[Shape, 
     """
     step = settings.bucket_step
     if step is None:
-        fits = STEP_PX % multiple == 0 and image_size >= MIN_STEPS * STEP_PX
-        step = STEP_PX if fits else multiple
+        # The largest in which there is the square itself.
+        steps = (STEP_PX, STEP_PX // 2, STEP_PX // 4)
+        fitting = [
+            one
+            for one in steps
+            if one % multiple == 0 and image_size % one == 0 and image_size >= MIN_STEPS * one
+        ]
+        step = fitting[0] if fitting else multiple
     elif step % multiple:
         raise ConfigError(
             "the step of the buckets does not suit the model",
@@ -173,22 +200,20 @@ class Mixture:
 
     Attributes:
         shapes: Of the filled buckets.
-        bucket_of: Their number by sample; below 0 for one that is not used.
+        bucket_of: Their number by sample; for one that is not used a key of `REASONS`.
         sizes: Width and height of each picture in pixels, (N, 2); of encoded samples their shapes.
         num_enlarged: Pictures that are smaller than their shape.
-        left_out: Numbers of samples that are not used, with the reason.
     """
 
     shapes: tuple[Shape, ...]
     bucket_of: np.ndarray
     sizes: np.ndarray
     num_enlarged: int = 0
-    left_out: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_left_out(self) -> int:
         """Samples that are not used."""
-        return sum(number for _, number in self.left_out)
+        return int((self.bucket_of < 0).sum())
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -222,7 +247,9 @@ class Mixture:
         counts = dict(zip(self.shapes, self.counts, strict=True))
         if len(counts) == 1:
             (shape,) = counts
-            told = f"All pictures have the shape {shape}: buckets change nothing, and cost nothing."
+            told = f"All pictures have the shape {shape}"
+            is_square = shape.width == shape.height
+            told += ": buckets change nothing, and cost nothing." if is_square else "."
         else:
             listed = ", ".join(
                 f"{shape} {share:.1%}" for shape, share in zip(counts, self.shares, strict=True)
@@ -232,12 +259,13 @@ class Mixture:
         if small:
             told += (
                 f" Fewer than a batch of {batch_size} have {', '.join(small)}: their batches are "
-                "filled over several epochs."
+                "filled over several epochs, so their first steps come late."
             )
         if self.num_enlarged:
             told += f" {counted(self.num_enlarged, 'picture is', 'pictures are')} enlarged."
-        for reason, number in self.left_out:
-            told += f" {number} of {len(self.bucket_of)} are left out: they {reason}."
+        for number, reason in REASONS.items():
+            if count := int((self.bucket_of == number).sum()):
+                told += f" Left out, as each is {reason}: {count} of {len(self.bucket_of)}."
         return told
 
     def for_record(self) -> dict[str, Any]:
@@ -259,12 +287,18 @@ class Mixture:
         return sum(num_epochs * count // batch_size for count in self.counts)
 
 
-def fill_buckets(shapes: Sequence[Shape], bucket_of: np.ndarray, **facts: Any) -> Mixture:
+def fill_buckets(shapes: Sequence[Shape], bucket_of: np.ndarray, *, sizes: np.ndarray) -> Mixture:
     """Make a mixture of those shapes that have samples."""
     import numpy as np
 
-    used = np.unique(bucket_of[bucket_of >= 0])
-    numbers = np.full(len(shapes), -1)
-    numbers[used] = np.arange(len(used))
-    renumbered = np.where(bucket_of >= 0, numbers[bucket_of], bucket_of).astype(np.int16)
-    return Mixture(tuple(shapes[number] for number in used), renumbered, **facts)
+    is_used = bucket_of >= 0
+    used, numbers = np.unique(bucket_of[is_used], return_inverse=True)
+    renumbered = bucket_of.astype(np.int16)
+    renumbered[is_used] = numbers
+    wanted = np.array(shapes)[bucket_of[is_used]]
+    return Mixture(
+        tuple(shapes[number] for number in used),
+        renumbered,
+        sizes=sizes,
+        num_enlarged=int((sizes[is_used] < wanted).any(1).sum()),
+    )

@@ -13,18 +13,23 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
+from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
-from sdbench.data.buckets import TOO_SMALL, UNSERVED, Mixture, fill_buckets
+from sdbench.data.buckets import REASONS, UNREADABLE, UNSERVED, Mixture, fill_buckets
 from sdbench.data.empty_caption import load_beside
+from sdbench.data.formats.checks import tell_once
 from sdbench.data.identity import identify_data, places_of
+from sdbench.data.latent_columns import check_array
+from sdbench.data.remote import is_url
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 
@@ -34,7 +39,9 @@ SIZES_NAME = ".picture_sizes.npz"
 MAX_SIZES_BYTES = 2**30
 # Changes whenever the content of a file of sizes does.
 SIZES_VERSION = 1
-UNREADABLE = -3
+IDENTITIES = ("names_and_sizes", "names")
+# Samples that are left out and printed.
+NUM_BAD_NAMED = 5
 
 
 def mix(samples: Samples, config: SourceConfig) -> Mixture:
@@ -55,75 +62,69 @@ def mix(samples: Samples, config: SourceConfig) -> Mixture:
         bucket_of = config.shapes.assign(np.maximum(sizes, 1), seed=config.seed)
     bucket_of[~is_readable] = UNREADABLE
     _check_bad(samples, sizes, bucket_of, config=config)
-    wanted = np.array(shapes)[bucket_of]
-    num_enlarged = int(((sizes < wanted).any(1) & (bucket_of >= 0)).sum())
-    reasons = {
-        "cannot be read": UNREADABLE,
-        "are smaller than their shape": TOO_SMALL,
-        "are of proportions that no bucket serves": UNSERVED,
-    }
-    num_of = {reason: int((bucket_of == number).sum()) for reason, number in reasons.items()}
-    return fill_buckets(
-        shapes,
-        bucket_of,
-        sizes=sizes,
-        num_enlarged=num_enlarged,
-        left_out=tuple((reason, num) for reason, num in num_of.items() if num),
-    )
+    return fill_buckets(shapes, bucket_of, sizes=sizes)
 
 
 def _check_bad(
     samples: Samples, sizes: np.ndarray, bucket_of: np.ndarray, *, config: SourceConfig
 ) -> None:
-    bad = np.flatnonzero((bucket_of == UNREADABLE) | (bucket_of == UNSERVED))
+    """Refuse bad samples if they are not skipped, or are too many; else name the first ones."""
+    bad = np.flatnonzero((bucket_of == UNREADABLE) | (bucket_of == UNSERVED)).tolist()
     limit = config.max_bad_fraction if config.on_bad_sample == "skip" else 0.0
     if len(bad) <= limit * len(sizes) and (bucket_of >= 0).any():
+        for index in bad[:NUM_BAD_NAMED] if config.rank == 0 else ():
+            reason = REASONS[int(bucket_of[index])]
+            tell_once(f"Left out: {samples.name(index)}, {reason}.")
         return
-    if not len(bad):
+    if not bad:
+        widest, highest = sizes.max(0)
         raise ConfigError(
             "all pictures are smaller than the shapes of the buckets",
-            value=f"{sizes.max(0)[0]} x {sizes.max(0)[1]} px at most",
+            value=f"{widest} x {highest} px at most",
             allowed="smaller shapes, or --small_pictures enlarge",
             flag="--buckets, --image_size or --small_pictures",
         )
-    first = int(bad[0])
+    first, flag = bad[0], "--on_bad_sample or --max_bad_fraction"
+    what, value = str(_why_unreadable(samples, first, config)).rstrip("."), samples.name(first)
+    allowed = "samples that can be read"
     if bucket_of[first] == UNSERVED:
         what = f"no bucket serves {samples.name(first)}: half of it or more would be cut off"
         value = f"{sizes[first][0]} x {sizes[first][1]} px"
-    else:
-        what, value = str(_why_unreadable(samples, first, config)).rstrip("."), samples.name(first)
+        allowed, flag = "shapes of other proportions", f"--max_aspect_ratio, --buckets, {flag}"
     raise ConfigError(
         f"{what} ({counted(len(bad), 'such sample')} of {len(sizes)})",
         value=value,
-        allowed=f"shapes of other proportions, or other pictures; {SKIP_ADVICE}",
-        flag="--max_aspect_ratio, --buckets, --on_bad_sample or --max_bad_fraction",
+        allowed=f"{allowed}; {SKIP_ADVICE}",
+        flag=flag,
     )
 
 
 def _why_unreadable(samples: Samples, index: int, config: SourceConfig) -> Exception:
     try:
-        measure(samples, index, read_avif=config.read_avif)
+        measure(samples, index, config)
     except BadSampleError as error:
         return error
     return BadSampleError(f"{samples.name(index)}: it could not be read when it was measured.")
 
 
-def measure(samples: Samples, index: int, *, read_avif: bool) -> tuple[int, int]:
+def measure(samples: Samples, index: int, config: SourceConfig) -> tuple[int, int]:
     """Return the width and height in pixels of a sample's picture, without decoding it.
 
     Raises:
-        BadSampleError: It has no picture, or one that cannot be read.
+        BadSampleError: It has no picture, or one that cannot be read, or no latents of the model.
     """
     from sdbench.data.pipeline.transforms import read_size
 
     sample = samples.read(index)
     if not isinstance(sample, ImageSample):
-        height, width = next(iter(sample.arrays.values())).shape[-2:]
+        name, shape = next(iter(samples.sample_type.array_shapes(config).items()))
+        check_array(f"{sample.name}, {name}", sample.arrays[name], shape=shape)
+        height, width = sample.arrays[name].shape[-2:]
         return width * VAE_FACTOR, height * VAE_FACTOR
     if not sample.image:
         raise BadSampleError(f"{sample.name}: no image.")
     try:
-        return read_size(sample.image, read_avif=read_avif)
+        return read_size(sample.image, read_avif=config.read_avif)
     except (OSError, ValueError) as error:
         raise undecodable(sample.name, error) from error
 
@@ -138,7 +139,8 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
         return sizes
     facts = {
         "version": SIZES_VERSION,
-        "data": identity,
+        # At a URL only names are known: the addresses are told apart as well.
+        "data": [identity, data.list_files(config) if is_url(places_of(config)[0]) else None],
         "num_samples": len(samples),
         "read": [samples.sample_type.value, dict(samples.columns), config.read_avif],
         "filters": dict(config.filters or {}),
@@ -151,10 +153,11 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
             return np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError):  # not made yet, or cut
             sizes = _measure_all(samples, config)
-        content = io.BytesIO()
-        np.save(content, sizes)
-        with new_file(path) as new:
-            new.write_bytes(content.getvalue())
+        if sizes.all():  # a disk may have failed: others are read again by the next run
+            content = io.BytesIO()
+            np.save(content, sizes)
+            with new_file(path) as new:
+                new.write_bytes(content.getvalue())
     return sizes
 
 
@@ -169,8 +172,8 @@ def keep_sizes(folder: str, sizes: Sequence[Sequence[int]], *, data_format: str)
             device_batch_size=1,
             seed=0,
         )
-        identity = identify_data([config])["names_and_sizes"]
-        np.savez(content, sizes=np.array(sizes, dtype=np.int32), data=identity)
+        identity = {name: identify_data([config])[name] for name in IDENTITIES}
+        np.savez(content, sizes=np.array(sizes, dtype=np.int32), **identity)
         with new_file(Path(folder, SIZES_NAME), is_private=False) as new:
             new.write_bytes(content.getvalue())
 
@@ -181,17 +184,19 @@ def _read_kept(config: SourceConfig, identity: Mapping[str, Any]) -> np.ndarray 
     try:
         content = load_beside(place, SIZES_NAME, max_bytes=MAX_SIZES_BYTES)
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            is_same = str(file["data"]) == identity["names_and_sizes"]
+            # At a URL the sizes of files are not known.
+            name = IDENTITIES[identity["num_bytes"] is None]
+            is_same = str(file[name]) == identity[name]
             return file["sizes"].astype(np.int32).reshape(-1, 2) if is_same else None
-    except Exception:  # there is none, or it is damaged: the pictures are measured
-        return None
+    except (OSError, RunError, ValueError, KeyError, EOFError, BadZipFile):
+        return None  # there is none, or it is damaged: the pictures are measured
 
 
 def _measure_all(samples: Samples, config: SourceConfig) -> np.ndarray:
     def sizes() -> Iterator[tuple[int, int]]:
         for index in range(len(samples)):
             try:
-                yield measure(samples, index, read_avif=config.read_avif)
+                yield measure(samples, index, config)
             except BadSampleError:
                 yield 0, 0
 
@@ -202,7 +207,9 @@ def _measure_all(samples: Samples, config: SourceConfig) -> np.ndarray:
 def check_noted(name: str, size: tuple[int, int], noted: np.ndarray) -> None:
     """Raise a RunError unless a decoded picture, named, has the size that was read before."""
     if size != tuple(noted.tolist()):
+        places = f"{SIZES_NAME} beside the samples, and in {private_folder(SIZES_FOLDER)}"
         raise RunError(
             f"{name} has {size[0]} x {size[1]} pixels, and had {noted[0]} x {noted[1]} when the "
-            "data set was measured: it was changed during the run, or its header is wrong."
+            "data set was measured: it was changed since, or its header is wrong. Sizes are kept "
+            f"in {places}; without them the data set is measured again."
         )

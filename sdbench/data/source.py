@@ -7,7 +7,7 @@ from typing import Any
 
 from sdbench.base.conditions import STABLE_DIFFUSION_2, ModelInputs
 from sdbench.base.shape import Shape
-from sdbench.data.buckets import Buckets
+from sdbench.data.buckets import Buckets, Mixture
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
 
@@ -34,6 +34,7 @@ class SourceConfig(DataSettings):
     num_workers: int = 0  # loader processes of this rank; 0 loads in the training process
     image_size: int  # side of the square images in pixels, or of one with as many as a bucket has
     shapes: Buckets | None = None  # of pictures, where `buckets` asks for several
+    mixture: Mixture | None = None  # the bucket of each sample; None: not known yet
     device_batch_size: int  # images per batch of one rank
     seed: int  # of order, crops, flips and dropped captions, and of synthetic samples
     rank: int = 0  # of this process, among all ranks

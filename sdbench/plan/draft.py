@@ -85,14 +85,14 @@ class Draft:
         if architecture is not None:
             multiple = architecture.family.size_multiple(architecture)
         if size is not None:
-            if self.request.is_users("image_size"):
+            size = max(size // multiple, 1) * multiple
+            if self.request.is_users("image_size") and self.config.image_size != size:
                 raise ConfigError(
                     "--buckets tells the sizes of the pictures",
                     value=self.config.image_size,
                     allowed="no --image_size, or --buckets auto",
                     flag="--image_size or --buckets",
                 )
-            size = max(size // multiple, 1) * multiple
             self.choose("image_size", size, "the largest shape of --buckets")
         self.choose_if_open("image_size", *default_size)
         if architecture is not None:

@@ -204,6 +204,7 @@ def _mix(plan: Plan) -> None:
     """Put the samples into buckets, and note how many each has."""
     with _as_bad_input(plan.source):
         mixture = plan.mixture = data.open_mixture(plan.source)
+    plan.source = dataclasses.replace(plan.source, mixture=mixture)
     plan.notes.append(mixture.describe(plan.config.batch_size))
     if plan.source.wants_latents:
         for shape in mixture.shapes:

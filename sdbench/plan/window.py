@@ -82,7 +82,15 @@ def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> i
             flag="--max_duration",
         )
     if draft.mixture is not None:
-        return draft.mixture.num_batches(number, batch_size=draft.config.batch_size)
+        num_steps = draft.mixture.num_batches(number, batch_size=draft.config.batch_size)
+        if num_steps:
+            return num_steps
+        raise ConfigError(
+            "no shape has enough pictures for a batch in so few epochs",
+            value=duration,
+            allowed="more epochs, or a smaller --batch_size",
+            flag="--max_duration",
+        )
     return number * (num_samples // draft.config.batch_size)
 
 

@@ -6,14 +6,17 @@ import dataclasses
 from typing import Any
 
 from sdbench.settings.kinds import FRACTION, POSITIVE, SHAPES, Kind, number, one_of
-from sdbench.settings.setting import Beside, setting
+from sdbench.settings.setting import AllBut, Beside, Rule, setting
 
 AUTO = "auto"
 ENLARGE, SMALLER, LEAVE_OUT = "enlarge", "smaller_bucket", "leave_out"
-WITH_BUCKETS = (Beside(("buckets",)),)
+# Encoded samples keep the shapes that they were encoded in.
+WITH_BUCKETS = (Beside(("buckets",)), Beside(("latents",), "online"))
 
 
 def _parse_buckets(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
     if value == AUTO:
         return value
     if "=" not in str(value):
@@ -37,6 +40,17 @@ BUCKETS = Kind(
 )
 
 
+def _of_no_list(default: Any) -> Rule:
+    return Rule(
+        AllBut([default]),
+        lambda s: "x" not in (s.config.buckets or ""),
+        "a list of shapes is taken as it is",
+        allowed="no such setting, or --buckets auto or with sizes",
+        others=("buckets",),
+        is_about_effect=True,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSettings:
     """Which shapes there are, and what is done with small pictures."""
@@ -53,6 +67,14 @@ class BucketSettings:
         "each with its shapes",
         bare=AUTO,
         identifies=True,
+        rules=(
+            Rule(
+                AllBut([None, AUTO]),
+                lambda s: getattr(s.config, "latents", "online") == "online",
+                "encoded samples have the shapes that they were encoded in",
+                allowed=AUTO,
+            ),
+        ),
         demands={
             "streams": ((None,), "buckets are made of one data set"),
             "remote_files": (("copy",), "buckets are made of files that are read by number"),
@@ -68,6 +90,7 @@ class BucketSettings:
         "sides of the shapes are multiples of it (default: 64, or what the model needs)",
         acts_beside=WITH_BUCKETS,
         identifies=True,
+        rules=(_of_no_list(None),),
     )
     max_aspect_ratio: float = setting(
         number("a number of at least 1", lambda value: 1 <= value < float("inf")),
@@ -75,6 +98,7 @@ class BucketSettings:
         "longest side of a shape over its shortest",
         acts_beside=WITH_BUCKETS,
         identifies=True,
+        rules=(_of_no_list(2.0),),
     )
     small_pictures: str = setting(
         one_of(ENLARGE, SMALLER, LEAVE_OUT),

@@ -28,7 +28,7 @@ from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
-from sdbench.settings.buckets import AUTO
+from sdbench.settings.buckets import AUTO, BucketSettings
 from sdbench.settings.data import ONLINE
 from sdbench.settings.feed import DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH, FeedSettings
 from sdbench.settings.ray import RAY
@@ -102,6 +102,7 @@ class Feed(Task):
         self._num_samples = data.check(self._source)
         if draft.shapes is not None:
             self._mixture = data.open_mixture(self._source)
+            self._source = dataclasses.replace(self._source, mixture=self._mixture)
 
     def printed_config(self) -> str | None:
         """The settings as a config file."""
@@ -213,8 +214,9 @@ class Feed(Task):
         words = [word for name in given for word in (f"--{name}", config[name])] or [
             "--use_synth_data"
         ]
-        if config["buckets"] is not None:
-            words += ["--buckets", config["buckets"]]
+        for one in dataclasses.fields(BucketSettings):
+            if config[one.name] != one.default:
+                words += [f"--{one.name}", str(config[one.name])]
         if config["buckets"] in (None, AUTO):
             words += ["--image_size", str(config["image_size"])]
         if config["engine"] == RAY:

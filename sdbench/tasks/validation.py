@@ -60,9 +60,16 @@ def held_out_batches(
     RunError if a sample is bad and may not be left out, or if a whole batch is bad.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
+    has_good = False
     for numbers in reader.split(range(num_samples)):
-        yield from _batches_of_shape(
+        for batch in _batches_of_shape(
             reader, numbers, batch_size=batch_size, ranks=ranks, check=check
+        ):
+            has_good = True
+            yield batch
+    if not has_good:
+        raise RunError(
+            f"All {num_samples} held-out samples are bad, the last: {reader.name(num_samples - 1)}"
         )
 
 
@@ -84,7 +91,11 @@ def _batches_of_shape(
         is_own = [place < num_samples for place in mine[first : first + batch_size]]
         good = reader.read_good([Key(0, number) for number in wanted])
         if not good.keys:
-            raise RunError(f"All {len(wanted)} held-out samples are bad: {good.report.bad[0]}")
+            # Ranks have equally many batches: a sample that counts elsewhere fills this one.
+            fillers = (reader.read_good([Key(0, number)]) for number in samples)
+            good = next((filler for filler in fillers if filler.keys), good)
+        if not good.keys:
+            return  # on all ranks: none of this shape is good
         found = {key.index: position for position, key in enumerate(good.keys)}
         # Another sample fills the place of a bad one, and of one that this rank lacks at the end.
         numbers = [

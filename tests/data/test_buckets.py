@@ -25,7 +25,7 @@ from sdbench.cli import main as sdbench
 from sdbench.data import mixture
 from sdbench.data.buckets import TOO_SMALL, UNSERVED, Buckets, make_buckets
 from sdbench.data.pipeline.order import keys_of_first_epoch
-from sdbench.data.samples import shape_of
+from sdbench.data.samples import BadSampleError, shape_of
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices
@@ -120,6 +120,8 @@ def test_the_shapes_of_a_size_have_at_most_its_pixels_and_the_longest_sides_that
     # In SDXL's own list, of which these have at most 2: 1.81 and 1.71 are as near.
     assert {"1024x1024", "1152x896", "1216x832", "1344x768"} <= set(shapes_of(1024, 32))
     assert shapes_of(32, 8) == ["32x32", "24x40", "40x24"]
+    # There is always a square: in steps of 64, 480 has none.
+    assert shapes_of(480, 32)[0] == "480x480"
     # A small size takes the steps of the model: in steps of 64 there would be the square alone.
     assert shapes_of(64, 16) == ["64x64", "48x80", "80x48"]
     assert shapes_of(buckets="64x32,32x64,64x32") == ["64x32", "32x64"]
@@ -203,9 +205,13 @@ def test_buckets_and_pixels_of_500_pictures_are_those_of_an_independent_reading(
     uprights = [ImageOps.exif_transpose(Image.open(path)) for path in paths]
     expected = [own_bucket(*upright.size, listed) for upright in uprights]
     assert 5 < expected.count(None) < 100 and len({*expected}) == len(listed) + 1
-    assert dict(reader.mixture.left_out) == {
-        "are of proportions that no bucket serves": expected.count(None)
-    }
+    assert (reader.mixture.bucket_of == UNSERVED).sum() == expected.count(None)
+    own_enlarged = sum(
+        upright.width < shape[0] or upright.height < shape[1]
+        for upright, shape in zip(uprights, expected, strict=True)
+        if shape is not None
+    )
+    assert reader.mixture.num_enlarged == own_enlarged > 50
     errors = []
     for of_shape in reader.split(range(500)):
         batch = reader.read_good(keys_of_first_epoch(of_shape))
@@ -238,13 +244,16 @@ def test_a_small_picture_is_enlarged_left_out_or_taken_in_a_smaller_bucket_as_ch
         return [names.get(n, str(made.shapes[n]) if n >= 0 else "") for n in found.tolist()]
 
     assert assigned() == ["32x32", "32x32", "32x32", "40x24", "40x24", "unserved"]
-    left_out = ["small", "32x32", "small", "small", "40x24", "small"]
+    left_out = ["small", "32x32", "small", "small", "40x24", "unserved"]
     assert assigned(small_pictures="leave_out") == left_out
     # With one size, no shape that (31, 31) covers has fewer pixels.
     assert assigned(small_pictures="smaller_bucket") == left_out
     listed = "32x32,16x16,40x24"
     smaller = assigned(buckets=listed, small_pictures="smaller_bucket")
-    assert smaller == ["16x16", "32x32", "16x16", "16x16", "40x24", "small"]
+    assert smaller == ["16x16", "32x32", "16x16", "16x16", "40x24", "unserved"]
+    # 8x24 is smaller than (31, 31), and of proportions that do not serve it.
+    far = assigned(buckets="32x32,8x24,40x24", small_pictures="smaller_bucket")
+    assert far == left_out
     # The seed decides which size a picture has: about half of many have each.
     made = buckets_of(buckets=both)
     found = made.assign(np.full((1000, 2), 64), seed=1)
@@ -395,6 +404,9 @@ def test_proportions_that_no_bucket_serves_are_bad_input_or_left_out_and_counted
     (folder / "012.png").write_bytes(b"no picture")
     with refused(flag):
         data.build(dataclasses.replace(skipping, max_bad_fraction=0.03))
+    for buckets, num_left_out in (("40x24,32x32", 2), ("32x32", 2)):
+        few = dataclasses.replace(skipping, buckets=buckets, shapes=buckets_of(buckets=buckets))
+        assert data.open_mixture(few).num_left_out == num_left_out
 
 
 def test_squares_alone_keep_their_batches_and_say_so(tmp_path):
@@ -425,6 +437,35 @@ def test_buckets_that_cannot_be_made_are_bad_input(changes, flag):
         buckets_of(**changes)
 
 
+def test_pictures_are_measured_once_and_unreadable_ones_again(tmp_path, monkeypatch):
+    datasets.write_folder(tmp_path / "pictures")
+    config = datasets.make_source(
+        "folder", tmp_path / "pictures", buckets="auto", shapes=buckets_of()
+    )
+    read, measure = [], mixture.measure
+
+    def count(samples, index: int, config: SourceConfig) -> tuple[int, int]:
+        read.append(index)
+        return measure(samples, index, config)
+
+    monkeypatch.setattr(mixture, "measure", count)
+    counts = [data.open_mixture(config).counts for _ in range(2)]
+    assert counts == [[NUM_SAMPLES]] * 2
+    assert read == list(range(NUM_SAMPLES))
+
+    def fails(*_) -> tuple[int, int]:
+        raise BadSampleError("the disk does not answer")
+
+    datasets.write_folder(tmp_path / "others")
+    skipping = dataclasses.replace(
+        config, remote=str(tmp_path / "others"), on_bad_sample="skip", max_bad_fraction=1.0
+    )
+    monkeypatch.setattr(mixture, "measure", lambda s, i, c: fails() if i == 7 else measure(s, i, c))
+    assert data.open_mixture(skipping).num_left_out == 1
+    monkeypatch.setattr(mixture, "measure", measure)
+    assert data.open_mixture(skipping).num_left_out == 0
+
+
 @pytest.mark.parametrize("out_format", ["mds", "webdataset", "parquet"])
 def test_a_converted_data_set_tells_its_sizes_until_its_files_change(
     out_format, make_config, tmp_path, monkeypatch
@@ -434,7 +475,7 @@ def test_a_converted_data_set_tells_its_sizes_until_its_files_change(
     config = datasets.make_source(out_format, out, buckets="auto", shapes=buckets_of())
     expected = data.open_mixture(make_config("folder"))
     with monkeypatch.context() as patch:
-        patch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("a picture is read"))
+        patch.setattr(mixture, "measure", lambda *_: pytest.fail("a picture is read"))
         assert data.open_mixture(config).bucket_of.tolist() == expected.bucket_of.tolist()
     # The sizes of another data set under the same name are not taken for its own.
     kept = (out / mixture.SIZES_NAME).read_bytes()
@@ -442,13 +483,13 @@ def test_a_converted_data_set_tells_its_sizes_until_its_files_change(
     flags = ["--folder", str(out), "--out_format", out_format, "--samples_per_shard", "7"]
     assert sdbench(["convert", make_config("parquet").remote, *flags]) == 0
     (out / mixture.SIZES_NAME).write_bytes(kept)
-    read = []
-    measure = mixture.measure
-    monkeypatch.setattr(
-        mixture,
-        "measure",
-        lambda samples, index, **how: read.append(index) or measure(samples, index, **how),
-    )
+    read, measure = [], mixture.measure
+
+    def count(samples, index: int, config: SourceConfig) -> tuple[int, int]:
+        read.append(index)
+        return measure(samples, index, config)
+
+    monkeypatch.setattr(mixture, "measure", count)
     assert data.open_mixture(config).counts == expected.counts
     assert read == list(range(NUM_SAMPLES))
 

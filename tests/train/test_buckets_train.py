@@ -12,6 +12,7 @@ import benchmark
 import data
 from sdbench.cli import main as sdbench
 from sdbench.tasks.encode import precompute
+from tests.data.datasets import read_mds
 from tests.refusals import printed_refusal
 from tests.runs import run_and_load
 from tests.train.written import exported, read_events, read_losses, trained
@@ -24,11 +25,11 @@ RECIPE = (*MODEL, "--batch_size", "2", "--precision", "fp32", "--encoder_dtype",
 RECIPE += ("--engine", "torch", "--lr", "0.01", "--log_every_batches", "1", "--buckets")
 
 
-def write_pictures(folder: Path, *, seed: int = 0) -> Path:
+def write_pictures(folder: Path, *, seed: int = 0, is_mixed: bool = False) -> Path:
     folder.mkdir()
     random = np.random.default_rng(seed)
     for number in range(NUM_EACH * len(SIZES)):
-        width, height = SIZES[number // NUM_EACH]
+        width, height = SIZES[number % len(SIZES) if is_mixed else number // NUM_EACH]
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number:02d}.png")
         (folder / f"{number:02d}.txt").write_text(f"picture {number}")
@@ -102,6 +103,18 @@ def test_encoded_pictures_give_the_losses_of_the_pictures(out_format, pictures, 
     assert losses[1] == pytest.approx(losses[0], rel=5e-5)
 
 
+def test_pictures_of_all_shapes_in_a_shard_are_encoded_each_in_its_own(tmp_path):
+    folder = write_pictures(tmp_path / "pictures", is_mixed=True)
+    argv = ("--remote", folder, "--folder", tmp_path / "latents", "--samples_per_shard", "5")
+    argv += ("--model_name", "tiny-flux", "--image_size", "64", "--buckets", "auto")
+    assert precompute.main([str(word) for word in (*argv, "--results_dir", tmp_path)]) == 0
+    rows = read_mds(tmp_path / "latents")
+    assert len({row["caption"] for row in rows}) == 12
+    for row in rows:
+        width, height = SIZES[int(row["caption"].split()[1]) % 3]
+        assert row["latent_moments_64_buckets"].shape[1:] == (height // 8, width // 8)
+
+
 def test_a_record_tells_shapes_their_steps_and_the_rate_of_an_epoch(pictures, tmp_path):
     argv = (
         *MODEL,
@@ -137,7 +150,8 @@ def test_a_record_tells_shapes_their_steps_and_the_rate_of_an_epoch(pictures, tm
     ("changes", "flag"),
     [
         (("--buckets", "70x40"), "--buckets"),
-        (("--buckets", "64x64", "--image_size", "64"), "--image_size or --buckets"),
+        (("--buckets", "64x64", "--image_size", "128"), "--image_size or --buckets"),
+        (("--buckets", "64x64", "--bucket_step", "16"), "--bucket_step or --buckets"),
         (("--warmup_batches", "2"), "--warmup_batches, --max_duration or --buckets"),
         (("--bucket_step", "24"), "--bucket_step"),
     ],

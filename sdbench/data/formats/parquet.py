@@ -226,7 +226,9 @@ def _check_columns(
         else:
             is_bytes = _is_one_of(kind, BYTES) and None not in shapes[part]
             is_right = is_bytes or _holds_floats(kind)
-            allowed = "binary, or lists of floating point numbers"
+            allowed = "lists of floating point numbers"
+            if None not in shapes[part]:
+                allowed = f"binary, or {allowed}"
         if not is_right:
             raise wrong_type(column, place=str(path), part=part, kind=found, allowed=allowed)
 

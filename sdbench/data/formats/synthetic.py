@@ -179,5 +179,6 @@ def mix_synthetic(config: SourceConfig, num_images: int) -> Mixture:
         sum(one.share / len(one.shapes) for one in config.shapes.budgets if shape in one.shapes)
         for shape in shapes
     ]
-    drawn = np.random.default_rng(config.seed).choice(len(shapes), num_images, p=chances)
+    shares = np.array(chances) / sum(chances)
+    drawn = np.random.default_rng(config.seed).choice(len(shapes), num_images, p=shares)
     return fill_buckets(shapes, drawn, sizes=np.array(shapes)[drawn])

@@ -158,7 +158,7 @@ class SampleBatchReader(BatchReader):
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
         if config.buckets is not None:
-            self.mixture = mix(samples, config)
+            self.mixture = config.mixture or mix(samples, config)
         layouts = map(self._layout, self.shapes)
         self._slots = SharedBatches(*layouts, prefetch_factor=config.prefetch_factor)
 
@@ -174,7 +174,8 @@ class SampleBatchReader(BatchReader):
         target, report.slot = self._slots.take(len(keys), layout=bucket)
         # Indexing arrays takes a fraction of the time that indexing tensors takes.
         self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
-        self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
+        # Each bucket comes to files of its own.
+        self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1) * len(self.shapes)
         good, captions = [], []
         for key in keys:
             try:

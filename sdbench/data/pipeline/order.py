@@ -237,12 +237,12 @@ class BucketOrder(EpochOrder):
     """The keys of this rank's samples, each global batch of one bucket.
 
     The samples of a bucket are a line without end, one epoch after the other, each in the order of
-    `EpochOrder`. It is cut into global batches: what does not fill the last one of an epoch begins
-    the first one of the next. So each sample comes once an epoch, and the epochs of a run differ in
-    their numbers of batches. Batches of all buckets come in the order in which a reader of the
-    whole line would have filled them. The first batch of each bucket comes at the start of a run,
-    so that code for every shape is compiled, and memory for the largest is found, before much is
-    done.
+    `EpochOrder`, or as stored if an epoch has less than a batch of them. It is cut into global
+    batches: what does not fill the last one of an epoch begins the first one of the next. So each
+    sample comes once an epoch, and the epochs of a run differ in their numbers of batches. Batches
+    of all buckets come in the order in which a reader of the whole line would have filled them. A
+    run begins with one batch of each bucket that has one in the first epoch, so that their code is
+    compiled, and memory for the largest is found, before much is done.
 
     It is the same for any number of ranks and workers.
     """
@@ -251,6 +251,9 @@ class BucketOrder(EpochOrder):
         self._mixture = mixture
         self._counts = mixture.counts
         self._epoch_lines = functools.lru_cache(maxsize=2)(self._make_epoch_lines)
+        self._members = [
+            np.flatnonzero(mixture.bucket_of == bucket) for bucket in range(len(self._counts))
+        ]
         self._epoch_batches = functools.lru_cache(maxsize=1)(self._make_epoch_batches)
         super().__init__(samples, config=config)
         self._sizes_digest = hashlib.sha256(
@@ -278,7 +281,13 @@ class BucketOrder(EpochOrder):
         line = self._samples(epoch, 0, int(self._blocks.sum()))
         buckets = self._mixture.bucket_of[line]
         places = [np.flatnonzero(buckets == bucket) for bucket in range(len(self._counts))]
-        return [(line[of_bucket], of_bucket) for of_bucket in places]
+        return [
+            (members if self._is_small(bucket) else line[of_bucket], of_bucket)
+            for bucket, (members, of_bucket) in enumerate(zip(self._members, places, strict=True))
+        ]
+
+    def _is_small(self, bucket: int) -> bool:
+        return self._counts[bucket] < self._config.global_batch_size
 
     def _make_epoch_batches(self, epoch: int) -> np.ndarray:
         """Return the keys of the global batches of an epoch, (N, B, 2)."""
@@ -305,7 +314,9 @@ class BucketOrder(EpochOrder):
         parts = [np.empty((0, 2), dtype=np.int64)]
         while missing:
             epoch -= 1
-            samples, _ = self._epoch_lines(epoch)[bucket]
+            # A batch of a small bucket may reach back over many epochs, which need no line.
+            is_small = self._is_small(bucket)
+            samples = self._members[bucket] if is_small else self._epoch_lines(epoch)[bucket][0]
             left = samples[-missing:]
             parts.insert(0, np.stack([np.full(len(left), epoch), left], axis=1))
             missing -= len(left)

@@ -84,6 +84,9 @@ def verify_mds(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
         for sentence in describe_missing(place):
             print(f"note: {sentence}")
     if num_broken or not flags.deep:
+        rows = None if num_broken else open_rows(tell_kind(config))
+        if isinstance(rows, LatentRowReader):
+            _print_buckets(rows)
         found = counted(len(shards), "shard is", "shards are")
         return num_broken, f"{found} what {INDEX_NAME} says (only --deep looks at samples)"
     return verify_samples(config, flags)

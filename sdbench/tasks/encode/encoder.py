@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdbench.base.conditions import BFLOAT16, SIZES, Condition
 from sdbench.base.errors import RunError
-from sdbench.data.buckets import Mixture
+from sdbench.data.buckets import REASONS, UNREADABLE, UNSERVED
 from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
@@ -39,7 +39,6 @@ class EncodeJob(Shards):
     architecture: Architecture
     encoder_dtype: str
     batch_size: int  # images that are encoded together
-    mixture: Mixture | None = None  # the bucket of each sample
 
     def make_encoder(self, device: str) -> Encoder:
         """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
@@ -53,12 +52,23 @@ class EncodeJob(Shards):
 
     def pieces(self, number: int) -> list[Sequence[int]]:
         """Indices of the samples of each batch of a shard, of one shape; those in use."""
-        indices = self.indices(number)
+        indices, mixture = self.indices(number), self.config.mixture
         return [
             of_shape[start : start + self.batch_size]
-            for of_shape in ([indices] if self.mixture is None else self.mixture.split(indices))
+            for of_shape in ([indices] if mixture is None else mixture.split(indices))
             for start in range(0, len(of_shape), self.batch_size)
         ]
+
+    def bad(self, number: int) -> dict[int, str]:
+        """Why samples of a shard that no bucket has are bad, by index."""
+        mixture = self.config.mixture
+        indices = () if mixture is None else self.indices(number)
+        numbers = {index: int(mixture.bucket_of[index]) for index in indices}
+        return {
+            index: REASONS[reason]
+            for index, reason in numbers.items()
+            if reason in (UNREADABLE, UNSERVED)
+        }
 
     def columns(self) -> dict[str, str]:
         """MDS encodings of the columns to write."""

@@ -240,13 +240,12 @@ class Precompute(Task):
         draft.choose_if_open("samples_per_shard", num_each, "about 16 files")
         self._config = draft.config
         self._job = EncodeJob(
-            config=source,
+            config=dataclasses.replace(source, mixture=self._reader.mixture),
             architecture=architecture,
             encoder_dtype=config.encoder_dtype,
             batch_size=config.batch_size,
             num_samples=num_samples,
             samples_per_shard=self._config.samples_per_shard,
-            mixture=self._reader.mixture,
         )
 
     @property
@@ -321,8 +320,8 @@ class Precompute(Task):
             lines.append(
                 f"{job.architecture.name} has random weights: such latents are for measuring speed."
             )
-        if job.mixture is not None:
-            lines.append(job.mixture.describe(1))
+        if job.config.mixture is not None:
+            lines.append(job.config.mixture.describe(1))
         if num_dropped := self._reader.samples.num_dropped:
             lines.append(f"Left out by --filters: {counted(num_dropped, 'sample')}.")
         if num_missing < job.num_shards:
@@ -368,10 +367,10 @@ class Precompute(Task):
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
-        num_used = self._job.num_samples
-        if (mixture := self._job.mixture) is not None:
-            num_used = int((mixture.bucket_of[:num_used] >= 0).sum())
-        assert totals.num_written + len(totals.bad) == num_used
+        num_used, num_dropped = self._job.num_samples, self._reader.samples.num_dropped
+        if (mixture := self._job.config.mixture) is not None:
+            num_dropped += num_used - totals.num_written - len(totals.bad)
+        assert mixture or totals.num_written + len(totals.bad) == num_used
         summary = summarize(
             [steps for steps, _ in everyone], num_warmup_steps=self._num_ahead + NUM_WARMUP_STEPS
         )
@@ -381,7 +380,7 @@ class Precompute(Task):
                 "peak_memory_gib": max(peak for _, peak in everyone),
                 "num_images_written": totals.num_written,
                 "num_bad_samples": len(totals.bad),
-                "num_dropped_samples": self._reader.samples.num_dropped,
+                "num_dropped_samples": num_dropped,
             }
         }
 

@@ -25,7 +25,9 @@ from sdbench.tasks.encode.ray_stream import Stage
 class ReadStage(Stage):
     """Reads, decodes and tokenizes for precompute: row number to the good samples."""
 
-    def __init__(self, config: SourceConfig, pieces: Sequence[range], num_samples: int) -> None:
+    def __init__(
+        self, config: SourceConfig, pieces: Sequence[Sequence[int]], num_samples: int
+    ) -> None:
         """Open the source; `pieces` are the samples of each row."""
         self._batches = open_same(config.rank, config=config, num_samples=num_samples)
         self._pieces = pieces

@@ -74,6 +74,7 @@ def write_shards(
 
     def rows(number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
         nonlocal rows_ended_s
+        bad += [f"{reader.name(index)}: {why}." for index, why in job.bad(number).items()]
         for _ in job.pieces(number):
             batch, columns, step, empty = next(encoded)
             if empty is not None:

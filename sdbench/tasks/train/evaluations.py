@@ -64,6 +64,7 @@ def _held_out_source(plan: Plan) -> SourceConfig:
         tar_sizes=None,
         data_format=data.detect_format(place),
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
+        mixture=None,
         caption=None,  # a subject's does not apply to them
         caption_drop_probability=0.0,
     )
@@ -71,13 +72,13 @@ def _held_out_source(plan: Plan) -> SourceConfig:
         check_latents(source, plan.architecture)
         data.check(source)
         if source.buckets is not None:
-            data.open_mixture(source)
+            source = dataclasses.replace(source, mixture=data.open_mixture(source))
     return source
 
 
 def _as_squares(source: SourceConfig) -> SourceConfig:
     """The same pictures for networks, which take squares of pixels."""
-    return dataclasses.replace(source, image_dtype="uint8", buckets=None, shapes=None)
+    return dataclasses.replace(source, image_dtype="uint8", buckets=None, mixture=None)
 
 
 class Evaluations:
