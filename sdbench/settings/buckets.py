@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from sdbench.settings.kinds import FRACTION, POSITIVE, SHAPES, Kind, number, one_of
-from sdbench.settings.setting import AllBut, Beside, Rule, setting
+from sdbench.settings.setting import AllBut, Beside, Rule, Situation, setting
 
 AUTO = "auto"
 ENLARGE, SMALLER, LEAVE_OUT = "enlarge", "smaller_bucket", "leave_out"
-# Encoded samples keep the shapes that they were encoded in.
-WITH_BUCKETS = (Beside(("buckets",)), Beside(("latents",), "online"))
+WITH_BUCKETS = (Beside(("buckets",)),)
 
 
 def _parse_buckets(value: Any) -> str:
@@ -40,15 +40,33 @@ BUCKETS = Kind(
 )
 
 
-def _of_no_list(default: Any) -> Rule:
+def _are_made(situation: Situation) -> bool:
+    """Whether shapes are chosen: stored latents keep those in which they were encoded."""
+    config: Any = situation.config
+    is_encoded = getattr(config, "latents", "online") == "precomputed"
+    return not (is_encoded and (config.remote or config.local))
+
+
+def _without_effect(default: Any, is_met: Callable[[Situation], Any], problem: str) -> Rule:
     return Rule(
         AllBut([default]),
-        lambda s: "x" not in (s.config.buckets or ""),
-        "a list of shapes is taken as it is",
-        allowed="no such setting, or --buckets auto or with sizes",
+        is_met,
+        problem,
+        allowed="no such setting",
         others=("buckets",),
         is_about_effect=True,
     )
+
+
+def _rules(default: Any, *, of_lists: bool = True) -> tuple[Rule, ...]:
+    """The rules of a setting that shapes are made by."""
+    kept = _without_effect(default, _are_made, "stored latents keep the shapes of their encoding")
+    taken = _without_effect(
+        default,
+        lambda s: "x" not in (s.config.buckets or ""),
+        "a list of shapes is taken as it is",
+    )
+    return (kept,) if of_lists else (kept, taken)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +88,8 @@ class BucketSettings:
         rules=(
             Rule(
                 AllBut([None, AUTO]),
-                lambda s: getattr(s.config, "latents", "online") == "online",
-                "encoded samples have the shapes that they were encoded in",
+                _are_made,
+                "stored latents keep the shapes of their encoding",
                 allowed=AUTO,
             ),
         ),
@@ -90,7 +108,7 @@ class BucketSettings:
         "sides of the shapes are multiples of it (default: 64, or what the model needs)",
         acts_beside=WITH_BUCKETS,
         identifies=True,
-        rules=(_of_no_list(None),),
+        rules=_rules(None, of_lists=False),
     )
     max_aspect_ratio: float = setting(
         number("a number of at least 1", lambda value: 1 <= value < float("inf")),
@@ -98,7 +116,7 @@ class BucketSettings:
         "longest side of a shape over its shortest",
         acts_beside=WITH_BUCKETS,
         identifies=True,
-        rules=(_of_no_list(2.0),),
+        rules=_rules(2.0, of_lists=False),
     )
     small_pictures: str = setting(
         one_of(ENLARGE, SMALLER, LEAVE_OUT),
@@ -107,4 +125,5 @@ class BucketSettings:
         "with fewer pixels that they cover, or leave them out; each is counted",
         acts_beside=WITH_BUCKETS,
         identifies=True,
+        rules=_rules(ENLARGE),
     )
