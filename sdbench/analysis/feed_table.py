@@ -157,12 +157,18 @@ def _configuration_of(record: dict[str, Any]) -> dict[str, Any]:
         "data": ", ".join(filter(None, (row["data"], *hash_of_data(record).values()))) or None,
         "format": row["data_format"],
         # The samples that are read: encoding a data set reads images.
-        "samples": "latents" if row["latents"] == PRECOMPUTED else "images",
+        "samples": _describe_samples(record["config"]),
         "px": row["image_size"],
         "batch": row["batch_size"],
         "workers": row["num_workers"],
         "step, s": row["emulate_step_seconds"],
     }
+
+
+def _describe_samples(config: dict[str, Any]) -> str:
+    samples = "latents" if config.get("latents") == PRECOMPUTED else "images"
+    buckets = config.get("buckets")
+    return samples if buckets is None else f"{samples} in buckets {buckets}"
 
 
 def _name_job(record: dict[str, Any]) -> str:

@@ -105,7 +105,9 @@ def summarize(
     measured = timings.measured
     shapes = [step.shape for step in measured]
     # Shapes take different times, which is no scatter.
-    step_times_s = intervals.level([step.step_time_s for step in measured], shapes)
+    raw_times_s = [step.step_time_s for step in measured]
+    step_times_s = intervals.level(raw_times_s, shapes)
+    ratios = intervals.level(raw_times_s, shapes, as_ratios=True)
     window = summarize_window(
         step_times_s,
         [step.data_wait_s for step in measured],
@@ -113,11 +115,16 @@ def summarize(
         window_s=timings.window_s,
     )
     rate_per_device = window["images_per_second"] / num_devices
-    achieved_tflops = rate_per_device * flops_per_image / 1e12
+    of_shapes: dict[str, Any] = {}
+    rate_of_flops = rate_per_device
+    if mixture is not None:
+        of_shapes = _summarize_shapes(measured, mixture, config["batch_size"])
+        # FLOPs per image are the mean over the data, whose shapes the window has by chance.
+        rate_of_epoch = of_shapes["images_per_second_of_epoch"]
+        rate_of_flops = (rate_of_epoch or window["images_per_second"]) / num_devices
+    achieved_tflops = rate_of_flops * flops_per_image / 1e12
     steadiness = intervals.check_steady(step_times_s)
-    variation = (
-        float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
-    )
+    variation = float(np.std(ratios, ddof=1) / np.mean(ratios)) if measured[1:] else None
     target = config.get("target_precision")
     stragglers = bottleneck = None
     if breakdown is not None:
@@ -138,6 +145,7 @@ def summarize(
         and breakdown["seconds"][OTHER] > MAX_OTHER * breakdown["step_time_s"],
         "straggler": bool(stragglers),
         "sockets": uses_sockets,
+        "shapes": any(shape["num_steps"] < 2 for shape in of_shapes.get("shapes", ())),
         "graph_breaks": breaks_graphs(),
         "precision_not_reached": target is not None
         and not intervals.is_precise(step_times_s, target=target),
@@ -147,9 +155,10 @@ def summarize(
         **window,
         "images_per_second_per_device": rate_per_device,
         "num_warmup_steps": num_warmup_steps,
-        **_summarize_times([step.step_time_s for step in measured]),
+        "step_time_p50_s": float(np.percentile(raw_times_s, 50)),
+        "step_time_p95_s": float(np.percentile(raw_times_s, 95)),
         "step_time_cv_percent": None if variation is None else 100 * variation,
-        "num_outliers": intervals.count_outliers(step_times_s),
+        "num_outliers": intervals.count_outliers(ratios),
         "stability": None
         if steadiness is None
         else ("steady" if steadiness.is_steady else "drift"),
@@ -170,14 +179,7 @@ def summarize(
         else 100 * achieved_tflops / matmul_tflops,
         "loss_first": timings.steps[0].loss,
         "loss_last": timings.steps[-1].loss,
-        **({} if mixture is None else _summarize_shapes(measured, mixture, config["batch_size"])),
-    }
-
-
-def _summarize_times(step_times_s: Sequence[float]) -> dict[str, float]:
-    return {
-        f"step_time_p{percent}_s": float(np.percentile(step_times_s, percent))
-        for percent in (50, 95)
+        **of_shapes,
     }
 
 

@@ -21,9 +21,6 @@ BESIDE = "beside"
 # Latents of a subject, made when its run begins and never loaded.
 SUBJECT = "subject"
 
-# Ends the place of the encoders where pictures have several shapes.
-IN_BUCKETS = ", in buckets"
-
 # The columns of a row that say what is computed.
 WORK = ("model", "image_size", "latents")
 # Settings of how and how long to measure, and of where to write.
@@ -39,14 +36,19 @@ IN_COLUMNS = frozenset(
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`.
-
-    Pictures of several shapes are other work than squares, and add `IN_BUCKETS`.
-    """
+    """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`."""
     if config.get("task") == DREAMBOOTH:
         return SUBJECT
-    place = BESIDE if config.get("online_preprocessing") else config["latents"]
-    return place if config.get("buckets") is None else f"{place}{IN_BUCKETS}"
+    return BESIDE if config.get("online_preprocessing") else config["latents"]
+
+
+def describe_place(config: Mapping[str, Any]) -> str:
+    """`place_of_encoders`, with the buckets: pictures of other shapes are other work."""
+    place, buckets = place_of_encoders(config), config.get("buckets")
+    if buckets is None:
+        return place
+    longest = config["max_aspect_ratio"]
+    return f"{place}, in buckets {buckets}" + ("" if longest == 2 else f" to {longest:g} : 1")
 
 
 def describe_model(record: Mapping[str, Any]) -> str:
@@ -61,7 +63,7 @@ def describe_model(record: Mapping[str, Any]) -> str:
 def work_of(record: Mapping[str, Any]) -> tuple[str, int, str]:
     """What a run computes, by the columns `WORK`: figures of other work share no table and axes."""
     config = record["config"]
-    return describe_model(record), config["image_size"], place_of_encoders(config)
+    return describe_model(record), config["image_size"], describe_place(config)
 
 
 def count_devices(machine: Mapping[str, Any], ranks: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
 from sdbench.base.files import append_bytes
-from sdbench.record.configuration import describe_model, describe_other_settings, place_of_encoders
+from sdbench.record.configuration import describe_model, describe_other_settings, describe_place
 
 
 def _value_at(record: dict[str, Any], path: str) -> Any:
@@ -47,7 +47,7 @@ VALUES: dict[str, str | Callable[[dict[str, Any]], Any]] = {
     "gpu": lambda record: record["machine"]["device_name"] if _is_on_gpu(record) else None,
     "num_gpus": lambda record: record["ranks"]["world_size"] if _is_on_gpu(record) else 0,
     "image_size": "config.image_size",
-    "latents": lambda record: place_of_encoders(record["config"]),
+    "latents": lambda record: describe_place(record["config"]),
     "ema": "config.use_ema",
     "micro_batch": "config.device_train_microbatch_size",
     "num_workers": "config.num_workers",

@@ -17,9 +17,9 @@ from sdbench.record.configuration import (
     as_key,
     count_devices,
     describe_model,
+    describe_place,
     group,
     other_settings,
-    place_of_encoders,
     settings_of,
 )
 from sdbench.record.store import load_record
@@ -168,7 +168,7 @@ def _facts_of(record: dict[str, Any]) -> dict[str, str]:
         "device": describe_devices(record),
         "model": describe_model(record),
         "image_size": f"{config['image_size']} px",
-        "latents": place_of_encoders(config),
+        "latents": describe_place(config),
         "preset": str(config["preset"]),
         "engine": f"engine {config['engine']}",
         "precision": str(config["precision"]),

@@ -22,6 +22,7 @@ FLAG_MEANINGS = {
     "straggler": "a rank was slower than the others by a fifth or more",
     "sockets": "NCCL found no faster network between the machines than TCP sockets",
     "graph_breaks": "the model was compiled in pieces: TORCH_LOGS=graph_breaks tells where",
+    "shapes": "the window has fewer than two steps of a shape",
     "precision_not_reached": "the longest window was not enough for --target_precision",
 }
 

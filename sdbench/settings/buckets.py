@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from sdbench.settings.kinds import FRACTION, POSITIVE, SHAPES, Kind, number, one_of
+from sdbench.settings.parallel import WITHOUT_GRAPHS
 from sdbench.settings.setting import AllBut, Beside, Rule, Situation, setting
 
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 ENLARGE, SMALLER, LEAVE_OUT = "enlarge", "smaller_bucket", "leave_out"
 WITH_BUCKETS = (Beside(("buckets",)),)
 
 
-def _parse_buckets(value: Any) -> str:
+def _parse_buckets(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         value = ",".join(map(str, value))
+    if value == NONE:
+        return None
     if value == AUTO:
         return value
     if "=" not in str(value):
@@ -32,11 +35,11 @@ def read_shares(text: str) -> dict[int, float]:
 
 
 BUCKETS = Kind(
-    "auto, or shapes such as 512x512,640x384, or sizes with their shares of the pictures such as "
-    "256=0.25,512=0.75",
+    "auto | none, or shapes such as 512x512,640x384, or sizes with their shares of the pictures "
+    "such as 256=0.25,512=0.75",
     _parse_buckets,
     "auto|WxH,...|SIZE=SHARE,...",
-    lambda: (AUTO,),
+    lambda: (AUTO, NONE),
 )
 
 
@@ -85,6 +88,7 @@ class BucketSettings:
         "each with its shapes",
         bare=AUTO,
         identifies=True,
+        is_everyday=True,
         rules=(
             Rule(
                 AllBut([None, AUTO]),
@@ -100,6 +104,7 @@ class BucketSettings:
             "online_preprocessing": ((False,), "Ray's encoders take squares"),
             "task": (("pretrain",), "pictures of a subject are squares"),
             "cuda_graph": ((False,), "a captured step has one shape"),
+            "compile_mode": (WITHOUT_GRAPHS, "a captured graph has one shape"),
         },
     )
     bucket_step: int | None = setting(

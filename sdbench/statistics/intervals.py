@@ -122,23 +122,33 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     return Interval(images_per_step / high_s, high, LEVEL, "within-run", num_blocks)
 
 
-def level(step_times_s: Sequence[float], kinds: Sequence[Hashable]) -> list[float]:
+def level(
+    step_times_s: Sequence[float], kinds: Sequence[Hashable], *, as_ratios: bool = False
+) -> list[float]:
     """Return step times without the differences between kinds of steps; their mean stays the same.
 
-    Each time is multiplied by the mean of all steps over that of its kind. Which kinds a window has
-    is known, and no chance: what is left is the scatter that an interval is about. The means are
-    those of the same n steps, which takes k degrees of freedom in place of one, so deviations grow
-    by sqrt((n - 1) / (n - k)). With no more steps than kinds the times stay as they are.
+    Which kinds a window has is known, and no chance: what is left is the scatter that an interval
+    is about. The mean of its kind is taken from each time, and the mean of all is added; for
+    outliers, times are divided by the mean of their kind instead (`as_ratios`). A kind with one
+    step stays as it is: it would hide whatever happened in that step. The k means are those of the
+    same n steps, so deviations grow by sqrt((n - 1) / (n - k)).
     """
-    num_kinds = len(set(kinds))
-    if num_kinds < 2 or len(step_times_s) <= num_kinds:
+    times_s = np.asarray(step_times_s, dtype=float)
+    _, labels, counts = np.unique(
+        np.array([str(kind) for kind in kinds]), return_inverse=True, return_counts=True
+    )
+    if len(counts) < 2:
         return list(step_times_s)
-    times_s = np.asarray(step_times_s)
-    labels = np.unique(np.array([str(kind) for kind in kinds]), return_inverse=True)[1]
-    means_s = np.bincount(labels, times_s) / np.bincount(labels)
-    mean_s = times_s.mean()
-    growth = math.sqrt((len(times_s) - 1) / (len(times_s) - num_kinds))
-    return (mean_s + growth * (times_s * mean_s / means_s[labels] - mean_s)).tolist()
+    means_s = (np.bincount(labels, times_s) / counts)[labels]
+    # Of the kinds with several steps; the others keep their distance from it.
+    is_known = counts[labels] > 1
+    if not is_known.any():
+        return list(step_times_s)
+    mean_s = times_s[is_known].mean()
+    deviations_s = times_s / means_s * mean_s - mean_s if as_ratios else times_s - means_s
+    num_known, num_means = is_known.sum(), (counts > 1).sum()
+    growth = math.sqrt((num_known - 1) / (num_known - num_means))
+    return np.where(is_known, mean_s + growth * deviations_s, times_s).tolist()
 
 
 def num_precise_steps(target: float) -> int:

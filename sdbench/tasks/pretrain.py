@@ -48,7 +48,11 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         phase=phase,
         objective=objective,
     )
-    num_shapes = 1 if plan.mixture is None else len(plan.mixture.shapes)
+    num_shapes = 1
+    if plan.mixture is not None:
+        # Held-out pictures and samples may have others.
+        drawn = getattr(config, "sample_shapes", None) or ""
+        num_shapes = len(plan.mixture.shapes) + len(plan.shapes.shapes) + drawn.count("x")
     tune_model(model, config, num_shapes=num_shapes)
     # Encodes the whole batch of a rank. Otherwise the step encodes each micro-batch, or
     # `dreambooth.encode_once` encodes a subject.

@@ -98,6 +98,13 @@ def _check(plan: Plan) -> None:
         raise ConfigError(
             "there is nothing to profile", value=0, allowed="1 or more", flag="--profile_batches"
         )
+    if plan.mixture is not None and len(plan.mixture.shapes) > 1:
+        raise ConfigError(
+            "steps of several shapes are counted and timed as one",
+            value=config.buckets,
+            allowed="one shape, such as --buckets 640x384, or squares",
+            flag="--buckets",
+        )
     if config.cuda_graph:
         raise ConfigError(
             "a CUDA graph launches a step as a whole, without its operators",

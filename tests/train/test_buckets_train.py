@@ -10,9 +10,17 @@ from PIL import Image
 
 import benchmark
 import data
+from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
+from sdbench.data.buckets import fill_buckets
+from sdbench.measure.summary import Measurements, summarize
+from sdbench.measure.timer import Step, Timings
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import parse_request
 from sdbench.tasks.encode import precompute
 from tests.data.datasets import read_mds
+from tests.machines import make_cpu_machine
 from tests.refusals import printed_refusal
 from tests.runs import run_and_load
 from tests.train.written import exported, read_events, read_losses, trained
@@ -56,8 +64,9 @@ def test_it_is_validated_and_draws_in_other_shapes(whole):
     validations = read_events(whole, "validation")
     assert [event["num_samples"] for event in validations] == [12, 12]
     (first, *_) = sorted(whole.glob("samples/*.png"))
+    # 80 x 48, but as wide as a caption, with its margins: a square would be 64 high, and 88 in all.
     with Image.open(first) as grid:
-        assert grid.width > grid.height
+        assert grid.height == 72
     assert exported(whole).is_dir()
 
 
@@ -165,9 +174,56 @@ def test_what_the_model_or_the_window_cannot_take_is_bad_input(
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
-def test_data_py_measures_buckets_without_a_model(pictures, tmp_path):
+def test_data_py_measures_buckets_without_a_model(pictures, tmp_path, capsys):
     argv = ("--remote", str(pictures), "--image_size", "64", "--bucket_step", "16", "--buckets")
     window = ("--batch_size", "2", "--num_batches", "12", "--num_workers", "0")
     record, code = run_and_load(data.main, tmp_path, *argv, *window)
     assert code == 0
     assert record["summary"]["images_per_second"] > 0
+    assert "Pictures of 3 shapes" in capsys.readouterr().out
+
+
+def test_the_memory_estimate_is_that_of_the_largest_shape(pictures):
+    def estimate(*argv: str) -> float:
+        request = parse_request(["--model_name", "tiny", *argv], description="", epilog="")
+        ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        return resolve(request, machine=make_cpu_machine(), ranks=ranks).memory.activations
+
+    mixed = estimate("--use_synth_data", "--buckets", "64x64,128x128,64x128")
+    assert mixed == estimate("--use_synth_data", "--image_size", "128")
+    assert mixed > 2 * estimate("--use_synth_data", "--image_size", "64")
+
+
+def test_scatter_within_shapes_alone_makes_an_interval_and_an_alarm():
+    """Steps of 1 s and of 4 s in turn, each always the same: nothing is uncertain or noisy."""
+    shapes = Shape(64, 64), Shape(128, 128)
+    steps = tuple(
+        Step(n, "measured", (1.0, 4.0)[n % 2], 0.0, 1.0, shapes[n % 2]) for n in range(40)
+    )
+    mixture = fill_buckets(shapes, np.array([0, 0, 0, 1]), sizes=np.full((4, 2), 128))
+    config = {"batch_size": 2, "profile_batches": 0}
+    measured = Measurements(Timings(steps, window_s=100.0), 80, 1.0)
+    summary = summarize(
+        measured,
+        config=config,
+        num_devices=1,
+        flops_per_image=1e12,
+        peak_tflops=None,
+        mixture=mixture,
+    )
+    assert summary["images_per_second"] == pytest.approx(0.8)
+    assert summary["images_per_second_interval"]["low"] == pytest.approx(0.8)
+    assert summary["flags"] == [] and summary["num_outliers"] == 0
+    # Three of four samples are small: steps of 1.75 s.
+    assert summary["images_per_second_of_epoch"] == pytest.approx(2 / 1.75)
+    # With 10^12 FLOPs a sample of the data.
+    assert summary["achieved_tflops_per_device"] == pytest.approx(2 / 1.75)
+    missing = summarize(
+        Measurements(Timings(steps[::2], window_s=20.0), 40, 1.0),
+        config=config,
+        num_devices=1,
+        flops_per_image=1e12,
+        peak_tflops=None,
+        mixture=mixture,
+    )
+    assert missing["flags"] == ["shapes"] and missing["images_per_second_of_epoch"] is None
