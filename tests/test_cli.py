@@ -75,9 +75,9 @@ def test_help_names_every_command_and_answers_a_line_without_one(capsys, argv):
 
 
 EVERY_DAY = {
-    "benchmark": (13, {"--preset", "--model_name", "--batch_size", "--precision"}, BenchmarkConfig),
-    "train": (17, {"--max_duration", "--resume", "--lr"}, TrainConfig),
-    "data": (9, {"--remote", "--num_workers", "--emulate_step_seconds"}, FeedSettings),
+    "benchmark": (14, {"--preset", "--model_name", "--batch_size", "--precision"}, BenchmarkConfig),
+    "train": (18, {"--max_duration", "--resume", "--lr"}, TrainConfig),
+    "data": (10, {"--remote", "--num_workers", "--emulate_step_seconds"}, FeedSettings),
     "generate": (18, {"--prompts", "--folder", "--seed"}, None),  # few enough to be listed
 }
 

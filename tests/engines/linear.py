@@ -106,6 +106,7 @@ def make_parts(*, num_ranks=1, rank=0, **changes) -> TrainJob:
 def make_config(**changes) -> SimpleNamespace:
     """The settings that an engine reads, the plainest of each."""
     plain = {
+        "buckets": None,
         "precision": "fp32",
         "device_train_microbatch_size": MICROBATCH,
         "seed": 17,
