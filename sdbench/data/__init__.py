@@ -254,7 +254,7 @@ def open_batches(config: SourceConfig) -> BatchReader:
 def open_mixture(config: SourceConfig) -> Mixture:
     """Check the source, and put each of its samples into a bucket.
 
-    The first time every picture's header is read.
+    The first time every file is read, unless the sizes of its pictures are kept beside it.
     """
     check(config)
     if SOURCES[config.data_format].open is None:

@@ -88,7 +88,7 @@ def _check_bad(
     what, value = str(_why_unreadable(samples, first, config)).rstrip("."), samples.name(first)
     allowed = "samples that can be read"
     if bucket_of[first] == UNSERVED:
-        what = f"no bucket serves {samples.name(first)}: half of it or more would be cut off"
+        what = f"no bucket serves {samples.name(first)}: more than half of it would be cut off"
         value = f"{sizes[first][0]} x {sizes[first][1]} px"
         allowed, flag = "shapes of other proportions", f"--max_aspect_ratio, --buckets, {flag}"
     raise ConfigError(

@@ -106,7 +106,7 @@ def check_plan(job: Job) -> Seen:
         # The length of an epoch depends on the data.
         max_duration=None if (duration or "").endswith("ep") else duration,
         # Synthetic samples may have more shapes than the data, each with a first step.
-        warmup_batches=None,
+        warmup_batches=None if job.request.config.buckets else job.request.config.warmup_batches,
         results_dir=tempfile.gettempdir(),
     )
     local_world_size = count_ranks_per_node(job)

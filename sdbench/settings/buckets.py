@@ -78,6 +78,7 @@ class BucketSettings:
 
     GROUP = "pictures of several shapes"
     CAME_LATER = True
+    IDENTIFIES = True
 
     buckets: str | None = setting(
         BUCKETS,
@@ -87,7 +88,6 @@ class BucketSettings:
         "--image_size. Or a list of shapes. Or sizes of squares with their shares of the pictures, "
         "each with its shapes",
         bare=AUTO,
-        identifies=True,
         is_everyday=True,
         rules=(
             Rule(
@@ -110,9 +110,9 @@ class BucketSettings:
     bucket_step: int | None = setting(
         POSITIVE,
         None,
-        "sides of the shapes are multiples of it (default: 64, or what the model needs)",
+        "sides of the shapes are multiples of it (default: the largest of 64, 32 and 16 in which "
+        "there is the square, or what the model needs)",
         acts_beside=WITH_BUCKETS,
-        identifies=True,
         rules=_rules(None, of_lists=False),
     )
     max_aspect_ratio: float = setting(
@@ -120,7 +120,6 @@ class BucketSettings:
         2.0,
         "longest side of a shape over its shortest",
         acts_beside=WITH_BUCKETS,
-        identifies=True,
         rules=_rules(2.0, of_lists=False),
     )
     small_pictures: str = setting(
@@ -129,6 +128,5 @@ class BucketSettings:
         "pictures that are smaller than their shape: enlarge them, crop them to the nearest shape "
         "with fewer pixels that they cover, or leave them out; each is counted",
         acts_beside=WITH_BUCKETS,
-        identifies=True,
         rules=_rules(ENLARGE),
     )

@@ -57,7 +57,7 @@ def held_out_batches(
     """Read this rank's share of the first held-out samples, or of all, in stored order.
 
     All ranks get the same number of batches. `check` is called before each; it may raise. Raises
-    RunError if a sample is bad and may not be left out, or if a whole batch is bad.
+    RunError if a sample is bad and may not be left out, or if all are bad.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
     has_good = False
