@@ -47,7 +47,7 @@ COMMANDS = {
     "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
     "report": ("analysis.report", "make tables, plots and a page from records and quoted figures"),
     "compare": ("analysis.compare", "compare two tables or two sets of runs, row by row"),
-    "scaling": ("scaling.scaling", "predict throughput by GPU count; days and cost of a training"),
+    "scaling": ("scaling.cost", "days, GPU-hours, cost and energy of a training, by GPU count"),
 }
 
 EPILOG = """\

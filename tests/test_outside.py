@@ -187,14 +187,15 @@ def test_what_a_record_or_a_table_holds_never_acts_on_a_terminal(
     columns = "source,gpu,num_gpus,image_size,latents,micro_batch,global_batch,images_per_second"
     rows = [f"s,{EVIL}{rate},8,512,online,4,{256 * rate},{rate}.5" for rate in (1, 2)]
     table.write_text("\n".join([columns, *rows]))
+    cost = ["scaling", "cost", "--recipe", "mosaicml-all-512"]
     commands = [
         *(["compare", *sides, "--format", f"{form}"]
           for form in ("terminal", "markdown", "json", *["csv"] * is_terminal)),
         ["compare", *sides, "--where", "attention=none"],
         ["compare", str(table), "--between", "gpu"],
         ["compare", str(table), "--between", EVIL],
-        ["scaling", "fit", str(table)],
-        ["scaling", "fit", str(table), "--where", f"gpu={EVIL}1"],
+        [*cost, str(table)],
+        [*cost, str(table), "--where", f"gpu={EVIL}1"],
         ["publish", str(tmp_path / EVIL)],
     ]  # fmt: skip
     for stream in (sys.stdout, sys.stderr):

@@ -26,7 +26,7 @@ import benchmark
 import train
 from sdbench import cli
 from sdbench.analysis.compare import CompareFlags
-from sdbench.scaling.scaling import COMMANDS as SCALING
+from sdbench.scaling.cost import CostFlags
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
@@ -186,23 +186,15 @@ def flags_of_programs(inputs: Inputs) -> Iterator[Case]:
 def flags_of_commands(inputs: Inputs) -> Iterator[Case]:
     """Random flags, behind right ones, of the commands that compute from tables and records."""
     quoted = RESULTS / "quoted"
-    by_gpu, scaling = (
-        str(quoted / f"aws_{name}.csv") for name in ("p4de_p5_single_node", "p5_scaling")
-    )
-    right = {
-        "fit": [scaling],
-        "predict": [scaling, "--num_gpus", "8,16,...,512"],
-        "cost": [str(quoted / "mosaicml_diffusion_a100.csv"), "--recipe", "mosaicml"],
+    by_gpu = str(quoted / "aws_p4de_p5_single_node.csv")
+    costs = [str(quoted / "mosaicml_diffusion_a100.csv"), "--recipe", "mosaicml"]
+    optional = {
+        name: one
+        for name, one in declarations(CostFlags).items()
+        if one.default is not REQUIRED and not one.is_positional
     }
     while True:
-        for name, argv in right.items():
-            declared = declarations(SCALING[name][0])
-            optional = {
-                name: one
-                for name, one in declared.items()
-                if one.default is not REQUIRED and not one.is_positional
-            }
-            yield cli.main, ["scaling", name, *argv, *inputs.flags(optional, num=1)]
+        yield cli.main, ["scaling", "cost", *costs, *inputs.flags(optional, num=1)]
         declared = declarations(CompareFlags)
         flags = inputs.flags({name: declared[name] for name in declared if name != "sides"}, num=1)
         yield cli.main, ["compare", by_gpu, "--between", "gpu", *flags]
@@ -258,7 +250,7 @@ def records(inputs: Inputs) -> Iterator[Case]:
             inputs.file(f"{folder}/stdout.log", inputs.text().encode())
             yield cli.main, ["compare", str(file.parent), str(inputs.folder / "whole")]
             yield cli.main, ["watch", str(file.parent)]
-            yield cli.main, ["scaling", "fit", str(file.parent)]
+            yield cli.main, ["scaling", "cost", str(file.parent), "--recipe", "mosaicml-all-512"]
         yield cli.main, ["report", "--folder", str(results)]
         elsewhere = make_results(inputs.folder / f"published-{number}", quoted=False)
         runs = map(str, results.glob("runs/*"))
@@ -283,8 +275,6 @@ def tables(inputs: Inputs) -> Iterator[Case]:
             table = str(inputs.file(f"tables-{number}/quoted/{source.name}", content))
             yield cli.main, ["compare", table, str(source)]
             yield cli.main, ["compare", table, "--between", "gpu"]
-            yield cli.main, ["scaling", "fit", table]
-            yield cli.main, ["scaling", "predict", table, "--num_gpus", "8,16,...,512"]
             yield cli.main, ["scaling", "cost", table, "--recipe", "mosaicml"]
         yield cli.main, ["report", "--folder", str(results)]
 

@@ -1,4 +1,4 @@
-"""Times steps over links of limited speed and compares them with the scaling law.
+"""Times steps over links of limited speed and compares them with an ideal all-reduce.
 
     python tools/compare_links.py --repeats 3 --output comparison.json
 
@@ -26,7 +26,6 @@ from sdbench.measure import hardware
 from sdbench.record import provenance
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, Field, Table, tabulate, to_markdown
-from sdbench.statistics.law import communication_share
 from tests.nodes import address_of, limit_links, make_nodes
 from tools import comparison
 
@@ -83,9 +82,11 @@ def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
 
 
 def predict_added_s(num_bytes: int, *, num_nodes: int, rate_mbit: int) -> float:
-    """Return the time that links add to a step by the law if the backward pass hides nothing."""
-    # Each byte of the gradients has 8 bits and crosses a link twice.
-    return communication_share(num_nodes) * 2 * 8 * num_bytes / (rate_mbit * 1e6)
+    """The time of a ring all-reduce over the links, if the backward pass hides nothing.
+
+    Each node sends (nodes - 1) / nodes of the bytes twice: to sum them, and to share the sums.
+    """
+    return 2 * 8 * num_bytes / (rate_mbit * 1e6) * (num_nodes - 1) / num_nodes
 
 
 def summarize(result: dict[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""Tables of published figures (results/quoted) and of predictions (results/modelled).
+"""Tables of published figures (results/quoted).
 
 The seed's ratio of two GPUs has a table of its own; all other figures are folded by source.
 """
@@ -56,11 +56,11 @@ TARGET = (
 )
 
 
-def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
-    """Read the tables of a folder, by name; rows without a kind get this one."""
+def load_figures(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
+    """Read the tables of a folder, by name; all rows are of the kind quoted."""
 
     def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
-        return path.stem, [{**row, "kind": row.get("kind") or kind} for row in read_figures(path)]
+        return path.stem, [{**row, "kind": "quoted"} for row in read_figures(path)]
 
     tables, left_out = use_each(sorted(folder.glob("*.csv")), read)
     return dict(tables), left_out
@@ -183,7 +183,7 @@ def _make_fold(source: str, named: Sequence[tuple[str, dict[str, Any]]], *, name
             {column: make_cell(value, num_digits=6) for column, value in row.items()}
             for _, row in items
         ]
-        caption = f"{file}.csv, {items[0][1]['kind']}"
+        caption = f"{file}.csv, quoted"
         tables.append(make_table(cells, name=f"{name}-{file}", caption=caption))
     return Fold(
         ": ".join([source, ", ".join([count, *(str(one) for one in devices if one)])]), tables

@@ -7,6 +7,7 @@ the order of files.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -246,8 +247,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     """
     files = sorted(results.glob(f"{RUNS}/*/{RECORD_NAME}"))
     records, left_out = use_each(files, _load_record)
-    quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
-    modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
+    quoted, bad_quoted = load_figures(results / "quoted")
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
     ended_well = _ended_well(records)
@@ -258,11 +258,10 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         ladder,
         where=f"{results.absolute().name}/{RUNS}",
         quoted=quoted,
-        modelled=modelled,
         profiles=profiles,
     )
-    left_out += [*bad_quoted, *bad_modelled, *bad_profiles, *bad_steps]
-    figures = _figures_of(quoted, modelled)
+    left_out += [*bad_quoted, *bad_profiles, *bad_steps]
+    figures = _figures_of(quoted)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
@@ -327,7 +326,6 @@ def _make_sections(
     *,
     where: str,
     quoted: Figures = MappingProxyType({}),
-    modelled: Figures = MappingProxyType({}),
     profiles: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
@@ -343,7 +341,7 @@ def _make_sections(
         {**make_row(record), "command": shlex.join(record["command"]), "folder": where}
         for record in ended_well
     ]
-    rows = [*measured, *_figures_of(quoted, modelled)]
+    rows = [*measured, *_figures_of(quoted)]
     with plain_style():
         step_times, bad_steps = run_plots.draw_step_times(ended_well, folders)
         plots = [
@@ -365,7 +363,7 @@ def _make_sections(
         ],
         LIMITS: make_limit_tables(profiles),
     }
-    folds = {OTHERS: fold_by_source([*quoted.items(), *modelled.items()])}
+    folds = {OTHERS: fold_by_source(quoted.items())}
     sections = {
         name: Section(
             heading,
@@ -392,9 +390,9 @@ def _ended_well(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in _of_kind(records, BENCHMARK) if record["status"] == OK]
 
 
-def _figures_of(*kinds: Figures) -> list[dict[str, Any]]:
+def _figures_of(tables: Figures) -> list[dict[str, Any]]:
     """The figures of others that have a rate."""
-    rows = (row for tables in kinds for table in tables.values() for row in table)
+    rows = itertools.chain.from_iterable(tables.values())
     return [row for row in rows if row.get("images_per_second") is not None]
 
 

@@ -1,7 +1,7 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
 Three charts are those of the AWS test case, under its names; a fourth has the micro-batches of
-other work. Rows are quoted, measured and modelled. A panel has one model, one resolution and one
+other work. Rows are quoted and measured. A panel has one model, one resolution and one
 place of the encoders. A series of a single figure is drawn only beside its counterpart with or
 without EMA.
 """

@@ -108,7 +108,7 @@ def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
 
 
 def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[Table]:
-    """Make tables of quoted and modelled throughput, one for each kind of work."""
+    """Make tables of quoted throughput, one for each kind of work."""
     groups = group(figures, key_of=lambda row: tuple(map(row.get, WORK)))
     rows = {work: list(map(_figure_row, of_work)) for work, of_work in groups.items()}
     return _make_work_tables(rows, QUOTED, name=f"{name}-")

@@ -31,7 +31,7 @@ PART_COLOURS = (
     *("#CC6677", "#DDCC77", "#332288", "#88CCEE", "#117733", "#44AA99"),
     *("#882255", "#555555", "#999933", "#AA4499", "#BBBBBB"),
 )
-MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
+MARKERS = {"measured": "D", "quoted": "o"}
 # As wide as a phone: 5.2 x 72 = 374 pixels, so that a label of 8 points has 8 pixels.
 WIDTH_INCHES = 5.2
 # Ids such as patch_1 and matplotlib.axis_2, which several charts on one page would share.

@@ -64,7 +64,7 @@ class Table:
 
     @property
     def kind_column(self) -> int | None:
-        """Index of the column that says whether a row is measured, quoted or modelled."""
+        """Index of the column that says whether a row is measured or quoted."""
         names = [column.name for column in self.columns]
         return names.index("kind") if "kind" in names else None
 

@@ -1,1 +1,1 @@
-"""Throughput against GPU count, and the days, money and energy that follow from it."""
+"""Days, GPU-hours, cost and energy of a training at the throughput of a table."""

@@ -18,16 +18,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_OK, ConfigError
+from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read
+from sdbench.base.output import fit
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
 from sdbench.record.store import check_schema
 from sdbench.report.figures import find_name
-from sdbench.report.tables import Field, tabulate
+from sdbench.report.tables import Field, tabulate, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.scaling import points
-from sdbench.scaling.points import Amount, Row, TableFlags, range_field, value_field, whole_field
+from sdbench.scaling import rates
+from sdbench.scaling.rates import Amount, Row, TableFlags, range_field, value_field, whole_field
+from sdbench.settings import request
 from sdbench.settings.kinds import PATH, POSITIVE_NUMBER, TEXT, Kind
 from sdbench.settings.setting import REQUIRED, setting
 
@@ -69,7 +72,7 @@ class CostFlags(TableFlags):
     prices: Path | None = setting(
         PATH, None, "YAML file of prices and powers (default: sdbench/scaling/prices.yaml)"
     )
-    out: Path | None = setting(PATH, None, points.OUT_HELP)
+    out: Path | None = setting(PATH, None, "write the rows, of the kind modelled, as CSV")
 
 
 class Tariff(NamedTuple):
@@ -79,36 +82,50 @@ class Tariff(NamedTuple):
     source: str
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `cost`, the command of the group `scaling`, and return its exit code."""
+    prog = "python -m sdbench scaling"
+    description = "Days, GPU-hours, cost and energy of a training."
+    commands = {"cost": "at the throughput of a table, and a price of a GPU-hour"}
+    name, rest = request.choose_command(
+        commands, argv, prog=prog, description=description, epilog=EPILOG
+    )
+    prog = f"{prog} {name}"
+    run(request.parse(CostFlags, rest, prog=prog, description=__doc__, epilog=EPILOG).config)
+    return EXIT_OK
+
+
 def run(arguments: CostFlags) -> None:
     """Print time, cost and energy of a recipe, and write them to the file of --out."""
     recipe = _load_recipe(arguments)
-    rows = points.read_rows(arguments)
-    points.check_one_kind(rows)
-    gpu = points.first_known(rows, "gpu")
+    rows = rates.read_rows(arguments)
+    rates.check_one_kind(rows)
+    gpu = rates.first_known(rows, "gpu")
     price, power = _load_price(gpu, arguments), _load_power(gpu, arguments)
-    rates, left_out = _find_rates(rows, {stage["image_size"] for stage in recipe["stages"]})
+    by_count, left_out = _find_rates(rows, {stage["image_size"] for stage in recipe["stages"]})
     common = {
-        "source": f"recipe {recipe['name']} at {points.describe_sources(rows)}",
-        "kind": points.MODELLED,
+        "source": f"recipe {recipe['name']} at {rates.describe_sources(rows)}",
+        "kind": "modelled",
         "gpu": gpu,
         "recipe": recipe["name"],
-        "latents": points.first_known(rows, "latents"),
+        "latents": rates.first_known(rows, "latents"),
     }
     found = [
         {
             **common,
-            **_estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power),
+            **_estimate(recipe, by_count[num_gpus], num_gpus=num_gpus, price=price, power=power),
         }
-        for num_gpus in sorted(rates)
+        for num_gpus in sorted(by_count)
     ]
     lines = [*_describe_recipe(recipe), *_describe_tariffs(gpu, price, power), *left_out]
-    points.show(lines, tabulate(COST, found))
-    points.write_rows(arguments.out, found)
+    print("\n".join(fit(for_terminal(line), hanging=2) for line in lines))
+    print(f"\n{to_terminal(tabulate(COST, found))}")
+    rates.write_rows(arguments.out, found)
 
 
 def _estimate(
     recipe: Row,
-    rates: Mapping[int, Amount],
+    by_size: Mapping[int, Amount],
     *,
     num_gpus: int,
     price: Tariff | None,
@@ -119,7 +136,7 @@ def _estimate(
     Days exclude interruptions and evaluation; energy is that of the GPU boards alone.
     """
     seconds = sum(
-        stage["num_images"] / points.swap_ends(rates[stage["image_size"]])
+        stage["num_images"] / rates.swap_ends(by_size[stage["image_size"]])
         for stage in recipe["stages"]
     )
     days = seconds / SECONDS_PER_DAY
@@ -222,12 +239,12 @@ def _find_rates(
     complete: dict[int, dict[int, Amount]] = {}
     left_out = []
     for count, of_count in group(rows, key_of=lambda row: row["num_gpus"]).items():
-        by_size = group(of_count, key_of=lambda row: row.get(points.IMAGE_SIZE))
+        by_size = group(of_count, key_of=lambda row: row.get("image_size"))
         if missing := sorted(set(sizes) - by_size.keys()):
             lacks = " and ".join(f"{size} px" for size in missing)
             left_out.append(f"left out: {count} GPUs, without a figure at {lacks}")
         else:
-            complete[count] = {size: points.rate_of(by_size[size]) for size in sizes}
+            complete[count] = {size: rates.rate_of(by_size[size]) for size in sizes}
     if not complete:
         raise ConfigError(
             "no number of GPUs has a figure at each resolution of the recipe",

@@ -1,1 +1,1 @@
-"""Intervals, comparisons and the law of a step: pure numbers."""
+"""Intervals and comparisons: pure numbers."""

@@ -167,7 +167,7 @@ def test_a_fixed_job_is_one_run_that_a_slow_link_slows_by_the_time_of_the_gradie
     limit_links(cluster.namespaces, RATE_MBIT)
     # The job of the other operator, which trains the same.
     slow = run_fixed_job("trainjob", cluster, **QUICK)
-    # As the scaling model has it: of two nodes each sends (2 - 1) / 2 of twice the gradients.
+    # In a ring all-reduce of two nodes each sends (2 - 1) / 2 of the gradients twice.
     gradients_bit = 32 * free["workload"]["num_trainable_parameters"]
     predicted_s = gradients_bit / (RATE_MBIT * 1e6)
     added_s = slow["summary"]["step_time_p50_s"] - free["summary"]["step_time_p50_s"]

@@ -49,17 +49,16 @@ def make_failed_record(status, reason):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Results of five runs on GPUs and one that failed, of quoted figures and a prediction."""
+    """Five runs on GPUs, one that failed, and quoted figures, one with an interval."""
     runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0)]
     runs += [micro_batch_run(4, 600.0, ranks__world_size=16)]
     runs += [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
     runs += [make_failed_record("oom", "no memory")]
     results = make_results(tmp_path_factory.mktemp("made") / "mine", *runs)
-    (results / "modelled").mkdir()
-    (results / "modelled" / "p5.csv").write_text(
+    (results / "quoted" / "p5.csv").write_text(
         "source,gpu,num_gpus,image_size,latents,images_per_second,images_per_second_low,"
-        "images_per_second_high,fitted_to\n"
-        "scaling predict,H100,1024,512,online,9000,8000,10000,p5\n"
+        "images_per_second_high,read_by\n"
+        "somebody,H100,1024,512,online,9000,8000,10000,eye\n"
     )
     summary, _ = rebuild(results)
     return results, summary
@@ -69,14 +68,14 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(made):
     results, summary = made
     rows = read_csv(results / "throughput.csv")
     kinds = [row["kind"] for row in rows]
-    assert kinds == ["measured"] * 6 + ["quoted"] * 87 + ["modelled"]
+    assert kinds == ["measured"] * 6 + ["quoted"] * 88
     assert (rows[0]["status"], rows[5]["status"], rows[5]["reason"]) == ("ok", "oom", "no memory")
-    assert rows[-1]["fitted_to"] == "p5"
+    assert rows[-1]["read_by"] == "eye"
     submitters = {row["submitter"] for row in rows}
     assert {"NVIDIA", "HPE", "Google Cloud"} <= submitters
     readme = (results / "README.md").read_text()
-    assert "<summary>scaling predict: 1 figure, H100</summary>" in readme
-    assert "| modelled | H100 | 1024 | 9000 (8000 to 10000) |" in readme
+    assert "<summary>somebody: 1 figure, H100</summary>" in readme
+    assert "| quoted | H100 | 1024 | 9000 (8000 to 10000) |" in readme
     assert "from 6 runs and 88 figures of others" in summary
     assert "not drawn, for want of data: time_breakdown" in summary
 

@@ -158,7 +158,7 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
         make_gpu_record(ranks__world_size=16),
         make_record(),
     ]
-    quoted = load_figures(RESULTS / "quoted", kind="quoted")[0]
+    quoted = load_figures(RESULTS / "quoted")[0]
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"

@@ -22,7 +22,7 @@ def run_of(number: int, duration_s: float, *, rate: float = 1.0, **settings: obj
 
 
 def test_the_seeds_table_and_ours_beside_it() -> None:
-    quoted = load_figures(RESULTS / "quoted", kind="quoted")[0]["ray_dreambooth_l4"]
+    quoted = load_figures(RESULTS / "quoted")[0]["ray_dreambooth_l4"]
     resumed = run_of(4, 1.0)
     resumed["summary"]["num_restarts"] = 1
     failed = {**run_of(4, 1.0), "status": "failed"}

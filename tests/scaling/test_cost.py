@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from sdbench.cli import main
 from sdbench.report.figures import read_figures
 from tests.refusals import refusal_of
+from tests.report.results_folder import make_gpu_record, write_run
+
+HEADER = "gpu,num_gpus,image_size,images_per_second"
 
 PRICES = """\
 prices:
@@ -34,8 +40,32 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def cost(rows_of):
-    return lambda *arguments: rows_of("cost", *arguments)
+def quoted(repository) -> Path:
+    return repository / "results" / "quoted"
+
+
+@pytest.fixture
+def cost(tmp_path):
+    """A function that runs the command and returns the rows that it writes."""
+
+    def run(*arguments: object) -> list[dict]:
+        out = tmp_path / "out.csv"
+        assert main(["scaling", "cost", *map(str, arguments), "--out", str(out)]) == 0
+        return read_figures(out)
+
+    return run
+
+
+@pytest.fixture
+def write_table(tmp_path):
+    """A function that writes rows of figures as CSV and returns the path."""
+
+    def write(*rows: str, header: str = HEADER, name: str = "table") -> Path:
+        path = tmp_path / f"{name}.csv"
+        path.write_text("\n".join((header, *rows)))
+        return path
+
+    return write
 
 
 def test_mosaicmls_cost_table_comes_back(quoted, cost):
@@ -92,12 +122,57 @@ def test_gpu_counts_without_a_figure_for_each_stage_are_named(capsys, write_tabl
     assert "left out: 8 GPUs, without a figure at 128 px" in capsys.readouterr().out
 
 
-def test_a_prediction_can_be_paid_for(quoted, rows_of, cost, tmp_path):
-    (figure,) = rows_of("predict", quoted / "aws_p5_scaling.csv", "--num_gpus", "512")
-    predicted = (tmp_path / "out.csv").rename(tmp_path / "predicted.csv")
-    row = cost(predicted, "--recipe", "mosaicml-all-512")[0]
-    seconds = 2_867_200_000 / figure["images_per_second_high"]
-    assert row["days_to_train_low"] == pytest.approx(seconds / 86_400)
+def test_a_run_in_two_tables_counts_once(write_table, cost, files):
+    header = f"source,kind,started_utc,{HEADER}"
+    row = "run-{},measured,2026-11-21T05:48:24+00:00,X100,4,64,{}"
+    runs = [row.format(number, rate) for number, rate in enumerate((5, 10, 20), start=1)]
+    one = write_table(*runs, header=header, name="one")
+    two = write_table(*runs[1:], header=header, name="two")
+    # The mean of 5, 10 and 20 images/s is 10: their logs have equal distances.
+    (found,) = cost(one, two, "--recipe", "small", *files)
+    assert found["days_to_train"] == pytest.approx(1)
+    assert found["days_to_train_low"] < 0.5 and found["days_to_train_high"] > 2
+    other = write_table(row.format(2, 21), header=header, name="other")
+    error = refusal_of("scaling", "cost", one, other, "--recipe", "small", *files)
+    assert error.value == "run-2: 10 and 21"
+
+
+def test_a_folder_of_a_run_gives_its_rate_and_interval(cost, tmp_path):
+    record = make_gpu_record()
+    (row,) = cost(write_run(tmp_path / "run", record), "--recipe", "mosaicml-all-512")
+    summary = record["summary"]
+    interval = summary["images_per_second_interval"]
+    for end, rate in (
+        ("", summary["images_per_second"]),
+        ("_low", interval["high"]),
+        ("_high", interval["low"]),
+    ):
+        assert row[f"days_to_train{end}"] == pytest.approx(2_867_200_000 / rate / 86_400)
+    assert (row["gpu"], row["num_gpus"]) == ("NVIDIA H200", 8)
+
+
+def test_half_a_gpu_a_duplicate_row_and_a_run_that_trains_nothing_are_refused(
+    write_table, repository
+):
+    command = ("scaling", "cost", "--recipe", "mosaicml-all-512")
+    table = write_table("H100,8.5,512,10", "H100,2,512,20")
+    assert "'8.5' as num_gpus" in str(refusal_of(*command, table))
+    table = write_table("H100,2,512,20", "H100,2,512,20")
+    error = refusal_of(*command, table)
+    assert (error.value, error.flag) == ("2 rows, 1 of them different", "TABLE")
+    (run, *_) = sorted((repository / "results" / "runs").glob("*_feed-mds-512px"))
+    error = refusal_of(*command, run)
+    assert (error.value, error.flag) == (f"{run}: feed", "TABLE")
+
+
+def test_tables_without_a_rate_and_a_folder_that_is_not_there_are_refused(quoted, write_table):
+    command = ("scaling", "cost", "--recipe", "mosaicml-all-512")
+    assert refusal_of(*command).flag == "TABLE and --where"
+    assert refusal_of(*command, write_table("H100,8,512,")).flag == "TABLE and --where"
+    table = quoted / "mosaicml_diffusion_a100_cost.csv"
+    assert refusal_of(*command, table).flag == "the path given"
+    table = quoted / "aws_p5_scaling.csv"
+    assert refusal_of(*command, table, "--out", "no/such/folder").flag == "--out"
 
 
 MIXED = ("X,8,256,online,4,10", "X,8,512,precomputed,4,10")

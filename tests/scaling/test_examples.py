@@ -9,9 +9,9 @@ import pytest
 
 from sdbench.analysis import compare
 from sdbench.cli import main
-from sdbench.scaling import scaling
+from sdbench.scaling import cost
 
-EPILOGS = [compare.EPILOG, scaling.EPILOG, *(epilog for *_, epilog in scaling.COMMANDS.values())]
+EPILOGS = [compare.EPILOG, cost.EPILOG]
 # Not those that need runs of one's own.
 EXAMPLES = [
     line.strip()
