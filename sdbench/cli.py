@@ -37,6 +37,7 @@ COMMANDS = {
     "export": ("tasks.train.export", "write the model of a run as a folder that diffusers loads"),
     "doctor": ("doctor.doctor", "check each node before a job: GPUs, network, memory, disks, data"),
     "profile": ("tasks.profile", "time each operator of a step, and tell how far its ceiling is"),
+    "memory": ("tasks.memory", "tell the largest micro-batch of each recipe on each GPU"),
     "dreambooth": ("launch.dreambooth", "teach a model a subject from a few pictures of it"),
     "repeat": ("launch.repeat", "measure a command several times: an interval between runs"),
     "rerun": ("launch.rerun", "run a record again: launcher, ranks, settings, environment"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import benchmark
-from sdbench.analysis.ladder import RUNGS, describe_flags
+from sdbench.analysis.ladder import RUNGS
 from sdbench.models.blocks import drop_unit_divisions
 from sdbench.settings.config import SPEED_UPS
-from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
+from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA, describe_flags
 from tests.marks import quick_and_slow
 from tests.refusals import printed_refusal
 from tests.runs import only_record

@@ -24,6 +24,7 @@ from sdbench.settings.setting import (
     GPU,
     RANKS,
     Rung,
+    describe_flags,
     of_device,
 )
 
@@ -73,17 +74,6 @@ def find_rung(added: Mapping[str, Any]) -> NamedRung | None:
         if rung.is_part_of(added) and rest in ({}, rung.needs):
             return rung
     return None
-
-
-def describe_flags(settings: Mapping[str, Any]) -> str:
-    """Settings as the flags of benchmark.py, e.g. ``--compile unet --cuda_graph``."""
-    return " ".join(_as_flag(name, value) for name, value in settings.items())
-
-
-def _as_flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name} {value}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ from sdbench.analysis.ladder import (
     Configuration,
     Ladder,
     changes,
-    describe_flags,
     describe_recipe,
     difference,
     families,
@@ -35,7 +34,7 @@ from sdbench.report.runs import (
 )
 from sdbench.report.tables import EMPTY, Cell, Field, Table, make_table, tabulate
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import CPU, EMA, GPU, RANKS
+from sdbench.settings.setting import CPU, EMA, GPU, RANKS, describe_flags
 
 DEVICES = {CPU: "CPU", GPU: "GPU"}
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"

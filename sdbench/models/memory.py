@@ -48,14 +48,15 @@ class MemoryEstimate:
     @property
     def total_gib(self) -> float:
         """The peak."""
-        return sum(self._parts().values())
+        return sum(self.parts().values())
 
     def describe(self) -> str:
         """The parts as text, largest first."""
-        parts = sorted(self._parts().items(), key=lambda part: -part[1])
+        parts = sorted(self.parts().items(), key=lambda part: -part[1])
         return ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in parts)
 
-    def _parts(self) -> dict[str, float]:
+    def parts(self) -> dict[str, float]:
+        """The parts by name, in GiB."""
         return {name: value for name, value in vars(self).items() if name != "phase"}
 
 

@@ -84,19 +84,27 @@ def check_batch(draft: Draft) -> None:
 
 
 def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
-    """The largest micro-batch whose estimate fits, and the reason."""
-    from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
+    """The largest micro-batch whose estimate fits, or 1 if none does, and the reason."""
+    from sdbench.plan.memory_limit import per_rank_gib
 
     # A share of all memory: free memory may differ between ranks, and the choice must not.
     budget_gib = AUTO_MEMORY_FRACTION * per_rank_gib(draft, draft.machine.device_memory_gib)
-    candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]
-    best = candidates[0]
-    for candidate in candidates[1:]:
-        if estimate_memory(draft, candidate).total_gib > budget_gib:
-            break
-        best = candidate
+    best = find_largest_microbatch(draft, device_batch, budget_gib=budget_gib) or 1
     reason = f"auto: largest divisor of {device_batch} estimated to fit {budget_gib:.1f} GiB"
     return best, reason
+
+
+def find_largest_microbatch(draft: Draft, device_batch: int, *, budget_gib: float) -> int | None:
+    """Return the largest micro-batch whose estimate fits, or None."""
+    from sdbench.plan.memory_limit import estimate_memory
+
+    best = None
+    for size in MICROBATCH_CANDIDATES:
+        if device_batch % size == 0:
+            if estimate_memory(draft, size).total_gib > budget_gib:
+                break
+            best = size
+    return best
 
 
 def _largest_even_batch(world_size: int, microbatch: int | str) -> tuple[int, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
@@ -12,6 +14,7 @@ from sdbench.data.buckets import Buckets, Mixture, make_buckets, size_of_budget
 from sdbench.data.source import VAE_FACTOR
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
+from sdbench.models.objective import check_objective
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
@@ -64,6 +67,44 @@ class Draft:
         """Set a setting that is None."""
         if getattr(self.config, name) is None:
             self.choose(name, value, reason)
+
+    def suit_family(self) -> None:
+        """Refuse settings that the model's family cannot have; choose others for its presets."""
+        family = self.architecture.family
+        takes_guidance = family.takes_guidance(self.architecture)
+        check_objective(
+            family.objective, self.config, takes_guidance=takes_guidance, flow=family.flow
+        )
+        if self.config.step_has_encoders and self.request.is_users("encoder_dtype"):
+            family.check_encoder_dtype(self.config.encoder_dtype)
+        for name, (allowed, reason) in family.unsuitable.items():
+            value = getattr(self.config, name, allowed[0])
+            if value is None or value in allowed:
+                continue
+            if self.request.is_users(name):
+                raise ConfigError(
+                    reason,
+                    value=value,
+                    allowed=f"{' | '.join(map(str, allowed))} with {self.architecture.name}",
+                    flag=f"--{name}",
+                )
+            self.choose(name, allowed[0], reason)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return the plan of the same run with other values; those that do not suit may go.
+
+        Raises:
+            ConfigError: They do not go with what the user gave, or with the machine.
+        """
+        request = self.request.changed(values)
+        config, reasons = settle(request, machine=self.machine, ranks=self.ranks)
+        is_open = {name for name, value in vars(config).items() if value in (None, "auto")}
+        chosen = {name: getattr(self.config, name) for name in is_open & self.chosen.keys()}
+        draft = copy.copy(self)
+        draft.request, draft.config = request, dataclasses.replace(config, **chosen)
+        draft.chosen, draft.notes = {**self.chosen, **reasons}, []
+        draft.suit_family()
+        return draft
 
     @property
     def largest_shape(self) -> Shape:

@@ -1,19 +1,27 @@
-"""`check_memory`: refuses a run whose estimated peak memory is more than a rank has.
+"""What a run needs: its estimated memory, the limit of its ranks, and flags that lower it.
 
-On a GPU it only warns: constants of the estimate were not measured there.
+`check_memory` refuses a run that does not fit. On a GPU it only warns: constants of the estimate
+were not measured there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
+from sdbench.settings.setting import describe_flags
 
 # A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
 # other processes may need more memory during the run.
 MAX_MEMORY_FRACTION = 0.92
+# Flags that are named to a run that does not fit.
+NUM_NAMED = 3
+MICROBATCH = "device_train_microbatch_size"
 
 
 def per_rank_gib(draft: Draft, memory_gib: float) -> float:
@@ -30,6 +38,99 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     return estimate_peak_memory(step, draft.config, draft.ranks, micro_batch=microbatch)
 
 
+class Need(NamedTuple):
+    """What a rank needs at its peak, in GiB; `forked_gib` is that of its loader workers."""
+
+    estimate: MemoryEstimate
+    forked_gib: float
+
+    @property
+    def total_gib(self) -> float:
+        """All of it."""
+        return self.estimate.total_gib + self.forked_gib
+
+
+def find_need(draft: Draft) -> Need:
+    """Estimate what a rank needs."""
+    estimate = estimate_memory(draft, getattr(draft.config, MICROBATCH))
+    # Workers are forked from a process with the weights in memory. The first optimizer step writes
+    # to every page of them, and the workers share a copy of the old ones.
+    forks = draft.config.num_workers and not draft.on_gpu
+    return Need(estimate, estimate.trained_weights if forks else 0.0)
+
+
+class Lever(NamedTuple):
+    """Settings that lower the memory, as a function of those of a run, and what they cost."""
+
+    values: Callable[[Any], Mapping[str, Any]]  # {}: there is nothing to change
+    cost: str
+
+
+def _set(name: str, value: Any, *, unless: tuple[Any, ...] = ()) -> Callable[[Any], dict[str, Any]]:
+    def values(config: Any) -> dict[str, Any]:
+        return {} if getattr(config, name) in (value, *unless) else {name: value}
+
+    return values
+
+
+def _halve_microbatch(config: Any) -> dict[str, Any]:
+    size = getattr(config, MICROBATCH)
+    return {MICROBATCH: size // 2} if size > 1 else {}
+
+
+# The cheapest first.
+LEVERS = (
+    Lever(_set("num_workers", 0), "the trainer loads its data itself"),
+    Lever(_set("encoder_dtype", "bf16", unless=("fp16",)), "encoders round"),
+    Lever(_set("use_ema", False), "no average of the weights"),
+    Lever(_halve_microbatch, "smaller passes, which use a GPU less well"),
+    Lever(_set("latents", "precomputed"), "the data set is encoded before, by precompute"),
+    Lever(
+        _set("activation_checkpointing", "transformer", unless=("full",)),
+        "transformer blocks are computed twice",
+    ),
+    Lever(_set("activation_checkpointing", "full"), "all blocks are computed twice"),
+    Lever(
+        _set("precision", "amp_bf16", unless=("amp_fp16", "bf16")), "matrix products are in bf16"
+    ),
+    Lever(_set("sharding", "zero1", unless=("full",)), "ranks send each other updated weights"),
+    Lever(_set("sharding", "full"), "ranks send each other weights in each pass"),
+    Lever(_set("precision", "bf16"), "weights and their updates round"),
+    Lever(_set("lora_rank", 16), "LoRA is trained in place of the weights"),
+)
+
+
+class Pulled(NamedTuple):
+    """A lever that a run can use: its settings, its cost, the run with it, and what that needs."""
+
+    values: Mapping[str, Any]
+    cost: str
+    draft: Draft
+    need: Need
+
+    @property
+    def flags(self) -> str:
+        """The settings as typed."""
+        return describe_flags(self.values)
+
+
+def pull_levers(draft: Draft) -> Iterator[Pulled]:
+    """Yield each lever that lowers the need of a run and that it can use, cheapest first."""
+    before_gib = find_need(draft).total_gib
+    for lever in LEVERS:
+        values = lever.values(draft.config)
+        if not values:
+            continue
+        try:
+            changed = draft.changed(values)
+            need = find_need(changed)
+        except ConfigError:  # the model, the machine or another setting does not go with it
+            continue
+        is_as_asked = all(getattr(changed.config, name) == values[name] for name in values)
+        if is_as_asked and need.total_gib < before_gib:
+            yield Pulled(values, lever.cost, changed, need)
+
+
 def check_memory(draft: Draft) -> MemoryEstimate:
     """Estimate the peak memory of one rank, and refuse a run that does not fit on a CPU."""
     config = draft.config
@@ -39,47 +140,49 @@ def check_memory(draft: Draft) -> MemoryEstimate:
         draft.notes.append(
             f"Without a cache each run replays a step for the memory estimate. {error}"
         )
-    estimate = estimate_memory(draft, config.device_train_microbatch_size)
+    need = find_need(draft)
     # The estimate includes memory that this process already uses, which is no longer free.
     free_gib = per_rank_gib(draft, draft.machine.free_memory_gib) + draft.machine.held_memory_gib
     limit_gib = MAX_MEMORY_FRACTION * free_gib
-    # Workers are forked from a process with the weights in memory. The first optimizer step writes
-    # to every page of them, and the workers share a copy of the old ones.
-    forked_gib = estimate.trained_weights if config.num_workers and not draft.on_gpu else 0.0
-    needed_gib = estimate.total_gib + forked_gib
-    if not config.check_memory or needed_gib <= limit_gib:
-        return estimate
+    if not config.check_memory or need.total_gib <= limit_gib:
+        return need.estimate
     allowed = f"at most {limit_gib:.1f} GiB, {MAX_MEMORY_FRACTION:.0%} of what is free"
+    ways = _describe_ways(draft, limit_gib)
     if draft.on_gpu:
         draft.notes.append(
-            f"The memory may not suffice: the estimate is {needed_gib:.1f} GiB "
-            f"({estimate.describe()}), and it should be {allowed}. Constants of the estimate were "
-            f"not measured on a GPU, so the run is tried. These flags lower it: "
-            f"{_flags_that_lower_memory(draft)}."
+            f"The memory may not suffice: the estimate is {need.total_gib:.1f} GiB "
+            f"({need.estimate.describe()}), and it should be {allowed}. Constants of the estimate "
+            f"were not measured on a GPU, so the run is tried. What would do: {ways}."
         )
-        return estimate
+        return need.estimate
     raise MemoryEstimateError(
         "this run is estimated to need more memory than a rank has here",
-        value=f"{needed_gib:.1f} GiB ({estimate.describe()}, workers {forked_gib:.1f})",
+        value=f"{need.total_gib:.1f} GiB ({need.estimate.describe()}, workers "
+        f"{need.forked_gib:.1f})",
         allowed=allowed,
-        flag=_flags_that_lower_memory(draft) + "; --no_check_memory tries all the same",
+        flag=f"{ways}; --no_check_memory tries all the same",
     )
 
 
-def _flags_that_lower_memory(draft: Draft) -> str:
-    config = draft.config
-    microbatch = config.device_train_microbatch_size
-    has_unet = "vae" not in config.trained_parts
-    flags = {
-        f"--device_train_microbatch_size (below {microbatch})": microbatch > 1,
-        "--no_use_ema": config.use_ema,
-        "--num_workers 0": config.num_workers > 0 and not draft.on_gpu,
-        "--encoder_dtype bf16": has_unet and config.encoder_dtype == "fp32",
-        "--precision amp_bf16": config.precision == "fp32",
-        "--activation_checkpointing transformer": (
-            has_unet and config.activation_checkpointing == "none"
-        ),
-        "--sharding zero1": config.sharding == "none" and draft.ranks.world_size > 1,
-        f"--image_size (below {config.image_size})": True,
-    }
-    return ", ".join(flag for flag, helps in flags.items() if helps)
+def _describe_ways(draft: Draft, limit_gib: float) -> str:
+    """Say which flags make a run fit: the cheapest ones that do so alone, or several together."""
+    alone = []
+    for pulled in pull_levers(draft):
+        if pulled.need.total_gib <= limit_gib:
+            alone.append(f"{pulled.flags} ({pulled.need.total_gib:.1f} GiB: {pulled.cost})")
+        if len(alone) == NUM_NAMED:
+            break
+    if alone:
+        return ", or ".join(alone)
+    together: dict[str, Any] = {}
+    need = find_need(draft)
+    while need.total_gib > limit_gib:
+        pulled = next(pull_levers(draft), None)
+        if pulled is None:
+            return (
+                f"a smaller --image_size or --model_name: {describe_flags(together)} together "
+                f"leave {need.total_gib:.1f} GiB"
+            )
+        together |= pulled.values
+        draft, need = pulled.draft, pulled.need
+    return f"{describe_flags(together)} together ({need.total_gib:.1f} GiB)"

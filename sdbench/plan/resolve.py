@@ -26,7 +26,6 @@ from sdbench.data.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
-from sdbench.models.objective import check_objective
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
@@ -91,15 +90,7 @@ def resolve(
     """
     from sdbench.plan.memory_limit import check_memory
 
-    plan = Plan.begin(request, machine=machine, ranks=ranks)
-    plan.architecture = find_model(plan.config, model_parts)
-    _suit_family(plan)
-    plan.choose_if_open("num_threads", *_threads_per_rank(plan))
-    _choose_shapes(plan)
-    plan.choose_format()
-    check_latents(plan.config, plan.architecture)
-    plan.choose_if_open("num_workers", *_count_workers(plan))
-    resolve_batch(plan)
+    plan = plan_step(request, machine=machine, ranks=ranks, model_parts=model_parts)
     plan.source = _make_source(plan)
     plan.class_source = _make_class_source(plan)
     num_samples = _count_samples(plan)
@@ -120,6 +111,26 @@ def resolve(
             "Other processes make the latents while the ranks train: compare with other runs of "
             "--online_preprocessing only."
         )
+    return plan
+
+
+def plan_step(
+    request: Request[BenchmarkConfig],
+    *,
+    machine: Machine,
+    ranks: Ranks,
+    model_parts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """Choose all settings that decide what a step computes, without a look at the data."""
+    plan = Plan.begin(request, machine=machine, ranks=ranks)
+    plan.architecture = find_model(plan.config, model_parts)
+    plan.suit_family()
+    plan.choose_if_open("num_threads", *_threads_per_rank(plan))
+    _choose_shapes(plan)
+    plan.choose_format()
+    check_latents(plan.config, plan.architecture)
+    plan.choose_if_open("num_workers", *_count_workers(plan))
+    resolve_batch(plan)
     return plan
 
 
@@ -148,7 +159,7 @@ def check_ahead(
     if all(map(is_beside_program, (plan.config.model_name, *others))):
         plan.architecture = find_model(plan.config, model_parts)
         with contextlib.suppress(UnknownError):
-            _suit_family(plan)
+            plan.suit_family()
         with contextlib.suppress(UnknownError):
             _choose_shapes(plan)
         if plan.config.learned_token is not None:
@@ -167,27 +178,6 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
             f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
             f"{num_samples} samples do not fill a batch and are left out of it{others}."
         )
-
-
-def _suit_family(draft: Draft) -> None:
-    """Refuse settings that the model's family cannot have, and choose others for its presets."""
-    family = draft.architecture.family
-    takes_guidance = family.takes_guidance(draft.architecture)
-    check_objective(family.objective, draft.config, takes_guidance=takes_guidance, flow=family.flow)
-    if draft.config.step_has_encoders and draft.request.is_users("encoder_dtype"):
-        family.check_encoder_dtype(draft.config.encoder_dtype)
-    for name, (allowed, reason) in family.unsuitable.items():
-        value = getattr(draft.config, name, allowed[0])
-        if value is None or value in allowed:
-            continue
-        if draft.request.is_users(name):
-            raise ConfigError(
-                reason,
-                value=value,
-                allowed=f"{' | '.join(map(str, allowed))} with {draft.architecture.name}",
-                flag=f"--{name}",
-            )
-        draft.choose(name, allowed[0], reason)
 
 
 def _choose_shapes(draft: Draft) -> None:

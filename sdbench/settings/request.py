@@ -72,6 +72,12 @@ class Request(Generic[ConfigT]):
         """Whether the user gave this setting a value, in a flag or in a file."""
         return self.origin[name] in ("file", "flag")
 
+    def changed(self, values: Mapping[str, Any]) -> Request[ConfigT]:
+        """The same request with a preset of these values, of which what does not suit may go."""
+        config = dataclasses.replace(self.config, **values)
+        origin = {**self.origin, **dict.fromkeys(values, "preset")}
+        return dataclasses.replace(self, config=config, origin=origin)
+
     def part(self, config_type: type[PartT]) -> Request[PartT]:
         """The request for the settings of one dataclass that `config` inherits from."""
         names = declarations(config_type)

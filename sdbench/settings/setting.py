@@ -44,6 +44,17 @@ def in_words(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def describe_flags(settings: Mapping[str, Any]) -> str:
+    """Settings as flags of a command line, e.g. ``--compile unet --cuda_graph``."""
+    return " ".join(_as_flag(name, value) for name, value in settings.items())
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name} {value}"
+
+
 class PerDevice(NamedTuple):
     """A preset's value that differs by device."""
 

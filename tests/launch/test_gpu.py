@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import benchmark
-from sdbench.analysis.ladder import RUNGS, describe_flags
-from sdbench.settings.setting import GPU
+from sdbench.analysis.ladder import RUNGS
+from sdbench.settings.setting import GPU, describe_flags
 from tests.runs import only_record
 from tests.train.written import read_losses
 

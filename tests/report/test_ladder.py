@@ -12,7 +12,6 @@ import yaml
 
 from sdbench.analysis.ladder import (
     RUNGS,
-    describe_flags,
     find_ladders,
     find_rung,
     is_one_rung,
@@ -22,7 +21,7 @@ from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.settings.config import PRESETS
 from sdbench.settings.parallel import WITHIN_NODE
-from sdbench.settings.setting import of_device
+from sdbench.settings.setting import describe_flags, of_device
 from tests.report.results_folder import RESULTS, make_recipe, rows_of
 
 REPOSITORY = RESULTS.parent

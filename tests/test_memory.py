@@ -1,0 +1,105 @@
+"""The command `memory`: what fits which GPU, told beforehand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.plan.memory_limit import MICROBATCH, find_need
+from sdbench.plan.resolve import plan_step
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import parse_request
+from tests.machines import make_machine
+
+MODEL = ("--model_name", "tiny", "--latents", "precomputed", "--image_size", "64")
+SIZES = ("1.15", "1.2", "1.6")
+RECIPES = {
+    "all weights": (),
+    "all weights, EMA": ("--use_ema",),
+    "all weights in bf16, recomputed": (
+        *("--precision", "bf16", "--activation_checkpointing", "full"),
+    ),
+    "all weights, sharded over 8": ("--sharding", "full"),
+    "LoRA": ("--lora_rank", "16", "--precision", "bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def tables() -> list[list[list[str]]]:
+    """The three tables that the command prints: rows of cells, the headings first."""
+    argv = ["memory", *MODEL, "--gpu_memory_gib", ",".join(SIZES)]
+    command = [sys.executable, "-m", "sdbench", *argv]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: list[list[list[str]]] = [[]]
+    for line in told.splitlines():
+        if line.startswith("  "):
+            found[-1].append(re.split(r" {2,}", line.strip()))
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+def plan(*argv: str, memory_gib: float = 1000.0, num_gpus: int = 1):
+    request = parse_request([*MODEL, *argv], description="", epilog="")
+    machine = make_machine(
+        num_devices=num_gpus, device_memory_gib=memory_gib, free_memory_gib=memory_gib
+    )
+    return plan_step(request, machine=machine, ranks=Ranks(0, num_gpus, 0, num_gpus))
+
+
+def test_a_micro_batch_is_the_one_that_a_run_chooses_on_that_gpu(tables):
+    headings, *rows = tables[0]
+    assert headings == ["recipe", *(f"{size} GiB" for size in SIZES)]
+    found = {name: cells for name, *cells in rows}
+    assert found.keys() > RECIPES.keys()
+    for name, flags in RECIPES.items():
+        num_gpus = 8 if "sharded" in name else 1
+        for cell, size in zip(found[name], SIZES, strict=True):
+            chosen = plan(*flags, memory_gib=float(size), num_gpus=num_gpus)
+            assert cell == str(getattr(chosen.config, MICROBATCH)), (name, size)
+    assert len({*found["all weights"]}) == 3
+
+
+def test_a_recipe_that_no_micro_batch_makes_fit_is_a_dash(capsys):
+    argv = ["--gpu_memory_gib", "1.1", "--use_ema", "--lora_rank", "4", "--precision", "bf16"]
+    assert main(["memory", *MODEL, *argv]) == 0
+    # CUDA's context alone is 1 GiB, more than 90 % of it.
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "these flags  " in line][:1]
+    assert row.split()[-1] == "-"
+
+
+def test_the_parts_add_up_to_the_peak_that_a_run_is_told(tables):
+    headings, *rows = tables[1]
+    assert headings[:2] == ["recipe", "peak"] and headings[-1] == "at"
+    for name, peak, *parts, _ in rows:
+        assert float(peak) == pytest.approx(sum(map(float, parts)), abs=0.005 * len(parts))
+        if name in RECIPES:
+            run = plan(*RECIPES[name], f"--{MICROBATCH}", "1", num_gpus=8 if "8" in name else 1)
+            assert float(peak) == pytest.approx(find_need(run).total_gib, abs=0.005)
+
+
+def test_a_flag_lowers_the_memory_as_told(tables):
+    _, *rows = tables[2]
+    flags = {row[0]: float(row[1]) for row in rows}
+    assert {"--activation_checkpointing full", "--lora_rank 16"} <= flags.keys()
+    for typed, gib in flags.items():
+        run = plan(*typed.split(), f"--{MICROBATCH}", "1")
+        assert gib == pytest.approx(find_need(run).total_gib, abs=0.005), typed
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--num_gpus", "3", "--batch_size", "16"), "--batch_size"),
+        (("--gpu_memory_gib", "24GB"), "--gpu_memory_gib"),
+        (("--image_size", "60"), "--image_size"),
+        (("--sharding", "full"), "--sharding"),
+    ],
+)
+def test_what_no_gpu_can_run_is_refused(argv, flag, capsys):
+    assert main(["memory", "--model_name", "tiny", *argv]) == 2
+    assert flag in capsys.readouterr().err
