@@ -1,0 +1,129 @@
+"""Compares the memory estimate with what was published to fit GPUs, and not to, as a table.
+
+Each case has the flags of benchmark.py for what its source did, as far as it tells it; nothing of
+it was measured here. The estimates take minutes:
+
+    python tools/published_fits.py > fits.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from sdbench.measure.hardware import inspect_machine
+from sdbench.plan.memory_limit import find_need
+from sdbench.plan.resolve import plan_step
+from sdbench.ranks.distributed import Ranks
+from sdbench.report.tables import make_table, to_markdown
+from sdbench.settings.config import parse_request
+from sdbench.settings.setting import GPU
+from sdbench.tasks.memory_tables import CARDS
+
+
+class Case(NamedTuple):
+    """A published run.
+
+    Attributes:
+        source: Who published it.
+        gpu: The card, as its source names it.
+        size: Key of `CARDS`.
+        flags: Of benchmark.py.
+        num_gpus: GPUs that share the batch.
+        fits: Whether it ran.
+        peak_gib: The peak that torch had allocated, where it was published.
+    """
+
+    source: str
+    gpu: str
+    size: int
+    flags: str
+    num_gpus: int = 1
+    fits: bool = True
+    peak_gib: float | None = None
+
+
+AWS = "AWS, MosaicML Stable Diffusion, section 1.5"
+SEED = "--preset seed --batch_size 2048 --device_train_microbatch_size"
+MILABENCH = "milabench, diffusion-single"
+# bf16 autocast by Hugging Face diffusers, encoders in bf16, a step of one micro-batch.
+MILA = "--encoder_dtype bf16 --compile none --batch_size {0} --device_train_microbatch_size {0}"
+FLUX = "--model_name flux-schnell --compile none --batch_size {} --device_train_microbatch_size 1"
+OPEN_DIFFUSION = "mlfoundations/open-diffusion, README"
+CHECKPOINTED = (
+    "--model_name sd1-base --use_ema --compile none --activation_checkpointing full "
+    "--image_size {0} --batch_size {1} --device_train_microbatch_size {1}"
+)
+CASES = (
+    *(
+        Case(AWS, gpu, 80, f"{SEED} {size}{' --use_ema' if ema else ''}", num_gpus=8)
+        for gpu in ("A100 80 GB", "H100 80 GB")
+        for size, ema in ((4, True), (16, True), (32, True))
+    ),
+    Case("mosaicml/diffusion-benchmark", "A100 40 GB", 40, f"{SEED} 4 --use_ema", num_gpus=8),
+    Case(
+        "mosaicml/diffusion",
+        "A100 40 GB",
+        40,
+        "--latents precomputed --sharding grad_op --compile none --batch_size 2048 "
+        "--device_train_microbatch_size 16",
+        num_gpus=8,
+    ),
+    Case(MILABENCH, "H100 80 GB", 80, MILA.format(48)),
+    Case(MILABENCH, "H200", 141, MILA.format(80)),
+    Case(MILABENCH, "MI355X", 288, MILA.format(32), peak_gib=51.1),
+    Case(MILABENCH, "MI355X", 288, MILA.format(64), peak_gib=89.6),
+    Case(MILABENCH, "MI355X", 288, MILA.format(96), peak_gib=128.0),
+    Case(OPEN_DIFFUSION, "A100 80 GB", 80, CHECKPOINTED.format(512, 64)),
+    Case(OPEN_DIFFUSION, "A100 80 GB", 80, CHECKPOINTED.format(256, 256)),
+    Case(
+        "huggingface/diffusers#10196: all weights of Flux.1",
+        "80 GB",
+        80,
+        f"{FLUX.format(4)} --image_size 1024",
+        fits=False,
+    ),
+    Case(
+        "huggingface/diffusers#9156: LoRA of Flux.1, encoders beside it",
+        "A100 40 GB",
+        40,
+        f"{FLUX.format(4)} --image_size 512 --lora_rank 4 --precision bf16 --encoder_dtype bf16",
+        fits=False,
+    ),
+)
+
+
+def estimate_gib(case: Case) -> float:
+    """Estimate the peak of a rank."""
+    size_gib = CARDS[case.size]
+    machine = dataclasses.replace(
+        inspect_machine(),
+        device_type=GPU,
+        device_name=case.gpu,
+        num_devices=case.num_gpus,
+        device_memory_gib=size_gib,
+        free_memory_gib=size_gib,
+    )
+    ranks = Ranks(0, case.num_gpus, 0, case.num_gpus)
+    request = parse_request(case.flags.split(), description="", epilog="")
+    return find_need(plan_step(request, machine=machine, ranks=ranks)).total_gib
+
+
+def make_row(case: Case) -> dict[str, object]:
+    """Make the row of a case: a hit is what fits and is said to, or neither."""
+    found_gib, size_gib = estimate_gib(case), CARDS[case.size]
+    return {
+        "source": case.source,
+        "GPU": case.gpu,
+        "flags": f"`{case.flags}`",
+        "GPUs": case.num_gpus,
+        "GPU has, GiB": size_gib,
+        "estimate, GiB": round(found_gib, 1),
+        "published": "fits" if case.fits else "does not fit",
+        "hit": (found_gib <= size_gib) == case.fits,
+        "published peak, GiB": case.peak_gib,
+    }
+
+
+if __name__ == "__main__":
+    print(to_markdown(make_table(map(make_row, CASES))))
