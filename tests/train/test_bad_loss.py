@@ -291,13 +291,9 @@ LONG = 8
 CASES = [
     ("average", LONG, "stop", 1),
     ("gradient", 4, "back", 1),
-    ("gradient", 3, "stop", 2),
     ("gradient", LONG, "skip", 1),
     ("weight", 4, "skip", 2),
     ("weight", 3, "back", 1),
-    ("weight", LONG, "back", 2),
-    ("average", 4, "back", 1),
-    ("average", 3, "skip", 2),
     ("loss", LONG, "back", 2),
 ]
 OF_ENGINES = [
