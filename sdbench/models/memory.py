@@ -22,6 +22,11 @@ CPU_PROCESS_GIB = 0.78
 # Not measured: about 0.5 GiB for a CUDA context and as much for workspaces of cuBLAS and cuDNN.
 GPU_PROCESS_GIB = 1.0
 
+# What the C library's heap cannot use again while activations are kept, as a share of them: 0.86
+# and 0.88 with glibc, of 2.64 and 3.47 GiB (LoRA on SDXL at 512 px in fp32). Where all weights are
+# trained, the room of their gradients takes it up (results/memory.md).
+HEAP_LOSS = 0.87
+
 # Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
 CUDA_FRAGMENTATION = 0.05
 
@@ -31,8 +36,8 @@ class MemoryEstimate:
     """Memory of one rank by use at the time of its peak, in GiB.
 
     `process` is that of libraries on a CPU, of CUDA context and workspaces on a GPU. `temporaries`
-    are weights cast by autocast, the optimizer's, and memory that CUDA's allocator reserves and
-    does not use. `phase` is encoders, backward or optimizer.
+    are weights cast by autocast, the optimizer's, and memory that an allocator holds and does not
+    use. `phase` is encoders, backward or optimizer.
     """
 
     process: float
@@ -158,6 +163,10 @@ def _moments(
 
     index = int((constant + activations).argmax())
     moments = [moment(index, float(complete[index]))]
+    if not step.on_cuda:
+        whole = moments[0]
+        lost = HEAP_LOSS * whole.activations
+        moments.append(whole._replace(temporaries=whole.temporaries + lost))
     # Gradients of an earlier micro-batch are there from the start. On a CPU the gradients cannot
     # use the memory that activations free: the C library's heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident

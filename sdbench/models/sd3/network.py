@@ -9,7 +9,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import JointAttnProcessor2_0
-from diffusers.models.embeddings import get_2d_sincos_pos_embed
+from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
@@ -65,13 +65,15 @@ class StableDiffusion3Network(Network):
         set_joint_attention(denoiser, JointAttnProcessor2_0(), kind)
 
     def fill_buffers(self, denoiser: nn.Module) -> None:
-        """Fill the positions of patches, sines and cosines of rows and columns."""
+        """Fill the positions of patches, sines and cosines of rows and columns.
+
+        As diffusers' get_2d_sincos_pos_embed, which takes 1.5 GiB for it in double precision.
+        """
         embed: Any = denoiser.pos_embed
-        positions = get_2d_sincos_pos_embed(
-            embed.pos_embed.shape[-1],
-            embed.pos_embed_max_size,
-            base_size=embed.base_size,
-            interpolation_scale=embed.interpolation_scale,
-            output_type="pt",
-        )
-        embed.pos_embed.copy_(positions.unsqueeze(0))
+        size, width = embed.pos_embed_max_size, embed.pos_embed.shape[-1]
+        axis = torch.arange(size, dtype=torch.float32) / (size / embed.base_size)
+        axis = axis / embed.interpolation_scale
+        positions = get_1d_sincos_pos_embed_from_grid(width // 2, axis, output_type="pt")
+        of_columns, of_rows = embed.pos_embed.view(size, size, width).chunk(2, dim=-1)
+        of_columns.copy_(positions.unsqueeze(0))
+        of_rows.copy_(positions.unsqueeze(1))

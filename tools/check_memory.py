@@ -1,22 +1,31 @@
-"""Compares the memory estimate with what was published to fit GPUs, and not to, as a table.
+"""Compares the memory estimate with measured peaks of records, and with published fits.
 
-Each case has the flags of benchmark.py for what its source did, as far as it tells it; nothing of
-it was measured here. The estimates take minutes:
+Each published case has the flags of benchmark.py for what its source did, as far as it tells it;
+nothing of it was measured here. Both tables, in minutes:
 
-    python tools/published_fits.py > fits.md
+    python tools/check_memory.py results/runs/*/record.json > tables.md
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from sdbench.measure.hardware import inspect_machine
-from sdbench.plan.memory_limit import find_need
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.memory import estimate_peak_memory
+from sdbench.models.replay import Step
+from sdbench.plan.memory_limit import MICROBATCH, find_need
 from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import load_record
 from sdbench.report.tables import make_table, to_markdown
-from sdbench.settings.config import parse_request
+from sdbench.settings.config import SETTINGS, BenchmarkConfig, parse_request
 from sdbench.settings.setting import GPU
 from sdbench.tasks.memory_tables import CARDS
 
@@ -115,7 +124,7 @@ def make_row(case: Case) -> dict[str, object]:
     return {
         "source": case.source,
         "GPU": case.gpu,
-        "flags": f"`{case.flags}`",
+        "flags": case.flags,
         "GPUs": case.num_gpus,
         "GPU has, GiB": size_gib,
         "estimate, GiB": round(found_gib, 1),
@@ -125,5 +134,52 @@ def make_row(case: Case) -> dict[str, object]:
     }
 
 
+# What a row of measured peaks tells apart.
+TOLD = ("model_name", "image_size", "latents", "precision", "master_weights", "use_ema")
+TOLD += ("lora_rank", "batch_size", MICROBATCH, "optimizer", "attention", "encoder_dtype")
+
+
+def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Group the records of trainings on CPUs by what decides their memory."""
+    groups = defaultdict(list)
+    for record in map(load_record, paths):
+        config, summary = record["config"], record.get("summary") or {}
+        is_training = record.get("memory_estimate_gib") and summary.get("peak_memory_gib")
+        # Old records lack settings that came later.
+        is_whole = all(config.get(name) is not None for name in ("sharding", "encoder_batch_size"))
+        if is_training and is_whole and record["machine"]["device_type"] == "cpu":
+            key = (*(config.get(name) for name in TOLD), record["ranks"]["world_size"])
+            groups[key].append(record)
+    return groups
+
+
+def compare_measured(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each configuration: the estimate of today's code, and the median peak."""
+    for key, records in group_records(paths).items():
+        first = records[0]
+        values = {name: first["config"].get(name) for name in SETTINGS}
+        config = BenchmarkConfig(**{name: it for name, it in values.items() if it is not None})
+        world_size = first["ranks"]["world_size"]
+        ranks = Ranks(0, world_size, 0, world_size // first["ranks"]["num_nodes"])
+        step = Step.of(config, resolve_architecture(config.model_name), on_cuda=False)
+        estimate = estimate_peak_memory(
+            step, config, ranks, micro_batch=getattr(config, MICROBATCH)
+        )
+        peak_gib = statistics.median(one["summary"]["peak_memory_gib"] for one in records)
+        names = [name.replace("device_train_", "") for name in (*TOLD, "ranks")]
+        yield {
+            **{name: "none" if it is None else it for name, it in zip(names, key, strict=True)},
+            "runs": len(records),
+            "peak, GiB": peak_gib,
+            "estimate, GiB": round(estimate.total_gib, 2),
+            "peak / estimate": round(peak_gib / estimate.total_gib, 3),
+        }
+
+
 if __name__ == "__main__":
+    rows = sorted(compare_measured(map(Path, sys.argv[1:])), key=lambda row: row["peak / estimate"])
+    near = sum(abs(row["peak / estimate"] - 1) <= 0.05 for row in rows)
+    print(f"{near} of {len(rows)} configurations within 5 %\n")
+    print(to_markdown(make_table(rows)))
+    print()
     print(to_markdown(make_table(map(make_row, CASES))))
