@@ -14,9 +14,10 @@ from sdbench.settings.setting import setting
 DESCRIPTION = """\
 Tell beforehand what fits a GPU: the largest micro-batch of each recipe by memory of the GPU, what
 the memory of a step is made of, and what each flag saves. Takes the flags of benchmark.py, which
-hold for every recipe. It needs no GPU, no weights and no data: a step is replayed on tensors
-without content, and every allocation is counted. A micro-batch fits if its estimate is at most
-90% of the memory, as with --device_train_microbatch_size auto.
+hold for every recipe; with one that a recipe sets, such as --lora_rank, only what is given is told.
+It needs no GPU, no weights and no data: a step is replayed on tensors without content, and every
+allocation is counted. A micro-batch fits if its estimate is at most 90% of the memory, as with
+--device_train_microbatch_size auto.
 """
 EPILOG = """\
 examples:

@@ -41,7 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "DreamBooth by LoRA": {"lora_rank": 16, "precision": "bf16", "task": "dreambooth"},
 }
-# Of the first row, if flags make it another recipe.
+# Of the only row, if flags make it a recipe of its own.
 AS_GIVEN = "these flags"
 
 
@@ -66,11 +66,13 @@ def print_tables(request: Request[MemorySettings]) -> None:
 
 
 def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]]:
-    """Plan the recipes of which no setting is given; the first one has what is given."""
+    """Plan all recipes; or what is given alone, if a setting of a recipe is."""
     names = {name for values in RECIPES.values() for name in values} - {"num_gpus"}
-    has_own = any(map(request.is_users, names))
+    if any(map(request.is_users, names)):
+        yield AS_GIVEN, _plan(request)
+        return
     for name, values in RECIPES.items():
-        if any(map(request.is_users, values)):
+        if any(map(request.is_users, values)):  # --num_gpus
             continue
         try:
             plan = _plan(request.changed(values))
@@ -80,7 +82,7 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]
             print(f"Without {name}: {error.what}.")
             continue
         if all(getattr(plan.config, key) == value for key, value in values.items()):
-            yield (AS_GIVEN if has_own and not values else name), plan
+            yield name, plan
         else:
             print(f"Without {name}: {plan.architecture.name} cannot have all of its settings.")
 
