@@ -101,6 +101,7 @@ def test_a_flag_lowers_the_memory_as_told(tables):
         (("--gpu_memory_gib", "24GB"), "--gpu_memory_gib"),
         (("--image_size", "60"), "--image_size"),
         (("--sharding", "full"), "--sharding"),
+        (("--print_config",), "--print_config"),
     ],
 )
 def test_what_no_gpu_can_run_is_refused(argv, flag, capsys):

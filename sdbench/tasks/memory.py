@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sdbench.base.errors import EXIT_OK
+from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, list_of
 from sdbench.settings.request import parse
@@ -63,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         takes_file=True,
     )
+    if request.print_config:
+        raise ConfigError(
+            "memory makes no run whose settings could be printed",
+            value="--print_config",
+            allowed="no such flag; benchmark.py has it",
+            flag="--print_config or --dry_run",
+        )
     from sdbench.tasks.memory_tables import print_tables  # with torch
 
     print_tables(request)
