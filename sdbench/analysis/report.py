@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sdbench.analysis import feed_table, result_page, throughput_plots, training_times
+from sdbench.analysis import feed_table, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
@@ -250,8 +250,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     quoted, bad_quoted = load_figures(results / "quoted")
     profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
-    ended_well = _ended_well(records)
-    ladder = _make_ladder(ended_well)
+    ladder = _make_ladder(_ended_well(records))
     sections, bad_steps = _make_sections(
         records,
         folders,
@@ -298,8 +297,6 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
             if place != TARGETS or sections[place].has_content or BEGIN.format(place) in text
         ]
         texts[path] = fill_blocks(text, {place: generated[place] for place in needed}, path=path)
-    for path in sorted((results / "pages").glob("*.md")):
-        texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
     plots = [plot for section in sections.values() for plot in section.plots]
     with refused_unless_written(results, flag="--folder"):

@@ -16,12 +16,9 @@ END = "<!-- end generated: {} -->"
 
 
 def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
-    """Replace the generated parts of a text, given by name.
-
-    The end marker has the first word of the name only. A missing marker is a ConfigError.
-    """
+    """Replace the generated parts of a text, given by name. A missing marker is a ConfigError."""
     for name, content in contents.items():
-        begin, end = BEGIN.format(name), END.format(name.split()[0])
+        begin, end = BEGIN.format(name), END.format(name)
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
