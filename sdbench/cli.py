@@ -44,7 +44,6 @@ COMMANDS = {
     "sweep": ("launch.sweep", "measure a grid or a list of settings, and resume it"),
     "search": ("launch.search", "find the largest and the fastest micro-batch of this machine"),
     "render": ("launch.render", "fill in the manifest of a job on a cluster, and check it"),
-    "submit": ("launch.submit", "measure several numbers of nodes of a Slurm cluster"),
     "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
     "report": ("analysis.report", "make tables, plots and a page from records and quoted figures"),
     "compare": ("analysis.compare", "compare two tables or two sets of runs, row by row"),

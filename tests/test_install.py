@@ -147,7 +147,6 @@ def test_the_programs_are_commands_of_the_installed_package(sdbench):
     [
         (("sweep", "sweep.yaml"), "benchmark.py"),
         (("render", "eks"), "multi-node/3.stable-diffusion-eks.yaml-template"),
-        (("submit", "--nodes", "1"), "multi-node/2.train.sbatch"),
     ],
 )
 def test_a_command_without_its_checkout_names_the_file_that_it_needs(sdbench, tmp_path, argv, file):

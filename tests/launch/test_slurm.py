@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 import train
-from sdbench.cli import main
-from sdbench.launch import submit
 from sdbench.record.store import load_record
 from tests.forked import codes_of
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
@@ -181,25 +179,3 @@ def test_processes_of_srun_need_a_launcher(cluster, tmp_path):
     assert job["JobState"] == "COMPLETED", log
     assert (tmp_path / "codes.txt").read_text().split() == ["0", "0", "2"], log
     assert "got '2 tasks without RANK'; allowed: one task on each node" in log
-
-
-def test_one_command_submits_and_collects_several_numbers_of_nodes(
-    cluster, tmp_path, monkeypatch, capsys
-):
-    for name, value in {**cluster.environment, **QUICK, "SBATCH_GPUS_PER_NODE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(submit, "POLL_S", 0.2)
-    command = (
-        *("submit", "--nodes", "1,2", "--repeats", "1", "--scaling", "weak"),
-        *("--folder", str(tmp_path / "jobs"), "--"),
-        *(*TINY, *SHORT, "--batch_size", "2"),
-    )
-    assert main(command) == 0
-    output = capsys.readouterr().out
-    assert "Weak scaling: 2 images per rank and step" in output
-    rows = [line.split()[:4] for line in output.splitlines() if line.startswith("  ")][-2:]
-    # nodes, ranks, global batch, runs
-    assert rows == [["1", "1", "2", "1"], ["2", "2", "4", "1"]]
-    # Started again on its folder it submits nothing and shows the same table.
-    assert main(("submit", "--folder", str(tmp_path / "jobs"))) == 0
-    assert len(list((tmp_path / "jobs").glob("*/*/record.json"))) == 2
