@@ -42,7 +42,6 @@ COMMANDS = {
     "repeat": ("launch.repeat", "measure a command several times: an interval between runs"),
     "rerun": ("launch.rerun", "run a record again: launcher, ranks, settings, environment"),
     "sweep": ("launch.sweep", "measure a grid or a list of settings, and resume it"),
-    "search": ("launch.search", "find the largest and the fastest micro-batch of this machine"),
     "render": ("launch.render", "fill in the manifest of a job on a cluster, and check it"),
     "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
     "report": ("analysis.report", "make tables, plots and a page from records and quoted figures"),

@@ -11,7 +11,7 @@ import torch
 import benchmark
 from sdbench import cli
 from sdbench.base.cause import VARIABLE, read_cause, report_cause
-from sdbench.base.errors import MemoryEstimateError
+from sdbench.base.errors import ConfigError
 from sdbench.ranks.distributed import is_about_connections
 from tests.forked import exit_codes, forked_ranks, log_of
 
@@ -32,7 +32,7 @@ def test_a_run_that_is_refused_for_memory_tells_the_class_of_the_error(file, tmp
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**28))
     sizes = ("--batch_size", "65536", "--device_train_microbatch_size", "65536")
     assert benchmark.main([*PLAIN, *sizes, "--results_dir", str(tmp_path / "runs")]) == 2
-    assert read_cause(file)["error"] == "MemoryEstimateError"
+    assert read_cause(file)["error"] == "ConfigError"
     assert not (tmp_path / "runs").exists()
 
 
@@ -67,7 +67,7 @@ def test_an_error_that_nobody_foresaw_is_told(file, monkeypatch, tmp_path):
 def test_an_error_of_one_rank_ends_all_and_is_printed_once(tmp_path, monkeypatch):
     def refuse(machine):
         if os.environ["RANK"] == "1":
-            raise MemoryEstimateError("no code", value="a GPU", allowed="another", flag="--x")
+            raise ConfigError("no code", value="a GPU", allowed="another", flag="--x")
 
     monkeypatch.setattr("sdbench.measure.hardware.check_gpu_code", refuse)
     monkeypatch.setattr("sdbench.run.runner.let_first_rank_end", lambda ranks: None)
@@ -82,7 +82,7 @@ def test_an_error_of_one_rank_ends_all_and_is_printed_once(tmp_path, monkeypatch
     printed = [log_of(tmp_path, rank).read_text() for rank in range(2)]
     assert "error: no code: got 'a GPU'; allowed: another; change it with --x." in printed[0]
     assert "error" not in printed[1]
-    assert read_cause(tmp_path / "cause-of-0.json")["error"] == "MemoryEstimateError"
+    assert read_cause(tmp_path / "cause-of-0.json")["error"] == "ConfigError"
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ class ConfigError(ValueError):
         return functools.partial(type(self), **facts), (self.what,)
 
 
-class MemoryEstimateError(ConfigError):
-    """A run is estimated to need more memory than there is."""
-
-
 @contextlib.contextmanager
 def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
     """Let errors of the block name this flag of a command in place of flags of training.

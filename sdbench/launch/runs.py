@@ -1,4 +1,4 @@
-"""`measure` makes runs one after the other: the loop of sweep, repeat and search."""
+"""`measure` makes runs one after the other: the loop of sweep and repeat."""
 
 from __future__ import annotations
 

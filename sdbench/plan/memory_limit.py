@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sdbench.base.cache import private_folder
-from sdbench.base.errors import ConfigError, MemoryEstimateError
+from sdbench.base.errors import ConfigError
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER, Step
 from sdbench.plan.draft import Draft
@@ -155,7 +155,7 @@ def check_memory(draft: Draft) -> MemoryEstimate:
             f"were not measured on a GPU, so the run is tried. What would do: {ways}."
         )
         return need.estimate
-    raise MemoryEstimateError(
+    raise ConfigError(
         "this run is estimated to need more memory than a rank has here",
         value=f"{need.total_gib:.1f} GiB ({need.estimate.describe()}, workers "
         f"{need.forked_gib:.1f})",
