@@ -89,7 +89,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "Training times",
         "A whole run of train.py against the number of workers, from its start to its end. A run "
         "that was resumed has no row, as its record has the time of its last process only.",
-        training_times.NAMES,
+        (),
     ),
     DATA: (
         "Data",
@@ -119,7 +119,7 @@ PLACES = {
     ),
     LIMITS_PAGE: (LIMITS,),
 }
-CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
+CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
 MADE_FROM = (
     "Made by python -m sdbench report from the records in runs/ and from other people's figures in "
     "quoted/. The same rows, unrounded: throughput.csv and data.csv beside this page."
@@ -346,7 +346,6 @@ def _make_sections(
             *throughput_plots.draw_scaling(rows),
             *run_plots.draw_breakdown(ended_well),
             *step_times,
-            *training_times.draw(times),
         ]
     tables = {
         COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],

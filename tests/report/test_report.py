@@ -89,8 +89,7 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     assert [path.name for path in (results / "plots").iterdir()] == ["page.png"]
     assert capsys.readouterr().out.splitlines()[1] == (
         "not drawn, for want of data: micro_batches, p5-model-scaling-stable-diff, "
-        "p5-model-scaling-stable-diff-throughput, sd_p4de_p5, step_times, time_breakdown, "
-        "training_times"
+        "p5-model-scaling-stable-diff-throughput, sd_p4de_p5, step_times, time_breakdown"
     )
     assert "No runs yet." in (results / "README.md").read_text()
 
