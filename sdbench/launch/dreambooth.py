@@ -37,7 +37,7 @@ from sdbench.launch.child import (
     split_words,
     tail,
 )
-from sdbench.launch.earlier import CLASS, LORA, MODEL, RUN, find_earlier
+from sdbench.launch.earlier import CLASS, LORA, MODEL, RUN, refuse_changes
 from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
@@ -82,8 +82,7 @@ examples:
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
 run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
 moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
-after/ are then replaced. If pictures or prompts have changed, the command says so and stops;
---train_again trains again and keeps the earlier results.
+after/ are then replaced. If pictures or prompts have changed, the command says so and stops.
 Exit codes: 0 ok, 2 bad input, 130 stopped, else that of the step that failed.
 """
 
@@ -138,13 +137,6 @@ class DreamboothFlags(SimilaritySettings):
     dry_run: bool = setting(
         SWITCH, False, "have train.py check the training, print the commands and stop"
     )
-    train_again: bool = setting(
-        SWITCH,
-        False,
-        "if pictures, prompts or flags have changed since the results in the folder were made, "
-        "move the results to FOLDER/earlier-1 (2, ...) and train again, or only draw again if "
-        "nothing of the training has changed",
-    )
 
 
 class Step(NamedTuple):
@@ -169,21 +161,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
     flags = dataclasses.replace(flags, image_size=_check(request, folder=folder))
     steps = plan_steps(flags, request.rest, folder=folder)
-    commands = [step.command for step in steps]
-    earlier = find_earlier(commands, folder, trains_again=flags.train_again)
-    if earlier.changes and not flags.train_again:
-        earlier.refuse()
+    refuse_changes([step.command for step in steps], folder)
     with contextlib.nullcontext() if flags.dry_run else only_one_in(folder):
         # A run that has begun is checked when it goes on.
-        if flags.dry_run or flags.train_again or not (folder / RUN).exists():
+        if flags.dry_run or not (folder / RUN).exists():
             exit_code = _plan_training(flags, request.rest, folder=folder)
             if exit_code != 0:
                 return exit_code
         if flags.dry_run:
             print("\n".join(shlex.join(step.command) for step in steps))
             return 0
-        if flags.train_again:
-            earlier.set_aside()
         return _run(steps, folder=folder)
 
 
@@ -310,7 +297,7 @@ def _plan_training(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path)
     """Have train.py check the training before anything is drawn for it; returns the exit code."""
     command = [*_train(flags, rest, folder=folder), "--print_config"]
     with tempfile.TemporaryDirectory() as scratch:
-        if flags.train_again or not folder.exists():
+        if not folder.exists():
             command.append(f"--results_dir={scratch}")
         if flags.prior and not any((folder / CLASS / PICTURES_NAME).glob("*.png")):
             command.append(f"--class_remote={flags.subject}")  # nothing of the class is drawn yet
