@@ -128,7 +128,7 @@ def test_every_program_tells_its_version(capsys):
     [
         (["convrt"], "the nearest is convert"),
         (["--versoin"], "the nearest is --version"),
-        (["render", "esk"], "the nearest is eks"),
+        (["render", "ekss"], "the nearest is eks"),
         (["scaling", "costs"], "the nearest is cost"),
         (["repeat", "2", "--agianst", "python", "--", "python"], "the nearest is --against"),
         (["compare", "a", "b", "--format", "jsn"], "the nearest is json"),
