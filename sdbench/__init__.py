@@ -1,8 +1,11 @@
 """How fast does a machine train Stable Diffusion, and what limits it?"""
 
+import logging
 import os
 
 __version__ = "0.1.0"
 # CPUs that this process may run on, read before torch is imported: with OMP_PLACES or OMP_PROC_BIND
 # its OpenMP then binds the first thread to one of them, and the process seems to have no other.
 NUM_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+# transformers imports torchao, which warns of kernels that need a newer torch. None is used here.
+logging.getLogger("torchao").setLevel(logging.ERROR)

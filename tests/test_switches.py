@@ -120,27 +120,48 @@ def test_each_switch_gives_a_family_the_same_losses_or_is_refused_by_name(
         assert losses == pytest.approx(plain, rel=tolerance, abs=0), switch
 
 
-@pytest.mark.parametrize("engine", quick_and_slow(["composer", "torch"], quick=["composer"]))
-def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
-    engine, tmp_path, monkeypatch
-):
-    from sdbench.engines.one_pass_adamw import AdamWInOnePass
+COPIED = "--precision bf16 --master_weights fp32"
+# Copies differ by the rounding of fp32, and now and then a bf16 weight by one place.
+EARLY = {
+    f"{COPIED} --optimizer adamw_one_pass": BF16,
+    f"{COPIED} --update_in_backward": 0,
+    "--optimizer adamw --update_in_backward": 0,
+    "--optimizer adamw_8bit --update_in_backward": BF16,
+}
 
-    calls, original = [], AdamWInOnePass.update_in_backward
+
+@pytest.mark.parametrize(
+    ("engine", "switch"),
+    quick_and_slow(
+        [(engine, switch) for switch in EARLY for engine in ("composer", "torch")],
+        quick=[
+            ("composer", f"{COPIED} --optimizer adamw_one_pass"),
+            ("torch", "--optimizer adamw_8bit --update_in_backward"),
+        ],
+    ),
+)
+def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
+    engine, switch, tmp_path, monkeypatch
+):
+    from sdbench.engines import optimizers
+
+    calls, original = [], optimizers._update_in_backward
     monkeypatch.setattr(
-        AdamWInOnePass, "update_in_backward", lambda self: calls.append(1) or original(self)
+        optimizers, "_update_in_backward", lambda optimizer: calls.append(1) or original(optimizer)
     )
-    recipe = ("--engine", engine, "--precision", "bf16", "--master_weights", "fp32")
+    recipe = ("--engine", engine, *(COPIED.split() if COPIED in switch else ()))
     one_microbatch = ("--device_train_microbatch_size", "3")
-    expected = losses_of(tmp_path / "fused", *recipe, *one_microbatch)
+    expected = losses_of(tmp_path / "plain", *recipe, *one_microbatch)
     assert not calls
-    argv = (*recipe, "--optimizer", "adamw_one_pass")
-    losses = losses_of(tmp_path / "one_pass", *argv, *one_microbatch)
+    losses = losses_of(tmp_path / "early", *recipe, *switch.split(), *one_microbatch)
     assert len(calls) == 1
-    # Copies differ by the rounding of fp32, and now and then a bf16 weight by one place.
-    assert losses == pytest.approx(expected, rel=BF16)
-    losses_of(tmp_path / "two", *argv)
-    assert len(calls) == 1  # gradients of two micro-batches are added up first
+    assert losses == pytest.approx(expected, rel=EARLY[switch], abs=0)
+
+
+def test_gradients_of_two_micro_batches_are_added_up_before_an_update(tmp_path, capsys):
+    argv = [*RUN, "--update_in_backward", "--results_dir", str(tmp_path)]
+    assert benchmark.main(argv) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "--update_in_backward"
 
 
 @pytest.mark.parametrize("family", quick_and_slow(["sdxl", "sd3", "flux"], quick=["flux"]))
@@ -162,7 +183,8 @@ def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance(
     assert {name for rung in RUNGS for name in rung.settings} == set(SPEED_UPS)
     for rung in RUNGS:
         if rung.loss_tolerance is None and CPU in rung.devices and not rung.needs_ranks:
-            assert {SPEED_UPS[name].acts_with for name in rung.settings} == {EMA}
+            (name,) = rung.settings
+            assert SPEED_UPS[name].acts_with == EMA or name in "".join(EARLY)
 
 
 @pytest.mark.full

@@ -46,33 +46,16 @@ class AdamWInOnePass(AdamWOfMasterWeights):
         for weight in self._weights:
             assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         _compile()
-        self._group_numbers = [
-            number for number, group in enumerate(self.param_groups) for _ in group["params"]
-        ]
-
-    def update_in_backward(self) -> None:
-        """Update each weight, and free its gradient, as soon as the gradient is complete.
-
-        For steps of one backward pass whose gradients nothing else reads. `step` then finds no
-        gradient.
-        """
-        for index, weight in enumerate(self._weights):
-
-            def update(weight: Tensor, index: int = index) -> None:
-                self._update_weight(index)
-                weight.grad = None
-
-            weight.register_post_accumulate_grad_hook(update)
-
-    def _update(self) -> None:
-        for index, weight in enumerate(self._weights):
-            if weight.grad is not None:
-                self._update_weight(index)
 
     @torch.no_grad()
-    def _update_weight(self, index: int) -> None:
-        weight, master = self._weights[index], self._masters[index]
-        group = self.param_groups[self._group_numbers[index]]
+    def _update(self) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                weight = self.weights_of_masters[id(master)]
+                if weight.grad is not None:
+                    self._update_weight(weight, master, group)
+
+    def _update_weight(self, weight: Tensor, master: Tensor, group: dict[str, Any]) -> None:
         state = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

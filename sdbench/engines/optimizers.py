@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from sdbench.base.errors import RunError
 from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE, ZERO1
 
 # Parameters of AdamW._init_group in the releases of torch that the suite was tried with.
 INIT_GROUP = (
@@ -49,16 +50,19 @@ def make_optimizer(
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Make the AdamW that the config asks for."""
-    # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
-    settings = {
-        "betas": betas,
-        "eps": eps,
-        "fused": None if config.optimizer == "adamw" else True,
-        "capturable": config.cuda_graph,
-    }
+    settings: dict[str, Any] = {"betas": betas, "eps": eps}
+    kind: Callable[..., torch.optim.Optimizer] = AdamW
+    if config.optimizer in LOW_BIT_ADAMW:
+        from sdbench.engines.low_bit_adamw import ADAMW_OF_BITS
+
+        kind = ADAMW_OF_BITS[LOW_BIT_ADAMW[config.optimizer]]
+    else:
+        # None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
+        settings["fused"] = None if config.optimizer == "adamw" else True
+        settings["capturable"] = config.cuda_graph
     # With FSDP a rank holds shards of the copies, see `shard_weights`.
-    has_copies = config.master_weights == "fp32" and config.sharding not in FSDP
-    optimizer_class = AdamWOfMasterWeights if has_copies else AdamW
+    if config.master_weights == "fp32" and config.sharding not in FSDP:
+        kind = functools.partial(AdamWOfMasterWeights, kind=kind)
     if config.sharding in ZERO1:
         from sdbench.engines.zero1 import Zero1
 
@@ -67,16 +71,16 @@ def make_optimizer(
             group, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
         return Zero1(
             groups,
-            optimizer_class=optimizer_class,
+            optimizer_class=kind,
             process_group=group,
             parameters_as_bucket_view=False,
             **settings,
         )
-    if config.optimizer == "adamw_one_pass":
+    if config.optimizer in ONE_PASS:
         from sdbench.engines.one_pass_adamw import AdamWInOnePass
 
         return AdamWInOnePass(groups, **settings)
-    return optimizer_class(groups, **settings)
+    return kind(groups, **settings)
 
 
 def update_early(
@@ -85,16 +89,45 @@ def update_early(
     config: EngineConfig,
     hooks: TrainingHooks | None,
 ) -> None:
-    """Have `AdamWInOnePass` update each weight within the backward pass, if nothing forbids it.
+    """Have each weight updated within the backward pass, with --update_in_backward.
 
-    It needs one rank, one micro-batch, no clipping, and no hooks that read the gradients.
+    `AdamWInOnePass` does so without being asked where nothing forbids it: in steps of one rank and
+    one micro-batch, without clipping and without hooks that read the gradients.
     """
-    if not hasattr(optimizer, "update_in_backward"):
-        return
     is_alone = Ranks.from_environment().world_size == 1
     is_one_microbatch = config.device_train_microbatch_size >= job.images_per_step
-    if is_alone and is_one_microbatch and job.max_gradient_norm is None and hooks is None:
-        optimizer.update_in_backward()
+    reads_gradients = job.max_gradient_norm is not None or hooks is not None
+    is_free = is_alone and is_one_microbatch and not reads_gradients
+    if config.update_in_backward or (config.optimizer in ONE_PASS and is_free):
+        _update_in_backward(optimizer)
+
+
+def _update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Update each weight, and free its gradient, as soon as the gradient is complete.
+
+    The optimizer then has this weight alone: it would look at all others for their gradients. The
+    step after the backward pass finds no gradient.
+    """
+    groups = optimizer.param_groups
+    weights = getattr(optimizer, "weights_of_masters", {})
+
+    def update_from(held: Tensor, own: dict[str, Any]) -> Callable[[Tensor], None]:
+        def update(weight: Tensor) -> None:
+            all_held = [group["params"] for group in groups]
+            for group in groups:
+                group["params"] = [held] if group is own else []
+            optimizer.step()
+            weight.grad = None
+            for group, several in zip(groups, all_held, strict=True):
+                group["params"] = several
+
+        return update
+
+    for group in groups:
+        for held in group["params"]:
+            weight = weights.get(id(held), held)
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(update_from(held, group))
 
 
 class AdamW(torch.optim.AdamW):
@@ -142,8 +175,14 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
     `masters` and `state` by `TrainState`.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """Copy the trained weights; the settings are those of `torch.optim.AdamW`."""
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        kind: Callable[..., torch.optim.Optimizer] = AdamW,
+        **settings: Any,
+    ) -> None:
+        """Copy the trained weights; the settings are those of `kind`, which updates the copies."""
         self._weights: list[Tensor] = []
         self._masters: list[Tensor] = []
         copied = []
@@ -153,11 +192,14 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             copied.append({**group, "params": masters})
             self._weights += weights
             self._masters += masters
-        self._adamw = AdamW(copied, **settings)
+        self._adamw = kind(copied, **settings)
         # Groups without weights stay: other ranks may hold the state of all weights of a group.
         super().__init__(copied, self._adamw.defaults)
         # Shared, so that AdamW reads what a schedule sets here.
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
+        self.weights_of_masters = {
+            id(copy): weight for weight, copy in zip(self._weights, self._masters, strict=True)
+        }
 
     @property
     def masters(self) -> dict[int, Tensor]:
@@ -175,12 +217,14 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        for weight, master in zip(self._weights, self._masters, strict=True):
+        masters = [copy for group in self.param_groups for copy in group["params"]]
+        weights = [self.weights_of_masters[id(copy)] for copy in masters]
+        for weight, master in zip(weights, masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
-        if self._weights:  # torch's function takes no empty list
-            torch._foreach_copy_(self._weights, self._masters)
+        if weights:  # torch's function takes no empty list
+            torch._foreach_copy_(weights, masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients of the weights."""

@@ -102,7 +102,8 @@ class TrainState:
             # An optimizer has state for all weights or, like plain SGD, for none.
             assert weight in states or not states, f"the optimizer has no state of {name}"
             for key, value in states.get(weight, {}).items():
-                named[f"optimizer.{key}.{name}"] = value
+                for part, tensor in _plain_tensors(value).items():
+                    named[f"optimizer.{key}{part}.{name}"] = tensor
         named |= {names.AVERAGED_PREFIX + name: one for name, one in (self.averages or {}).items()}
         return named | _random_states()
 
@@ -182,11 +183,19 @@ class TrainState:
         self._optimizer.zero_grad(set_to_none=True)
         for values in own_optimizer(self._optimizer).state.values():
             for value in values.values():
-                value.zero_()
+                for tensor in _plain_tensors(value).values():
+                    tensor.zero_()
 
     def _load_scale(self) -> None:
         if self._scaler is not None and self._loaded_scale:
             self._scaler.load_state_dict(self._loaded_scale)
+
+
+def _plain_tensors(state: Tensor) -> dict[str, Tensor]:
+    """A tensor of an optimizer's state; of torchao's, the two that change: codes and scale."""
+    if hasattr(state, "codes"):
+        return {"_codes": state.codes, "_scale": state.scale}
+    return {"": state}
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -70,10 +70,11 @@ class Training:
         self.last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def end_optimizer_phase(self) -> None:
-        """End the phase with the optimizer's step, for loops that begin it in an event."""
-        self.optimizer.register_step_post_hook(
-            lambda *_: self.watch.phases.switch(phases.OTHER) and None
-        )
+        """End the phase with the optimizer's step, for loops that begin it in an event.
+
+        Steps within the backward pass belong to that one.
+        """
+        self.optimizer.register_step_post_hook(lambda *_: self.watch.phases.end(phases.OPTIMIZER))
 
     def begin(self) -> Batches:
         """Make the state, which the hooks may restore, and the schedule from there on.

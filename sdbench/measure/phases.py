@@ -84,6 +84,11 @@ class PhaseClock:
             self._phase, self._since_s = phase, now_s
         return previous
 
+    def end(self, phase: str) -> None:
+        """End a phase, unless another one is the current one."""
+        if self._phase == phase:
+            self.switch(OTHER)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Switch to a phase for the block, or the decorated function, and back."""

@@ -15,10 +15,12 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from sdbench.base.conditions import GUIDANCE, SIZES, TEXT_EMBEDDING
+from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
+from sdbench.models.low_bit import LowBitLinear
 from sdbench.models.network import Conditions
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.objectives import make_objective
@@ -302,6 +304,7 @@ def build_model(
     encoders: bool = True,
     trained: Collection[str] = (DENOISER,),
     lora: Lora | None = None,
+    frozen_bits: str = "same",
     initial_token_id: int | None = None,
     device: str | torch.device = "cpu",
     objective: Objective = PLAIN,
@@ -324,6 +327,8 @@ def build_model(
         encoders: Whether to build VAE and text encoders, which precomputed latents do not need.
         trained: Names of the sub-models to train, `DENOISER` for that one; the others are frozen.
         lora: Trained in place of their weights; a name without linear layers is a ConfigError.
+        frozen_bits: Beside LoRA, the linear layers of the denoiser get this kind of
+            `low_bit.reduce_bits`; ``same``: they stay as they are.
         initial_token_id: Train only a new token of ``text_encoder``, which begins with the row of
             this one; None: no new token.
         device: Of the model.
@@ -339,9 +344,18 @@ def build_model(
         dtype=numbers.weights,
         memory_format=layout,
         generator_device=None if denoiser in trained and lora is None else "cpu",
+        low_bit=None if frozen_bits == "same" else frozen_bits,
     )
     parts: dict[str, Any] = dict.fromkeys(architecture.modules)
     parts[denoiser] = make_part(denoiser, architecture, attention=attention, weights=weights)
+    layers = parts[denoiser].modules()
+    if frozen_bits != "same" and not any(isinstance(one, LowBitLinear) for one in layers):
+        raise ConfigError(
+            "no linear layer of this model is large enough for the blocks of this format",
+            value=frozen_bits,
+            allowed="same | int8, or a larger --model_name",
+            flag="--frozen_bits",
+        )
     for part in architecture.encoders if encoders else ():
         parts[part] = make_encoder(
             part,

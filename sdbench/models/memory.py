@@ -14,7 +14,7 @@ import torch
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.replay import Step, StepProfile, profile_step
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE
 
 # Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
 # measured with torch 2.7.0: 0.74 GiB, and 0.81 with oneDNN's and OpenMP's after a step of `tiny`.
@@ -26,6 +26,12 @@ GPU_PROCESS_GIB = 1.0
 # and 0.88 with glibc, of 2.64 and 3.47 GiB (LoRA on SDXL at 512 px in fp32). Where all weights are
 # trained, the room of their gradients takes it up (results/memory.md).
 HEAP_LOSS = 0.87
+
+# torchao's `_AdamBase`: numbers in a block, and the size from which a state has blocks.
+LOW_BIT_BLOCKS, MIN_LOW_BIT_SIZE = {8: 256, 4: 128}, 4096
+# On a CPU torchao's update of a weight is not compiled. For each number it then has gradient,
+# weight, two means and their changes in fp32, and two codes in int64 while it searches for them.
+LOW_BIT_UPDATE_BYTES = 60
 
 # Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
 CUDA_FRAGMENTATION = 0.05
@@ -93,8 +99,19 @@ def estimate_peak_memory(
     num_encoded = micro_batch
     if step.encodes_images and config.encoder_batch_size != "microbatch":
         num_encoded = min(config.encoder_batch_size, device_batch)
+    # With updates in the backward pass there is one gradient at a time, at most the largest.
+    element_bytes = weights / sum(profile.trained_sizes)
+    largest = element_bytes * max(profile.trained_sizes)
+    is_early = config.update_in_backward or (
+        config.optimizer in ONE_PASS and ranks.world_size == 1 and not adds_up
+    )
     moments = _moments(
-        profile, step, num_images=micro_batch, num_encoded=num_encoded, adds_up=adds_up
+        profile,
+        step,
+        num_images=micro_batch,
+        num_encoded=num_encoded,
+        adds_up=adds_up,
+        max_gradients=largest if is_early else weights,
     )
     # On CUDA torch's default AdamW (foreach) holds the square root of the whole second moment; on a
     # CPU it takes one tensor at a time, and the fused kernel needs nothing.
@@ -102,9 +119,18 @@ def estimate_peak_memory(
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
     # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
     is_fsdp = config.sharding in FSDP
-    if has_masters and not (config.optimizer == "adamw_one_pass" or is_fsdp):
-        temporaries += 2 * weights / shards
-    moments.append(_Moment("optimizer", weights, activations=0.0, temporaries=temporaries))
+    if has_masters and not (config.optimizer in ONE_PASS or is_fsdp):
+        temporaries += 2 * (largest if is_early else weights / shards)
+    if config.optimizer in LOW_BIT_ADAMW and not step.on_cuda:
+        temporaries += LOW_BIT_UPDATE_BYTES * max(profile.trained_sizes)
+    moments.append(
+        _Moment(
+            "optimizer",
+            largest if is_early else weights,
+            activations=0.0,
+            temporaries=temporaries,
+        )
+    )
     peak = max(moments, key=lambda moment: sum(moment[1:]))
     lost = CUDA_FRAGMENTATION * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
     held_weights, frozen_weights = weights, float(profile.frozen_weights)
@@ -125,7 +151,8 @@ def estimate_peak_memory(
     elif ranks.world_size > 1 and not config.gradient_as_bucket_view:
         gradients += weights  # DDP's buckets
     # Adam's means of the gradient and of its square, and master weights.
-    state = (2 + has_masters) * state_weights
+    state = 2 * _state_bytes(profile, state_weights, config.optimizer)
+    state += has_masters * state_weights
     # The average is in fp32, as the weights of LoRA and of a token are.
     has_bf16 = step.precision == "bf16" and step.lora is None and not step.learns_token
     ema = config.use_ema * (weights * 2 if has_bf16 else weights)
@@ -145,10 +172,34 @@ def estimate_peak_memory(
     )
 
 
+def _state_bytes(profile: StepProfile, weights: float, optimizer: str) -> float:
+    """Bytes of one number of state for each weight, for weights of so many bytes."""
+    bits = LOW_BIT_ADAMW.get(optimizer)
+    if bits is None:
+        return weights
+    block = LOW_BIT_BLOCKS[bits]
+    element_bytes = weights / sum(profile.trained_sizes)
+    return sum(
+        size * (bits / 8 + 4 / block)  # a scale in fp32 for each block
+        if size >= MIN_LOW_BIT_SIZE and size % block == 0
+        else size * element_bytes
+        for size in profile.trained_sizes
+    )
+
+
 def _moments(
-    profile: StepProfile, step: Step, *, num_images: int, num_encoded: int, adds_up: bool
+    profile: StepProfile,
+    step: Step,
+    *,
+    num_images: int,
+    num_encoded: int,
+    adds_up: bool,
+    max_gradients: float,
 ) -> list[_Moment]:
-    """The moments before the optimizer's step at which most memory may be used."""
+    """The moments before the optimizer's step at which most memory may be used.
+
+    There are at most `max_gradients` bytes of complete gradients at a time.
+    """
     constant, slope, complete = torch.tensor(profile.timeline).T
     activations = num_images * slope
     activations[: profile.trained_start] = num_encoded * slope[: profile.trained_start]
@@ -161,8 +212,9 @@ def _moments(
             temporaries=float(constant[index] - complete[index]),
         )
 
-    index = int((constant + activations).argmax())
-    moments = [moment(index, float(complete[index]))]
+    gradients = complete.clamp(max=max_gradients)
+    index = int((constant - complete + gradients + activations).argmax())
+    moments = [moment(index, float(gradients[index]))]
     if not step.on_cuda:
         whole = moments[0]
         lost = HEAP_LOSS * whole.activations
@@ -173,5 +225,5 @@ def _moments(
     # memory peaks at all gradients plus the largest rest, to 4 %.
     if adds_up or not step.on_cuda:
         index = int((constant + activations - complete).argmax())
-        moments.append(moment(index, profile.trained_weights))
+        moments.append(moment(index, max_gradients))
     return moments

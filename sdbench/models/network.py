@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sdbench.base.conditions import POOLED_EMBEDDING, TEXT_EMBEDDING
+from sdbench.models.low_bit import other_buffers
 
 Conditions = Mapping[str, Tensor]
 # How diffusers' pipelines name encoded captions.
@@ -53,7 +54,7 @@ class Network:
 
     def fill_buffers(self, denoiser: nn.Module) -> None:
         """Fill buffers of a denoiser that was made on the meta device; most have none."""
-        names = [name for name, _ in denoiser.named_buffers()]
+        names = list(other_buffers(denoiser))
         assert not names, f"the content of these buffers is not known: {names}"
 
     def pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> dict[str, Any]:

@@ -84,6 +84,7 @@ class Step:
     encodes_images: bool = True
     trained: tuple[str, ...] = (DENOISER,)
     lora: Lora | None = None
+    frozen_bits: str = "same"
     learns_token: bool = False
     activation_checkpointing: str = "none"
 
@@ -106,6 +107,7 @@ class Step:
             encodes_images=config.step_has_encoders and not config.has_subject,
             trained=config.trained_parts,
             lora=Lora.of(config, architecture),
+            frozen_bits=config.frozen_bits,
             learns_token=config.learned_token is not None,
             activation_checkpointing=config.activation_checkpointing,
         )
@@ -125,6 +127,8 @@ class StepProfile:
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
         trained_start: Index of the first operation of a trained sub-model.
+        trained_sizes: How many numbers each trained weight has.
+        frozen_weights: Those of all sub-models, and all buffers.
         frozen_beside: Frozen weights beside LoRA, included in `frozen_weights`.
         gathered_weights: Trained weights that FSDP gathers at the same time: those outside of
             blocks, and two blocks, one of which is gathered ahead.
@@ -134,6 +138,7 @@ class StepProfile:
     timeline: list[tuple[int, int, int]]
     trained_start: int
     trained_weights: int
+    trained_sizes: list[int]
     frozen_weights: int
     frozen_beside: int
     gathered_weights: int
@@ -241,6 +246,7 @@ def build_replayed(step: Step, *, device: str) -> DiffusionModel | Autoencoder:
         encoders=step.encodes_captions,
         trained=step.trained,
         lora=step.lora,
+        frozen_bits=step.frozen_bits,
         initial_token_id=0 if step.learns_token else None,
         **alike,
     )
@@ -269,7 +275,7 @@ def count_flops(step: Step) -> int:
     plain = dataclasses.replace(
         step,
         **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
-        **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False},
+        **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False, "frozen_bits": "same"},
     )
     return _remember("flops", plain, lambda: _count_flops(plain))
 
@@ -295,7 +301,9 @@ def _replay_step(step: Step) -> StepProfile:
             timeline=timeline,
             trained_start=trained_start,
             trained_weights=_num_bytes(model, trained=True),
-            frozen_weights=_num_bytes(model, trained=False),
+            trained_sizes=[one.numel() for one in model.parameters() if one.requires_grad],
+            frozen_weights=_num_bytes(model, trained=False)
+            + sum(buffer.nbytes for buffer in model.buffers()),
             frozen_beside=sum(_num_bytes(module, trained=False) for module in modules),
             gathered_weights=sum(gathered(module, trained=True) for module in modules),
             gathered_beside=sum(gathered(module, trained=False) for module in modules),

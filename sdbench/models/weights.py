@@ -20,6 +20,8 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdbench.models.low_bit import other_buffers, reduce_bits
+
 # Values that a generator draws, 1 MiB in fp32: few enough for a core's cache, and so many that
 # seeding a generator, 5 us, is little beside the 0.7 ms of drawing them.
 BLOCK_SIZE = 2**18
@@ -58,6 +60,7 @@ class Weights:
         seed: Of random weights; None leaves weights uninitialised, for fake tensors.
         generator_device: Whose generator draws; None: `device`. The numbers depend on the kind of
             GPU.
+        low_bit: Linear layers get this kind of `low_bit.reduce_bits` afterwards; None: no kind.
     """
 
     seed: int | None
@@ -65,13 +68,19 @@ class Weights:
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.preserve_format
     generator_device: str | torch.device | None = None
+    low_bit: str | None = None
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place; only shapes without a seed."""
-        if self.seed is not None:
+        if self.seed is None:
+            self._place_shapes(module)
+        else:
             # Not diffusers' `to`, which warns of modules to keep in fp32 although there are none.
             nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
-            return
+        if self.low_bit is not None:
+            reduce_bits(module, self.low_bit)
+
+    def _place_shapes(self, module: nn.Module) -> None:
         # For fake tensors `to` and `to_empty` raise errors in torch 2.11.
         for part in module.modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
@@ -118,7 +127,7 @@ def draw_weights(
     for first, *others in shared:
         for owner, _, name in (other.rpartition(".") for other in others):
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    for name, buffer in model.named_buffers():
+    for name, buffer in other_buffers(model).items():
         if name.endswith("position_ids"):  # 0, 1, 2, ...
             buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
         else:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import shutil
 
 from sdbench.settings.kinds import SWITCH, one_of, positive_or
-from sdbench.settings.parallel import WHOLE_WEIGHTS, WITHOUT_GRAPHS
+from sdbench.settings.parallel import WHOLE_WEIGHTS, WITHOUT_GRAPHS, has_cpp_compiler
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
@@ -48,11 +47,6 @@ NO_GRAPH_MODE = "max-autotune-no-cudagraphs"
 IS_COMPILED = ("unet", "encoders", "all")
 NO_GRAPHS = "a CPU has no CUDA graphs"
 NOT_COMPILED = "nothing is compiled"
-
-
-def has_cpp_compiler(situation: Situation) -> bool:
-    """Whether Inductor can compile: it needs C++ on a CPU and, around Triton kernels, on a GPU."""
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def needs_compiler(*values: str) -> Rule:

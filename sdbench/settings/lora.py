@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind
-from sdbench.settings.setting import Beside, setting
+from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind, one_of
+from sdbench.settings.parallel import WHOLE_WEIGHTS
+from sdbench.settings.setting import Beside, Rule, setting
 from sdbench.settings.training import ModelSettings
 
 
@@ -43,6 +44,7 @@ def _parse_file(value: Any) -> LoraFile:
 
 LORA_FILE = Kind("FILE, or FILE:WEIGHT with a number", _parse_file, "FILE[:WEIGHT]")
 NAMES = Kind("names with commas between them", _parse_names, "NAME,...")
+LOW_BIT = ("int8", "nf4")
 WITH_LORA = Beside(("lora_rank",))
 
 
@@ -64,6 +66,29 @@ class LoraSettings:
         None,
         "alpha: LoRA is scaled by alpha / rank (default: the rank, a factor of 1)",
         acts_beside=(WITH_LORA,),
+    )
+    frozen_bits: str = setting(
+        one_of("same", *LOW_BIT),
+        "same",
+        "numbers of the frozen linear layers of the U-Net or transformer: int8, 8 bits with a "
+        "scale for each row; nf4, 4 bits as in QLoRA; same: those of --precision. The finished "
+        "LoRA can be used with any of them",
+        acts_beside=(WITH_LORA,),
+        rules=(
+            Rule(
+                LOW_BIT,
+                lambda s: s.config.sharding in WHOLE_WEIGHTS,
+                "weights of few bits are not sharded by FSDP",
+                others=("sharding",),
+            ),
+            Rule(
+                LOW_BIT,
+                lambda s: getattr(s.config, "init_from", None) is None,
+                "weights of another run are not brought to few bits",
+                allowed="same, or --model_name with the export of that run",
+                others=("init_from",),
+            ),
+        ),
     )
     # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
     lora_layers: str = setting(

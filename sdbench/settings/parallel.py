@@ -9,6 +9,7 @@ from sdbench.base.host_memory import can_keep_freed_memory
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.setting import (
     ANY_NUMBER,
+    BF16,
     BF16_WEIGHTS,
     CPU,
     EMA,
@@ -51,6 +52,8 @@ WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
 ONE_PASS = ("adamw_one_pass",)
+# torchao's AdamW, by the bits of a number of its state.
+LOW_BIT_ADAMW = {"adamw_8bit": 8, "adamw_4bit": 4}
 NO_DDP = "sharded weights are trained without DDP"
 
 
@@ -62,6 +65,11 @@ def _microbatch_has_encoders(situation: Situation) -> bool:
     return encodes_images and config.encoder_batch_size == "microbatch"
 
 
+def has_cpp_compiler(situation: Situation) -> bool:
+    """Whether Inductor can compile: it needs C++ on a CPU and, around Triton kernels, on a GPU."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdatingSpeedups:
     """Updates of weights and their average, and transfers between devices and ranks."""
@@ -70,10 +78,12 @@ class UpdatingSpeedups:
 
     # The seed hands the parameters of the frozen encoders to the optimizer too.
     optimizer: str | None = speed_up(
-        one_of("adamw", "adamw_fused", "adamw_one_pass"),
+        one_of("adamw", "adamw_fused", "adamw_one_pass", *LOW_BIT_ADAMW),
         "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
         "weights, their gradients and fp32 copies; if a step of benchmark.py is one micro-batch "
-        "on one rank, it runs within the backward pass and counts as backward time",
+        "on one rank, it runs within the backward pass and counts as backward time; adamw_8bit, "
+        "adamw_4bit: torchao's, whose state has 8 or 4 bits a number; bf16 weights without copies "
+        "are then rounded at random, which loses no update on average",
         seed="adamw",
         fast="adamw_fused",
         rules=(
@@ -90,6 +100,14 @@ class UpdatingSpeedups:
                 lambda s: shutil.which("g++") is not None,
                 "the kernel for one pass is compiled by g++, which is not on the PATH",
             ),
+            only_with(
+                LOW_BIT_ADAMW, "a state of few bits is not sharded by FSDP", sharding=WHOLE_WEIGHTS
+            ),
+            Rule(
+                LOW_BIT_ADAMW,
+                lambda s: on_cpu(s) or has_cpp_compiler(s),
+                "torchao compiles its update for a GPU: it needs g++ or clang++ on the PATH",
+            ),
         ),
         rungs=(
             Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", SAME_FP32),
@@ -100,7 +118,49 @@ class UpdatingSpeedups:
                 devices=(CPU,),
                 together={"precision": "bf16", "master_weights": "fp32"},
             ),
+            *(
+                Rung(name, "torchao; bitsandbytes (arXiv 2110.02861, 2309.01507)", BF16)
+                for name in LOW_BIT_ADAMW
+            ),
         ),
+    )
+    update_in_backward: bool = speed_up(
+        SWITCH,
+        "update each weight as soon as its gradient is there, and free the gradient: saves the "
+        "memory of all gradients",
+        seed=False,
+        before=False,
+        rules=(
+            Rule(
+                ON,
+                lambda s: s.ranks.world_size == 1,
+                "gradients of several ranks are averaged before the update",
+            ),
+            only_with(
+                ON,
+                "the loss scale of fp16 is decided by all gradients",
+                precision=AllBut(["amp_fp16"]),
+            ),
+            Rule(
+                ON,
+                lambda s: not s.config.cuda_graph,
+                "a CUDA graph with updates in its backward pass was never tested",
+                others=("cuda_graph",),
+            ),
+            Rule(
+                ON,
+                lambda s: getattr(s.config, "clip_norm", None) is None,
+                "gradients are clipped by the norm of all of them",
+                others=("clip_norm",),
+            ),
+            Rule(
+                ON,
+                lambda s: getattr(s.config, "on_bad_loss", "stop") != "skip",
+                "an update that has been made cannot be skipped",
+                others=("on_bad_loss",),
+            ),
+        ),
+        rungs=(Rung(True, "torch, register_post_accumulate_grad_hook"),),
     )
     optimizer_params: str | None = speed_up(
         one_of("all", "trainable"),

@@ -43,6 +43,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
         lora=Lora.of(config, plan.architecture),
+        frozen_bits=config.frozen_bits,
         initial_token_id=initial_token_id,
         device=plan.machine.device_type,
         phase=phase,

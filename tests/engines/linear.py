@@ -122,6 +122,8 @@ def make_config(**changes) -> SimpleNamespace:
         "ddp_bucket_mib": 25,
         "grad_compression": "none",
         "master_weights": "none",
+        "optimizer": "adamw",
+        "update_in_backward": False,
     }
     return SimpleNamespace(**plain | changes)
 

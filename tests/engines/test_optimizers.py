@@ -109,13 +109,21 @@ def backward(model, *, step):  # whose gradients do not depend on the weights
     sum((weight * torch.randn_like(weight)).sum() for weight in model.parameters()).backward()
 
 
+def make_config(microbatch_size):
+    return SimpleNamespace(
+        device_train_microbatch_size=microbatch_size,
+        optimizer="adamw_one_pass",
+        update_in_backward=False,
+    )
+
+
 def train_copies(optimizer_class, *, early=False, then=None):
     """A few steps, the last ones by the optimizer `then`; weights and optimizer afterwards."""
     job = make_job()
     weights = list(job.model.parameters())
     optimizer = optimizer_class(parameter_groups(job, which="trainable"), fused=True)
     if early:
-        update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=2), None)
+        update_early(optimizer, job, make_config(2), None)
     for step in range(NUM_STEPS):
         if then is not None and step == 1:
             optimizer = go_on(optimizer, then(parameter_groups(job, which="trainable"), fused=True))
@@ -207,7 +215,7 @@ def test_gradients_that_are_not_complete_or_looked_at_stay(
     job = make_job()
     job.max_gradient_norm = norm
     optimizer = AdamWInOnePass(parameter_groups(job, which="trainable"))
-    update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=size), hooks)
+    update_early(optimizer, job, make_config(size), hooks)
     backward(job.model, step=0)
     assert all(weight.grad is not None for weight in job.model.parameters())
 
