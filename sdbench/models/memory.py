@@ -6,6 +6,8 @@ bytes is live (gradients, weight copies), plus a number per image (activations).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +37,11 @@ LOW_BIT_UPDATE_BYTES = 60
 
 # Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
 CUDA_FRAGMENTATION = 0.05
+
+
+# Of an estimate, beside the process.
+PARTS = ("trained_weights", "frozen_weights", "optimizer_state", "ema", "gradients")
+PARTS += ("activations", "temporaries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +172,39 @@ def estimate_peak_memory(
         "activations": peak.activations,
         "temporaries": peak.temporaries + lost,
     }
+    found = _make_estimate(step, peak.phase, sizes)
+    if not config.has_subject:
+        return found
+    encoding = _estimate_encoding(step, config, micro_batch=micro_batch)
+    return max(found, encoding, key=lambda one: one.total_gib)
+
+
+def _make_estimate(step: Step, phase: str, sizes: Mapping[str, float]) -> MemoryEstimate:
+    """An estimate of parts in bytes; a part that is not given is 0."""
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB,
-        phase=peak.phase,
-        **{name: size / BYTES_PER_GIB for name, size in sizes.items()},
+        phase=phase,
+        **{name: sizes.get(name, 0.0) / BYTES_PER_GIB for name in PARTS},
     )
+
+
+def _estimate_encoding(step: Step, config: Any, *, micro_batch: int) -> MemoryEstimate:
+    """Estimate the memory while pictures of a subject are encoded, before the first step.
+
+    All sub-models are there; encoders that are not trained are freed afterwards.
+    """
+    profile = profile_step(dataclasses.replace(step, encodes_images=True))
+    num_images = config.encoder_batch_size
+    num_images = micro_batch if num_images == "microbatch" else num_images
+    constant, slope, _ = torch.tensor(profile.timeline[: profile.trained_start]).T
+    index = int((constant + num_images * slope).argmax())
+    sizes = {
+        "trained_weights": profile.trained_weights,
+        "frozen_weights": profile.frozen_weights,
+        "activations": float(num_images * slope[index]),
+        "temporaries": float(constant[index]),
+    }
+    return _make_estimate(step, "encoders", sizes)
 
 
 def _state_bytes(profile: StepProfile, weights: float, optimizer: str) -> float:

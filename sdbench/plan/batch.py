@@ -45,13 +45,6 @@ def resolve_batch(draft: Draft) -> None:
             f"The last micro-batch of each step holds {device_batch % microbatch} of "
             f"{microbatch} images: {device_batch} images per rank do not divide evenly."
         )
-    if draft.config.update_in_backward and microbatch < device_batch:
-        raise ConfigError(
-            "gradients of several micro-batches are added up before the update",
-            value=f"micro-batches of {microbatch} images, of {device_batch} in a step",
-            allowed="one micro-batch in a step, or --no_update_in_backward",
-            flag="--update_in_backward",
-        )
 
 
 def check_batch(draft: Draft) -> None:

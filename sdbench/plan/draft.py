@@ -104,7 +104,19 @@ class Draft:
         draft.request, draft.config = request, dataclasses.replace(config, **chosen)
         draft.chosen, draft.notes = {**self.chosen, **reasons}, []
         draft.suit_family()
+        draft.check_one_microbatch()
         return draft
+
+    def check_one_microbatch(self) -> None:
+        """Refuse --update_in_backward in steps of several micro-batches."""
+        size, batch_size = self.config.device_train_microbatch_size, self.config.batch_size
+        if self.config.update_in_backward and size < batch_size:
+            raise ConfigError(
+                "gradients of several micro-batches are added up before the update",
+                value=f"micro-batches of {size} images, of {batch_size} in a step",
+                allowed="one micro-batch in a step, or --no_update_in_backward",
+                flag="--update_in_backward",
+            )
 
     @property
     def largest_shape(self) -> Shape:

@@ -73,6 +73,14 @@ def _set(name: str, value: Any, *, unless: tuple[Any, ...] = ()) -> Callable[[An
     return values
 
 
+def _reduce_bits(kind: str) -> Callable[[Any], dict[str, Any]]:
+    def values(config: Any) -> dict[str, Any]:
+        is_fewer = config.frozen_bits == "same" or (config.frozen_bits, kind) == ("int8", "nf4")
+        return {"frozen_bits": kind} if config.lora_rank and is_fewer else {}
+
+    return values
+
+
 def _halve_microbatch(config: Any) -> dict[str, Any]:
     size = getattr(config, MICROBATCH)
     return {MICROBATCH: size // 2} if size > 1 else {}
@@ -82,6 +90,10 @@ def _halve_microbatch(config: Any) -> dict[str, Any]:
 LEVERS = (
     Lever(_set("num_workers", 0), "the trainer loads its data itself"),
     Lever(_set("encoder_dtype", "bf16", unless=("fp16",)), "encoders round"),
+    Lever(
+        _set("update_in_backward", True),
+        "gradients are neither clipped nor added up over micro-batches",
+    ),
     Lever(_set("use_ema", False), "no average of the weights"),
     Lever(_halve_microbatch, "smaller passes, which use a GPU less well"),
     Lever(_set("latents", "precomputed"), "the data set is encoded before, by precompute"),
@@ -93,6 +105,13 @@ LEVERS = (
     Lever(
         _set("precision", "amp_bf16", unless=("amp_fp16", "bf16")), "matrix products are in bf16"
     ),
+    Lever(
+        _set("optimizer", "adamw_8bit", unless=("adamw_4bit",)),
+        "the optimizer's state is rounded to 8 bits",
+    ),
+    Lever(_reduce_bits("int8"), "frozen weights are rounded to 8 bits"),
+    Lever(_reduce_bits("nf4"), "frozen weights are rounded to 4 bits"),
+    Lever(_set("optimizer", "adamw_4bit"), "the optimizer's state is rounded to 4 bits"),
     Lever(_set("sharding", "zero1", unless=("full",)), "ranks send each other updated weights"),
     Lever(_set("sharding", "full"), "ranks send each other weights in each pass"),
     Lever(_set("precision", "bf16"), "weights and their updates round"),

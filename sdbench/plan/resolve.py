@@ -131,6 +131,7 @@ def plan_step(
     check_latents(plan.config, plan.architecture)
     plan.choose_if_open("num_workers", *_count_workers(plan))
     resolve_batch(plan)
+    plan.check_one_microbatch()
     return plan
 
 

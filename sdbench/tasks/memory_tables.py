@@ -32,11 +32,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "all weights, EMA": {"use_ema": True},
     "all weights in bf16, recomputed": {"precision": "bf16", "activation_checkpointing": "full"},
+    "the same, 8-bit AdamW": {
+        "precision": "bf16",
+        "activation_checkpointing": "full",
+        "optimizer": "adamw_8bit",
+    },
     f"all weights, sharded over {NUM_SHARDS}": {"sharding": "full", "num_gpus": NUM_SHARDS},
     "LoRA": {"lora_rank": 16, "precision": "bf16"},
     "LoRA, recomputed": {
         "lora_rank": 16,
         "precision": "bf16",
+        "activation_checkpointing": "full",
+    },
+    "LoRA on 4-bit weights, recomputed": {
+        "lora_rank": 16,
+        "precision": "bf16",
+        "frozen_bits": "nf4",
         "activation_checkpointing": "full",
     },
     "DreamBooth by LoRA": {"lora_rank": 16, "precision": "bf16", "task": "dreambooth"},
@@ -76,6 +87,7 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]
             continue
         try:
             plan = _plan(request.changed(values))
+            find_need(plan)  # only a replay finds layers that a format does not suit
         except ConfigError as error:
             if not values:
                 raise

@@ -36,6 +36,7 @@ PLAIN_CONFIG = dict(
     sharding="none",
     gradient_as_bucket_view=False,
     update_in_backward=False,
+    has_subject=False,
 )
 
 

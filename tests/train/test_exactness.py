@@ -106,6 +106,27 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
     assert load_record(Path("runs/parts"))["summary"]["first_step"] == 3
 
 
+UNCLIPPED = ("--use_synth_data", "--use_ema", "--engine", "torch", "--log_every_batches", "1")
+EARLY_8BIT = "--optimizer adamw_8bit --update_in_backward"
+LEVERS = [
+    EARLY_8BIT,
+    "--optimizer adamw_4bit",
+    "--optimizer adamw_8bit --precision bf16",  # whose rounding draws random numbers
+    "--optimizer adamw_8bit --precision bf16 --master_weights fp32 --update_in_backward",
+    "--lora_rank 4 --frozen_bits int8",
+    "--lora_rank 4 --frozen_bits nf4 --model_name tiny-flux",
+]
+
+
+@pytest.mark.parametrize("lever", quick_and_slow(LEVERS, quick=[EARLY_8BIT]))
+def test_resumed_with_a_lever_for_memory(lever):
+    argv = (*TINY, *UNCLIPPED, *lever.split())
+    for name, num_steps in (("whole", 3), ("parts", 2), ("parts", 3)):
+        turn = ("--run_name", name, "--max_duration", f"{num_steps}ba", "--resume", "auto")
+        assert train.main([*argv, *turn]) == 0
+    assert losses("parts") == losses("whole")
+
+
 @pytest.mark.slow
 def test_engines_take_turns_in_one_run():
     argv = ("--use_synth_data", "--ema_impl", "foreach")
@@ -130,6 +151,8 @@ def test_engines_take_turns_in_one_run():
         ("composer", "full", (), {}),
         ("ray", "full", (), {}),
         ("torch", "hybrid_zero1", MASTERS, {"num_ranks": 4, "num_nodes": 2}),
+        ("torch", "zero1", ("--optimizer", "adamw_8bit"), {}),
+        ("torch", "none", (*LORA, "--frozen_bits", "int8"), {}),
     ],
     ids=str,
 )

@@ -69,6 +69,24 @@ def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(fo
 
 
 @pytest.mark.slow
+def test_lora_that_was_trained_beside_few_bits_is_added_to_whole_weights():
+    model = ("--model_name", "tiny-flux", "--frozen_bits", "nf4")
+    folder = trained("few", 2, *RECIPE, *model, "--lora_rank", 2)
+    merged = weights_of(exported(folder), "transformer")
+    plain = trained("plain", 1, *RECIPE, *model[:2], "--lora_rank", 2, "--lr", "1e-30")
+    drawn = weights_of(exported(plain), "transformer")
+    saved = Checkpoint.open(folder / "checkpoints" / "step_00000002")
+    lora = read_weights(saved, use_ema=False)
+    assert all(map(is_lora, lora))
+    for name, weight in merged.items():
+        layer = f"transformer.{name.removesuffix('.weight')}"
+        change = torch.zeros_like(weight)
+        if (down := lora.get(f"{layer}.lora_A.default.weight")) is not None:
+            change = lora[f"{layer}.lora_B.default.weight"] @ down
+        torch.testing.assert_close(weight, drawn[name] + change, msg=name)
+
+
+@pytest.mark.slow
 def test_pictures_with_its_file_are_those_of_the_export(folder, tmp_path, capsys):
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
     plain = picture(tmp_path / "plain", "--model_name", "tiny")

@@ -36,6 +36,7 @@ CARD_SETTINGS = {
         "lr_warmup_batches",
         "weight_decay",
         "clip_norm",
+        "optimizer",
         "precision",
         "caption_drop_probability",
         "prediction_type",
@@ -50,7 +51,7 @@ CARD_SETTINGS = {
         "learned_token",
         "initial_token",
     ),
-    "LoRA": ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers"),
+    "LoRA": ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers", "frozen_bits"),
 }
 EPILOG = """\
 examples:
