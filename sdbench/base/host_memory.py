@@ -28,3 +28,9 @@ def keep_freed_memory() -> None:
     settings = ((M_MMAP_MAX, NO_MMAP), (M_TRIM_THRESHOLD, NEVER_TRIM), (M_TOP_PAD, TOP_PAD_BYTES))
     for parameter, value in settings:
         assert mallopt(parameter, value) == 1, f"mallopt refused parameter {parameter}"
+
+
+def return_freed_memory() -> None:
+    """Give the pages of freed blocks back to the kernel now, where the C library is glibc."""
+    if can_keep_freed_memory():
+        ctypes.CDLL(None).malloc_trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,9 @@ class Lora:
         module.requires_grad_(False)
         with seeded_generator(seed, torch.device("cpu")):
             for layer in lora_layers(module).values():
-                weights = Weights(seed=seed, device=layer.get_base_layer().weight.device)
+                base = layer.get_base_layer()
+                stored = next(itertools.chain(base.parameters(), base.buffers()))
+                weights = Weights(seed=seed, device=stored.device)
                 matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
                 if seed is not None:
                     for matrix in matrices:
