@@ -12,6 +12,7 @@ import ctypes
 M_TRIM_THRESHOLD, NEVER_TRIM = -1, -1
 M_TOP_PAD, TOP_PAD_BYTES = -2, 256 * 1024**2
 M_MMAP_MAX, NO_MMAP = -4, 0
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 1024**2
 
 
 def can_keep_freed_memory() -> bool:
@@ -30,7 +31,10 @@ def keep_freed_memory() -> None:
         assert mallopt(parameter, value) == 1, f"mallopt refused parameter {parameter}"
 
 
-def return_freed_memory() -> None:
-    """Give the pages of freed blocks back to the kernel now, where the C library is glibc."""
-    if can_keep_freed_memory():
-        ctypes.CDLL(None).malloc_trim(0)
+def return_large_blocks() -> None:
+    """Give each large block back to the kernel when it is freed, so that no freed memory is held.
+
+    By default glibc soon keeps blocks of up to 32 MiB on the heap. What is freed between blocks
+    that stay is then split, and too small for the next block.
+    """
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES) == 1

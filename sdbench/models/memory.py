@@ -119,6 +119,7 @@ def estimate_peak_memory(
         num_encoded=num_encoded,
         adds_up=adds_up,
         max_gradients=largest if is_early else weights,
+        keeps_heap=not step.on_cuda and config.cpu_allocator != "return",
     )
     # On CUDA torch's default AdamW (foreach) holds the square root of the whole second moment; on a
     # CPU it takes one tensor at a time, and the fused kernel needs nothing.
@@ -230,10 +231,12 @@ def _moments(
     num_encoded: int,
     adds_up: bool,
     max_gradients: float,
+    keeps_heap: bool,
 ) -> list[_Moment]:
     """The moments before the optimizer's step at which most memory may be used.
 
-    There are at most `max_gradients` bytes of complete gradients at a time.
+    There are at most `max_gradients` bytes of complete gradients at a time. `keeps_heap`: the C
+    library keeps freed blocks.
     """
     constant, slope, complete = torch.tensor(profile.timeline).T
     activations = num_images * slope
@@ -250,7 +253,7 @@ def _moments(
     gradients = complete.clamp(max=max_gradients)
     index = int((constant - complete + gradients + activations).argmax())
     moments = [moment(index, float(gradients[index]))]
-    if not step.on_cuda:
+    if keeps_heap:
         whole = moments[0]
         lost = HEAP_LOSS * whole.activations
         moments.append(whole._replace(temporaries=whole.temporaries + lost))
@@ -258,7 +261,7 @@ def _moments(
     # use the memory that activations free: the C library's heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.
-    if adds_up or not step.on_cuda:
+    if adds_up or keeps_heap:
         index = int((constant + activations - complete).argmax())
         moments.append(moment(index, max_gradients))
     return moments

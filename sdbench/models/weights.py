@@ -20,7 +20,6 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdbench.base.host_memory import return_freed_memory
 from sdbench.models.low_bit import other_buffers, reduce_bits
 
 # Values that a generator draws, 1 MiB in fp32: few enough for a core's cache, and so many that
@@ -80,9 +79,6 @@ class Weights:
             nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
         if self.low_bit is not None:
             reduce_bits(module, self.low_bit)
-            # Weights in all their bits leave room that those of the next part do not fill: 0.8 GiB
-            # for the U-Net of SD2 in NF4.
-            return_freed_memory()
 
     def _place_shapes(self, module: nn.Module) -> None:
         # For fake tensors `to` and `to_empty` raise errors in torch 2.11.

@@ -89,6 +89,7 @@ def _halve_microbatch(config: Any) -> dict[str, Any]:
 # The cheapest first.
 LEVERS = (
     Lever(_set("num_workers", 0), "the trainer loads its data itself"),
+    Lever(_set("cpu_allocator", "return"), "the kernel clears memory again in each step"),
     Lever(_set("encoder_dtype", "bf16", unless=("fp16",)), "encoders round"),
     Lever(
         _set("update_in_backward", True),

@@ -390,19 +390,31 @@ class UpdatingSpeedups:
 
     # Speed-ups on a CPU.
     cpu_allocator: str | None = speed_up(
-        one_of("default", "keep"),
-        "what glibc does with freed main memory on a CPU: return it to the system, or keep it for "
-        "the next step",
+        one_of("default", "keep", "return"),
+        "what glibc does with freed main memory on a CPU: its own choice, keep it for the next "
+        "step, or return blocks of 1 MiB and more to the system at once, which is slower",
         seed="default",
         fast=PerDevice(gpu="default", cpu="keep"),
         rules=(
             Rule(
-                ("keep",),
+                ("keep", "return"),
                 lambda s: can_keep_freed_memory(),
-                "this C library is not glibc and cannot be told to keep freed memory",
+                "this C library is not glibc and cannot be told what to do with freed memory",
+            ),
+            Rule(("return",), on_cpu, "a GPU's run keeps little in main memory"),
+            Rule(
+                ("keep",),
+                lambda s: getattr(s.config, "frozen_bits", "same") == "same",
+                "weights that are made of few bits in each product would leave freed memory in "
+                "pieces between activations",
+                "return",
+                is_advice=True,
             ),
         ),
-        rungs=(Rung("keep", "glibc, mallopt(3)", EXACT, devices=(CPU,)),),
+        rungs=(
+            Rung("keep", "glibc, mallopt(3)", EXACT, devices=(CPU,)),
+            Rung("return", "glibc, mallopt(3)", EXACT, devices=(CPU,)),
+        ),
     )
     flush_denormals: bool = speed_up(
         SWITCH,

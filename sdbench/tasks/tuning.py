@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sdbench.base.cache import private_folder
-from sdbench.base.host_memory import keep_freed_memory
+from sdbench.base.host_memory import keep_freed_memory, return_large_blocks
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
 from sdbench.models.diffusion import DiffusionModel
@@ -25,6 +25,8 @@ def set_up_process(config: Any) -> None:
     torch.set_flush_denormal(config.flush_denormals)
     if config.cpu_allocator == "keep":
         keep_freed_memory()
+    elif config.cpu_allocator == "return":
+        return_large_blocks()
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     # fp32 means fp32: torch allows TF32 in convolutions unless told otherwise.
     if config.precision in ("fp32", "tf32"):

@@ -239,3 +239,59 @@ def test_a_compiler_that_fails_is_told_with_what_it_said(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as caught:
         AdamWInOnePass([{"params": [nn.Parameter(torch.ones(4).bfloat16())]}])
     assert (caught.value.value, caught.value.flag) == ("g++: no such processor", "--optimizer")
+
+
+@pytest.fixture
+def without_compiling():
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def low_bit(weights, *, bits, **settings):
+    from sdbench.engines.low_bit_adamw import ADAMW_OF_BITS
+
+    return ADAMW_OF_BITS[bits](weights, **settings)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.02), (4, 0.4)])
+def test_a_state_of_few_bits_moves_weights_nearly_as_torchs_adamw(bits, error, without_compiling):
+    torch.manual_seed(5)
+    plain = [torch.randn(64, 64), torch.randn(16, 32, 3, 3), torch.randn(7)]
+    layouts = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
+    ours, torchs = (
+        [nn.Parameter(w.clone(memory_format=one)) for w, one in zip(plain, layouts, strict=True)]
+        for _ in range(2)
+    )
+    settings = {"lr": 0.01, "weight_decay": 0.1}
+    optimizers = low_bit(ours, bits=bits, **settings), torch.optim.AdamW(torchs, **settings)
+    gradients = [torch.randn_like(weight) for weight in plain]
+    for step in range(6):
+        for weights, optimizer in zip((ours, torchs), optimizers, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient * (1 + step)
+            optimizer.step()
+        if step == 0:  # the first means are not rounded yet when they are used
+            for one, other in zip(ours, torchs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for weight, one, other in zip(plain, ours, torchs, strict=True):
+        change = (other - weight).norm()
+        assert (one - other).norm() < error * change
+        assert one.stride() == other.stride()
+    assert torch.allclose(ours[2], torchs[2], atol=1e-6)  # too small for blocks
+    # 4,096 and 4,608 numbers, 16 and 18 blocks of 256, or 32 and 36 of 128.
+    state = [optimizers[0].state[weight]["exp_avg"] for weight in ours[:2]]
+    assert [one.codes.nbytes for one in state] == [4096 * bits // 8, 4608 * bits // 8]
+    assert [one.scale.numel() for one in state] == [128 // bits, 144 // bits]
+
+
+def test_updates_below_the_resolution_of_bf16_are_not_lost(without_compiling):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.full((256, 256), 1.0).bfloat16())
+    # 2^-8 is the distance of bf16 numbers below 1; each of 16 updates is a sixteenth of it.
+    optimizer = low_bit([weight], bits=8, lr=2.0**-12, weight_decay=0.0)
+    for _ in range(16):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    # Of 65,536 numbers each moved by 2^-8 with a standard deviation of less: the mean to 1 %.
+    assert float(1 - weight.float().mean()) == pytest.approx(2.0**-8, rel=0.05)

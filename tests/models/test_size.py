@@ -37,6 +37,7 @@ PLAIN_CONFIG = dict(
     gradient_as_bucket_view=False,
     update_in_backward=False,
     has_subject=False,
+    cpu_allocator="default",
 )
 
 
@@ -89,6 +90,31 @@ def test_flops() -> None:
     )
     # The U-Net alone, and with VAE and text encoder.
     assert [round(flops / 1e9, 2) for flops in (latents, online - latents)] == [539.31, 317.85]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_memory_of_a_state_of_few_bits_is_that_of_the_optimizer(bits) -> None:
+    from sdbench.engines.low_bit_adamw import ADAMW_OF_BITS
+
+    unet = make_part("unet", resolve_architecture("tiny"), weights=Weights(seed=None))
+    weights = [torch.nn.Parameter(torch.empty_like(one, device="cpu")) for one in unet.parameters()]
+    optimizer = ADAMW_OF_BITS[bits](weights)
+    buffers = [optimizer._new_buffer(one.detach().reshape(-1), signed=True) for one in weights]
+    stored = [(one.codes, one.scale) if hasattr(one, "codes") else (one,) for one in buffers]
+    num_bytes = 2 * sum(tensor.nbytes for tensors in stored for tensor in tensors)
+    found = estimate(optimizer=f"adamw_{bits}bit").optimizer_state
+    assert found == pytest.approx(num_bytes / 2**30)
+    assert found < estimate().optimizer_state / (3 if bits == 8 else 6)
+
+
+def test_memory_of_updates_in_the_backward_pass_has_one_gradient() -> None:
+    largest_gib = (
+        max(one.numel() for one in make_part("unet", resolve_architecture("tiny")).parameters())
+        * 4
+        / 2**30
+    )
+    for changes in ({"update_in_backward": True}, {"optimizer": "adamw_one_pass"}):
+        assert estimate(**changes).gradients == pytest.approx(largest_gib)
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "hybrid_zero1", "grad_op", "hybrid_grad_op"])
