@@ -136,7 +136,9 @@ def make_row(case: Case) -> dict[str, object]:
 
 # What a row of measured peaks tells apart.
 TOLD = ("model_name", "image_size", "latents", "precision", "master_weights", "use_ema")
-TOLD += ("lora_rank", "batch_size", MICROBATCH, "optimizer", "attention", "encoder_dtype")
+TOLD += ("lora_rank", "frozen_bits", "activation_checkpointing", "batch_size", MICROBATCH)
+TOLD += ("optimizer", "update_in_backward", "cpu_allocator", "attention", "encoder_dtype")
+TOLD += ("sharding",)
 
 
 def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
@@ -148,7 +150,9 @@ def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str,
         # Old records lack settings that came later.
         is_whole = all(config.get(name) is not None for name in ("sharding", "encoder_batch_size"))
         if is_training and is_whole and record["machine"]["device_type"] == "cpu":
-            key = (*(config.get(name) for name in TOLD), record["ranks"]["world_size"])
+            # Records are older than some settings.
+            values = (config.get(name, SETTINGS[name].before) for name in TOLD)
+            key = (*values, record["ranks"]["world_size"])
             groups[key].append(record)
     return groups
 

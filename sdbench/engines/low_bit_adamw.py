@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,10 @@ import torch
 from torch import Tensor
 from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.optim.adam import single_param_adam
+
+from sdbench.settings.parallel import has_cpp_compiler
+
+has_compiler = functools.cache(has_cpp_compiler)
 
 
 class _Stepping:
@@ -48,7 +51,7 @@ class _Stepping:
             state["exp_avg"] = self._new_buffer(vector, True)
             state["exp_avg_sq"] = self._new_buffer(vector, False)
         state["step"] += 1
-        is_compiled = weight.device.type != "cpu" or (self.bits == 8 and _has_compiler())
+        is_compiled = weight.device.type != "cpu" or (self.bits == 8 and has_compiler())
         update = _compile() if is_compiled else single_param_adam
         with torch._dynamo.utils.disable_cache_limit():
             update(
@@ -84,8 +87,3 @@ ADAMW_OF_BITS = {one.bits: one for one in (_AdamW8bit, _AdamW4bit)}
 @functools.cache
 def _compile() -> Callable[..., None]:
     return torch.compile(single_param_adam, fullgraph=True, dynamic=True)
-
-
-@functools.cache
-def _has_compiler() -> bool:
-    return any(map(shutil.which, ("g++", "clang++")))

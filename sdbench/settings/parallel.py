@@ -65,7 +65,7 @@ def _microbatch_has_encoders(situation: Situation) -> bool:
     return encodes_images and config.encoder_batch_size == "microbatch"
 
 
-def has_cpp_compiler(situation: Situation) -> bool:
+def has_cpp_compiler(situation: Situation | None = None) -> bool:
     """Whether Inductor can compile: it needs C++ on a CPU and, around Triton kernels, on a GPU."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
