@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sdbench.models.weights import change_class
 
@@ -26,6 +27,18 @@ MAX_COMPILED_BLOCKS = 256
 
 # Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.
 MAX_EAGER_SCORES = 1024 * 1024
+
+# Operations that take most of the time of a block. Their results are some of its activations.
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
@@ -189,14 +202,17 @@ def checkpoint_activations(
     """Recompute activations of a denoiser in the backward pass instead of keeping them.
 
     `which` is ``none``, ``transformer`` (the blocks in `transformers`, with most of the
-    activations) or ``full`` (all blocks). `recompute` makes the context around each recomputed
-    block; not with torch.compile.
+    activations), ``full`` (all blocks) or ``cheap`` (all blocks, whose `PRODUCTS` are kept).
+    `recompute` makes the context around each recomputed block; not with torch.compile.
     """
     if which == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False}
+    if which == "cheap":
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
     if recompute is not None:
-        settings["context_fn"] = lambda: (contextlib.nullcontext(), recompute())
+        contexts = settings.get("context_fn", lambda: (contextlib.nullcontext(),) * 2)
+        settings["context_fn"] = lambda: _add_context(*contexts(), recompute())
     denoiser.enable_gradient_checkpointing(
         gradient_checkpointing_func=functools.partial(torch.utils.checkpoint.checkpoint, **settings)
     )
@@ -204,6 +220,17 @@ def checkpoint_activations(
         for module in denoiser.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = isinstance(module, transformers)
+
+
+def _add_context(forward: Any, again: Any, other: Any) -> tuple[Any, Any]:
+    """Contexts of a block and of its recomputation, the latter within another one."""
+
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with other, again:
+            yield
+
+    return forward, both()
 
 
 def allow_compiled(num_shapes: int) -> None:

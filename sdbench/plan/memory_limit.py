@@ -99,6 +99,10 @@ LEVERS = (
     Lever(_halve_microbatch, "smaller passes, which use a GPU less well"),
     Lever(_set("latents", "precomputed"), "the data set is encoded before, by precompute"),
     Lever(
+        _set("activation_checkpointing", "cheap", unless=("transformer", "full")),
+        "all blocks are computed twice, without their matrix products",
+    ),
+    Lever(
         _set("activation_checkpointing", "transformer", unless=("full",)),
         "transformer blocks are computed twice",
     ),

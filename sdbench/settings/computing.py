@@ -371,10 +371,15 @@ class ComputingSpeedups:
         rungs=(Rung(True, "torch", devices=(GPU,)),),
     )
     activation_checkpointing: str | None = speed_up(
-        one_of("none", "transformer", "full"),
-        "recompute activations in the backward pass, in transformer blocks or in all blocks",
+        one_of("none", "cheap", "transformer", "full"),
+        "recompute activations in the backward pass, in transformer blocks or in all blocks; "
+        "cheap: in all blocks, but for results of convolutions, matrix products and attention",
         seed="none",
-        rungs=(Rung("transformer", CHECKPOINTING, EXACT), Rung("full", CHECKPOINTING, EXACT)),
+        rungs=(
+            Rung("cheap", "torch, create_selective_checkpoint_contexts; torchtitan", EXACT),
+            Rung("transformer", CHECKPOINTING, EXACT),
+            Rung("full", CHECKPOINTING, EXACT),
+        ),
     )
 
     @property
