@@ -70,6 +70,11 @@ def has_cpp_compiler(situation: Situation | None = None) -> bool:
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
+def _keeps_all_bits(situation: Situation) -> bool:
+    config = situation.config
+    return config.frozen_bits == "same" and config.optimizer not in LOW_BIT_ADAMW
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdatingSpeedups:
     """Updates of weights and their average, and transfers between devices and ranks."""
@@ -404,9 +409,9 @@ class UpdatingSpeedups:
             Rule(("return",), on_cpu, "a GPU's run keeps little in main memory"),
             Rule(
                 ("keep",),
-                lambda s: getattr(s.config, "frozen_bits", "same") == "same",
-                "weights that are made of few bits in each product would leave freed memory in "
-                "pieces between activations",
+                _keeps_all_bits,
+                "weights or state that are made of few bits each time would leave freed memory "
+                "in pieces",
                 "return",
                 is_advice=True,
             ),
