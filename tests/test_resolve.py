@@ -269,9 +269,9 @@ def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
     # Each that is named is enough.
     named = re.findall(r"(--[a-z_]+(?: [a-z0-9_]+)?) \(([0-9.]+) GiB", caught.value.flag)
     assert [flags for flags, _ in named] == [
+        "--cpu_allocator return",
         "--encoder_dtype bf16",
         "--no_use_ema",
-        "--device_train_microbatch_size 4",
     ]
     for flags, gib in named:
         assert f"{plan(*argv, *flags.split()).memory.total_gib:.1f}" == gib
