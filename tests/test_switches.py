@@ -12,7 +12,7 @@ import benchmark
 from sdbench.analysis.ladder import RUNGS
 from sdbench.models.blocks import drop_unit_divisions
 from sdbench.settings.config import SPEED_UPS
-from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA, describe_flags
+from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA, SAME_FP32, describe_flags
 from tests.marks import quick_and_slow
 from tests.refusals import printed_refusal
 from tests.runs import only_record
@@ -125,7 +125,7 @@ COPIED = "--precision bf16 --master_weights fp32"
 EARLY = {
     f"{COPIED} --optimizer adamw_one_pass": BF16,
     f"{COPIED} --update_in_backward": 0,
-    "--optimizer adamw --update_in_backward": 0,
+    "--optimizer adamw --update_in_backward": SAME_FP32,  # beside the fused one
     "--optimizer adamw_8bit --update_in_backward": BF16,
 }
 
