@@ -1,6 +1,7 @@
 """Frozen linear layers whose weights have 8 or 4 bits a number, by torchao.
 
 The trained LoRA beside them stays in fp32. QLoRA (arXiv 2305.14314) has such weights in NF4.
+torchao is imported where a model has them: the host of a GPU may lack it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs, to_nf4
-from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
 
 # NF4 has a scale for each block of numbers, and rounds the scales in blocks of their own.
 NF4_BLOCK, NF4_SCALES = 64, 256
-MAKERS = {"int8": Int8QuantizedTrainingLinearWeight.from_float, "nf4": to_nf4}
 PREFIX = "low_bit_"
 
 
@@ -71,6 +69,8 @@ def _restore(stored: list[Tensor], kind: str, shape: list[int], dtype: torch.dty
     if torch.compiler.is_compiling():  # torch.compile takes torchao's classes apart, and fails
         return _restore_whole(stored, kind, shape, dtype)
     if kind == "int8":
+        from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+
         return Int8QuantizedTrainingLinearWeight(*stored).dequantize()
     return _as_nf4(stored, shape, dtype).get_original_weight()
 
@@ -85,7 +85,9 @@ def _(stored: list[Tensor], kind: str, shape: list[int], dtype: torch.dtype) -> 
     return stored[0].new_empty(shape, dtype=dtype)
 
 
-def _as_nf4(stored: list[Tensor], shape: list[int], dtype: torch.dtype) -> NF4Tensor:
+def _as_nf4(stored: list[Tensor], shape: list[int], dtype: torch.dtype) -> Any:
+    from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs
+
     data, mean, factor, scales, table = stored  # in the order of NF4Tensor.__tensor_flatten__
     form = SubclassTensorArgs(torch.Size(shape), (shape[1], 1), 0, dtype, data.device, False)
     num_blocks = shape[0] * shape[1] // NF4_BLOCK
@@ -97,10 +99,14 @@ def reduce_bits(module: nn.Module, kind: str) -> None:
 
     Layers whose weights do not fill the blocks of NF4 stay as they are.
     """
+    from torchao.dtypes.nf4tensor import to_nf4
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+
+    makers = {"int8": Int8QuantizedTrainingLinearWeight.from_float, "nf4": to_nf4}
     for layer in module.modules():
         is_whole = isinstance(layer, nn.Linear) and not isinstance(layer, LowBitLinear)
         if is_whole and (kind == "int8" or layer.weight.numel() % (NF4_BLOCK * NF4_SCALES) == 0):
-            stored: Any = MAKERS[kind](layer.weight.detach())
+            stored: Any = makers[kind](layer.weight.detach())
             layer._kind = kind
             layer._shape, layer._dtype = list(layer.weight.shape), layer.weight.dtype
             del layer.weight
