@@ -167,7 +167,24 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-class AdamWOfMasterWeights(torch.optim.Optimizer):
+class Updating:
+    """An optimizer's `step`, as torch has it, around `_update`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights that have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+class AdamWOfMasterWeights(Updating, torch.optim.Optimizer):
     """AdamW on fp32 copies of half-precision weights.
 
     Neighbouring bf16 numbers differ by 2^-8 of their value. Most updates are less than half of
@@ -206,17 +223,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         """The fp32 copy of each weight, by the weight's id."""
         return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the copies by the weights' gradients, and the weights from the copies."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
     def _update(self) -> None:
+        """Update the copies by the weights' gradients, and the weights from the copies."""
         masters = [copy for group in self.param_groups for copy in group["params"]]
         weights = [self.weights_of_masters[id(copy)] for copy in masters]
         for weight, master in zip(weights, masters, strict=True):

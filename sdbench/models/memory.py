@@ -39,11 +39,6 @@ LOW_BIT_UPDATE_BYTES = {8: 8, 4: 54}
 CUDA_FRAGMENTATION = 0.05
 
 
-# Of an estimate, beside the process.
-PARTS = ("trained_weights", "frozen_weights", "optimizer_state", "ema", "gradients")
-PARTS += ("activations", "temporaries")
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Memory of one rank by use at the time of its peak, in GiB.
@@ -54,13 +49,13 @@ class MemoryEstimate:
     """
 
     process: float
-    trained_weights: float
-    frozen_weights: float
-    optimizer_state: float
-    ema: float
-    gradients: float
-    activations: float
-    temporaries: float
+    trained_weights: float = 0.0
+    frozen_weights: float = 0.0
+    optimizer_state: float = 0.0
+    ema: float = 0.0
+    gradients: float = 0.0
+    activations: float = 0.0
+    temporaries: float = 0.0
     phase: str
 
     @property
@@ -92,7 +87,7 @@ def estimate_peak_memory(
 ) -> MemoryEstimate:
     """Estimate the peak memory of one rank in training with AdamW, by its parts.
 
-    `config` has the settings of the run, of which --sharding was measured with `tiny` only.
+    `config` has the settings of the run, of which --sharding was measured with `small` only.
     """
     profile, shards = profile_step(step), 1
     if config.sharding != "none":
@@ -186,7 +181,7 @@ def _make_estimate(step: Step, phase: str, sizes: Mapping[str, float]) -> Memory
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB,
         phase=phase,
-        **{name: sizes.get(name, 0.0) / BYTES_PER_GIB for name in PARTS},
+        **{name: size / BYTES_PER_GIB for name, size in sizes.items()},
     )
 
 

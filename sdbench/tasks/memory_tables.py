@@ -32,7 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "all weights, EMA": {"use_ema": True},
     "all weights in bf16, recomputed": {"precision": "bf16", "activation_checkpointing": "full"},
-    "the same, 8-bit AdamW": {
+    "all weights in bf16, recomputed, 8-bit AdamW": {
         "precision": "bf16",
         "activation_checkpointing": "full",
         "optimizer": "adamw_8bit",
