@@ -38,6 +38,10 @@ COMMANDS = {
     "doctor": ("doctor.doctor", "check each node before a job: GPUs, network, memory, disks, data"),
     "profile": ("tasks.profile", "time each operator of a step, and tell how far its ceiling is"),
     "memory": ("tasks.memory", "tell the largest micro-batch of each recipe on each GPU"),
+    "predict": (
+        "tasks.predict",
+        "tell images/s, memory and cost on other GPUs, with intervals",
+    ),
     "dreambooth": ("launch.dreambooth", "teach a model a subject from a few pictures of it"),
     "repeat": ("launch.repeat", "measure a command several times: an interval between runs"),
     "rerun": ("launch.rerun", "run a record again: launcher, ranks, settings, environment"),

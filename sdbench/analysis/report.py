@@ -18,7 +18,6 @@ from sdbench.analysis import feed_table, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
-from sdbench.analysis.limits import load_profile, make_limit_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -43,12 +42,12 @@ from sdbench.settings.setting import setting
 # Rows of the tables of a folder, by table.
 Figures = Mapping[str, Sequence[dict[str, Any]]]
 RUNS = "runs"
-README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
+README, LADDER_PAGE = "README.md", "ladder.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
 COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
-SPEED_UPS, LIMITS = "speed-ups", "limits"
+SPEED_UPS = "speed-ups"
 # In the order of the page: the heading of each part, how to read it, and its charts.
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     COMPARISON: (
@@ -103,12 +102,6 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "micro-batches and ranks cost or gain.",
         (),
     ),
-    LIMITS: (
-        "Limits",
-        "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
-        "AdamW at the ceilings of the machine.",
-        (),
-    ),
 }
 # Places for tables in the texts that are written by hand. Texts other than README.md are optional.
 PLACES = {
@@ -117,7 +110,6 @@ PLACES = {
         *("ladder", "engines", "ema", "micro-batches", "ranks"),
         *(NOT_MEASURED, MEASURED),
     ),
-    LIMITS_PAGE: (LIMITS,),
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
 MADE_FROM = (
@@ -248,7 +240,6 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     files = sorted(results.glob(f"{RUNS}/*/{RECORD_NAME}"))
     records, left_out = use_each(files, _load_record)
     quoted, bad_quoted = load_figures(results / "quoted")
-    profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
     ladder = _make_ladder(_ended_well(records))
     sections, bad_steps = _make_sections(
@@ -257,9 +248,8 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         ladder,
         where=f"{results.absolute().name}/{RUNS}",
         quoted=quoted,
-        profiles=profiles,
     )
-    left_out += [*bad_quoted, *bad_profiles, *bad_steps]
+    left_out += [*bad_quoted, *bad_steps]
     figures = _figures_of(quoted)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
@@ -323,7 +313,6 @@ def _make_sections(
     *,
     where: str,
     quoted: Figures = MappingProxyType({}),
-    profiles: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
@@ -357,7 +346,6 @@ def _make_sections(
         SPEED_UPS: [
             table for name, group in ladder.items() if name != NOT_MEASURED for table in group
         ],
-        LIMITS: make_limit_tables(profiles),
     }
     folds = {OTHERS: fold_by_source(quoted.items())}
     sections = {

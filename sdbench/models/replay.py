@@ -196,10 +196,10 @@ class _CudaAutocastRules(TorchFunctionMode):
 @functools.cache
 def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or take the replay of an earlier process from the cache."""
-    return StepProfile(**_remember("memory", step, lambda: dataclasses.asdict(_replay_step(step))))
+    return StepProfile(**remember("memory", step, lambda: dataclasses.asdict(_replay_step(step))))
 
 
-def _remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
+def remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
     """What is found for a step, in JSON's types; from the cache if an earlier process found it."""
     try:
         folder = private_folder(REPLAYS_FOLDER)
@@ -277,7 +277,7 @@ def count_flops(step: Step) -> int:
         **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
         **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False, "frozen_bits": "same"},
     )
-    return _remember("flops", plain, lambda: _count_flops(plain))
+    return remember("flops", plain, lambda: _count_flops(plain))
 
 
 def _count_flops(step: Step) -> int:

@@ -1,4 +1,4 @@
-"""`WorkCounter`: counts the arithmetic and the bytes of each operator of a step.
+"""`WorkCounter`: counts the arithmetic and the bytes of each operator of a step; `count_image`.
 
 Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are the least
 that a call must read and write, each input once and each output once, without temporaries and
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sdbench.models.replay import Step, build_replayed, make_batch, remember
 from sdbench.profile.roofline import Operator, Work
 
 aten = torch.ops.aten
@@ -100,6 +101,37 @@ class WorkCounter(TorchDispatchMode):
         work.num_bytes += _count_bytes(func, args, kwargs, result, device_type=self._device_type)
 
 
+def count_image(step: Step) -> dict[str, float]:
+    """Count the work of an image in a step, without computing it, and the operators of the step.
+
+    The bytes are those of operators that are no products, with two for each number. The step is
+    counted with two images and with four: what both have, such as weights, belongs to no image.
+    """
+    return remember("work", step, lambda: _count_image(step))
+
+
+def _count_image(step: Step) -> dict[str, float]:
+    found = []
+    for num_images in (2, 4):
+        model = build_replayed(step, device="meta")
+        with torch.device("meta"):
+            batch = make_batch(step, num_images=num_images)
+        with WorkCounter(phase=str, device_type="meta") as counter:
+            model.loss(*model(batch)).backward()
+        work = counter.work.values()
+        flop = sum(one.flop for one in work)
+        num_bytes = sum(one.num_bytes for one in work if not one.flop)
+        found.append((flop, num_bytes, sum(one.calls for one in work if one.num_bytes)))
+    (few_flop, few_bytes, num_operators), (flop, num_bytes, _) = found
+    num_trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return {
+        "tera_operations": (flop - few_flop) / 2 / 1e12,
+        "gigabytes": (num_bytes - few_bytes) / 2 / 2 / 1e9,  # fp32 on the meta device
+        "num_operators": num_operators,
+        "giga_weights": num_trained / 1e9,
+    }
+
+
 def _count_flop(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Operations of the matrix products and convolutions in a call, a multiply-add being two."""
     packet = func.overloadpacket
@@ -122,13 +154,13 @@ def _count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, device_type:
         if packet in FUSED_OPTIMIZERS and argument.name == "grads":
             is_written = kwargs.get("grad_scale") is not None
         for tensor in _tensors_in(value):
-            storages.add(tensor.untyped_storage().data_ptr())
+            storages.add(_storage_of(tensor))
             if is_written:
                 written[id(tensor)] = tensor
             if not is_overwritten:
                 read[id(tensor)] = tensor
     # A result in the memory of an argument is the argument, or a view of it.
-    made = [t for t in _tensors_in(result) if t.untyped_storage().data_ptr() not in storages]
+    made = [t for t in _tensors_in(result) if _storage_of(t) not in storages]
     written |= {id(tensor): tensor for tensor in made}
     if not written:
         return 0
@@ -138,6 +170,11 @@ def _count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, device_type:
         num_read = sum(_num_bytes(tensor, device_type) for tensor in indices)
         return num_written + min(num_written, _num_bytes(table, device_type)) + num_read
     return num_written + sum(_num_bytes(tensor, device_type) for tensor in read.values())
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """What two tensors with the same memory have in common, on the meta device too."""
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -225,6 +225,11 @@ def _load_price(gpu: str | None, arguments: CostFlags) -> Tariff | None:
     return Tariff(float(by_name[name]["value"]), _source_of(by_name[name]))
 
 
+def price_of(gpu: str) -> Tariff | None:
+    """The price of a GPU-hour in dollars, and its source; None without a row in prices.yaml."""
+    return _first_for(gpu, _read_rows(None, "prices"))
+
+
 def _source_of(row: Row) -> str:
     """The source of a row of the file of prices, with its date."""
     return f"{row['source']}; {row['date']}"

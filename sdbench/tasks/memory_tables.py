@@ -80,13 +80,13 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]
     """Plan all recipes; or what is given alone, if a setting of a recipe is."""
     names = {name for values in RECIPES.values() for name in values} - {"num_gpus"}
     if any(map(request.is_users, names)):
-        yield AS_GIVEN, _plan(request)
+        yield AS_GIVEN, plan_on_gpus(request)
         return
     for name, values in RECIPES.items():
         if any(map(request.is_users, values)):  # --num_gpus
             continue
         try:
-            plan = _plan(request.changed(values))
+            plan = plan_on_gpus(request.changed(values))
             find_need(plan)  # only a replay finds layers that a format does not suit
         except ConfigError as error:
             if not values:
@@ -99,7 +99,7 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]
             print(f"Without {name}: {plan.architecture.name} cannot have all of its settings.")
 
 
-def _plan(request: Request[MemorySettings]) -> Plan:
+def plan_on_gpus(request: Request[MemorySettings]) -> Plan:
     """Plan a run on GPUs; where no micro-batch is given, it has 1."""
     num_gpus = request.config.num_gpus
     machine = Machine(

@@ -1,0 +1,188 @@
+"""Predictions of GPUs without a figure: the fit, the errors of what was left out, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+
+from sdbench.base.shape import Shape
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.replay import Step
+from sdbench.profile.work import count_image
+from sdbench.record.configuration import group
+from sdbench.report.figures import read_figures
+from sdbench.scaling import law
+from sdbench.scaling.law import EAGER, FUSED, Card, Case, Law, Work
+from tests.refusals import refused
+
+WORKS = (Work(2.4, 10.5, 2500, 0.866), Work(0.54, 1.7, 2500, 0.866), Work(20.4, 43.0, 10000, 11.9))
+CARDS = (Card("A", 312, 2.0, 80), Card("H", 989, 3.35, 80), Card("B", 2250, 8.0, 192))
+# Exponents, time of an operator in s, and by software k and the exchange of 0.866e9 weights in s.
+TRUE = (0.6, 0.3, 25e-6, {EAGER: 1.7, FUSED: 1.1}, {EAGER: 0.1, FUSED: 0.02})
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return law.load_cases()
+
+
+@pytest.fixture(scope="module")
+def tested(cases):
+    return law.leave_out(cases)
+
+
+def seconds_of(case):
+    """The formula of the module's documentation, written once more."""
+    a, b, start_s, k, x = TRUE
+    work, card = case.work, case.card
+    seconds = (work.tera_operations / card.tflops) ** a * k[case.kernels]
+    seconds *= (work.gigabytes / (1000 * card.tb_per_s)) ** b
+    if case.kernels == EAGER:
+        seconds += start_s * work.num_operators / case.micro_batch
+    if case.num_gpus > 8:
+        seconds += x[case.kernels] * work.giga_weights / 0.866 / case.num_own
+    return seconds
+
+
+def make_case(card, work, kernels, num_gpus, micro_batch):
+    case = Case(
+        card=card,
+        work=work,
+        model=f"{work.giga_weights}",
+        image_size=512,
+        latents="online",
+        source=kernels,
+        kernels=kernels,
+        num_gpus=num_gpus,
+        micro_batch=micro_batch,
+        num_own=2 * micro_batch,
+    )
+    return dataclasses.replace(case, seconds=seconds_of(case))
+
+
+def test_a_law_without_noise_is_found_and_predicts_a_gpu_that_it_has_not_seen():
+    known = [
+        make_case(card, work, kernels, num_gpus, micro_batch)
+        for card in CARDS[:2]
+        for work in WORKS
+        for kernels in (EAGER, FUSED)
+        for num_gpus in (8, 64)
+        for micro_batch in (4, 32)
+    ]
+    found = Law(known)
+    for work in WORKS:
+        for kernels in (EAGER, FUSED):
+            for num_gpus in (8, 64):
+                asked = make_case(CARDS[2], work, kernels, num_gpus, 16)
+                predicted = found.predict(dataclasses.replace(asked, seconds=math.nan))
+                assert predicted.seconds == pytest.approx(asked.seconds, rel=0.05)
+
+
+def test_gpus_that_were_left_out_are_predicted_to_20_percent(tested):
+    errors = [abs(math.expm1(one.log_error)) for one in tested if one.left_out == "GPU"]
+    assert len(errors) == 78
+    assert statistics.median(errors) == pytest.approx(0.104, abs=0.005)
+    of_gpus = group(
+        (one for one in tested if one.left_out == "GPU"), key_of=lambda one: one.case.card.name
+    )
+    medians = {
+        name: statistics.median(abs(math.expm1(one.log_error)) for one in some)
+        for name, some in of_gpus.items()
+    }
+    assert len(medians) == 7
+    assert max(medians.values()) < 0.2
+
+
+@pytest.mark.parametrize("pool", ["one machine", "several machines"])
+def test_intervals_hold_what_they_promise(tested, pool):
+    assert law.find_coverage(tested, pool) >= law.PROMISED
+    members = [one for one in tested if one.pool == pool]
+    half = math.log(law.find_factor(tested, pool))
+    assert sum(abs(one.log_error) <= half for one in members) / len(members) >= law.LEVEL
+
+
+def test_nothing_of_what_is_left_out_is_fitted(cases, tested):
+    """A figure of the seed that is ten times too high changes no prediction of its GPU."""
+    wrong = [
+        dataclasses.replace(case, seconds=case.seconds / 10)
+        if case.card.name == "NVIDIA GB300"
+        else case
+        for case in cases
+    ]
+    predicted, again = (
+        [one.predicted for one in some if one.group == ("GPU", "NVIDIA GB300")]
+        for some in (tested, law.leave_out(wrong))
+    )
+    assert len(predicted) == 3
+    assert predicted == again
+
+
+def test_the_seeds_table_is_predicted_from_everything_else(tested, repository):
+    table = read_figures(repository / "results" / "quoted" / "aws_p4de_p5_single_node.csv")
+    published = {
+        ("H100" in row["gpu"], row["micro_batch"]): row["images_per_second"] for row in table
+    }
+    errors = []
+    for one in tested:
+        if one.group == ("source", "AWS") and "section 1.5" in one.case.origin:
+            key = ("H100" in one.case.card.name, one.case.micro_batch)
+            assert one.case.images_per_second == pytest.approx(published[key], rel=0.01)
+            errors.append(abs(math.expm1(one.log_error)))
+    assert len(errors) == 14
+    assert max(errors) < 0.2 and statistics.median(errors) < 0.1
+
+
+def test_the_tables_of_the_document_are_those_of_today(tested, repository):
+    from tools import try_predictions as tool
+
+    text = (repository / "results" / "predictions.md").read_text(encoding="utf-8")
+    for rows in (tool.list_pools(tested), tool.list_groups(tested), tool.list_seed(tested)):
+        assert tool.to_markdown(tool.make_table(rows)) in text
+
+
+@pytest.mark.parametrize(
+    "key", [("sd2-base", 256, "precomputed"), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_the_work_of_the_figures_is_what_is_counted(key):
+    for (model, image_size, latents), work in law.load_work().items():
+        if latents == "moments" or (key or (model, image_size, latents)) != (
+            model,
+            image_size,
+            latents,
+        ):
+            continue
+        step = Step(
+            architecture=resolve_architecture(model),
+            shape=Shape.square(image_size),
+            encodes_images=latents == "online",
+        )
+        assert count_image(step) == pytest.approx(work._asdict(), rel=1e-3)
+
+
+def test_a_table_of_runs_elsewhere_is_left_out(tmp_path, repository):
+    """Figures of GPUs, works and counts that the law does not know are no cases."""
+    quoted = repository / "results" / "quoted"
+    rows = [row for path in law.SOURCES for row in read_figures(quoted / f"{path}.csv")]
+    known = [case for case in law.load_cases() if not case.source.startswith("this suite")]
+    assert len(known) == 71
+    assert max(row["num_gpus"] for row in rows) == 1152
+    assert max(case.num_gpus for case in known) == law.MAX_GPUS
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--gpu", "MI300X"), "--gpu"),
+        (("--gpu", "NVIDIA L4"), "--gpu"),
+        (("--num_gpus", "256"), "--num_gpus"),
+        (("--sharding", "full"), "--sharding"),
+    ],
+)
+def test_what_no_figure_tells_is_refused(argv, flag):
+    from sdbench.tasks import predict
+
+    with refused(flag):
+        predict.main(["--model_name", "tiny", *argv])

@@ -1,0 +1,157 @@
+"""Writes what is known of the predictions: results/predictions.md, its plot, and the page of GPUs.
+
+    python tools/try_predictions.py
+
+Every GPU, source and model is predicted from the figures of the others; the page has predictions
+for the works of `WORKS` beside all published and measured figures of the same work.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sdbench.record.configuration import group  # noqa: E402
+from sdbench.report.page import format_page  # noqa: E402
+from sdbench.report.plots import make_figure, plain_style  # noqa: E402
+from sdbench.report.tables import make_table, to_markdown  # noqa: E402
+from sdbench.scaling import law  # noqa: E402
+from sdbench.scaling.cost import price_of  # noqa: E402
+from sdbench.scaling.law import Case, Tested  # noqa: E402
+from sdbench.settings.request import parse  # noqa: E402
+from sdbench.tasks.predict import PredictSettings, predict_rows  # noqa: E402
+
+SEED_TABLE = "AWS (2024) MosaicML Stable Diffusion section 1.5"
+# What the page knows, as flags of predict, for the numbers of GPUs of `COUNTS`.
+WORKS = (
+    "--model_name sd2-base --image_size 256 --latents precomputed",
+    "--model_name sd2-base --image_size 512 --latents precomputed",
+    "--model_name sd2-base --image_size 512 --latents online",
+    "--model_name sd2-base --image_size 512 --latents precomputed --lora_rank 16",
+    "--model_name sdxl --image_size 1024 --latents precomputed",
+    "--model_name sdxl --image_size 1024 --latents precomputed --lora_rank 16",
+    "--model_name sd3-medium --image_size 1024 --latents precomputed",
+    "--model_name sd3-medium --image_size 1024 --latents precomputed --lora_rank 16",
+    "--model_name flux-schnell --image_size 256 --latents precomputed --sharding full",
+    "--model_name flux-schnell --image_size 1024 --latents precomputed --lora_rank 16",
+)
+COUNTS = (1, 8, 16, 64)
+
+
+def list_groups(tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
+    """A row for each GPU, source and model that was left out."""
+    for (kind, name), members in group(tested, key_of=lambda one: one.group).items():
+        ratios = [one.predicted / one.case.images_per_second for one in members]
+        errors = [abs(ratio - 1) for ratio in ratios]
+        yield {
+            "left out": kind,
+            "name": name,
+            "figures": len(members),
+            "median of predicted / known": round(statistics.median(ratios), 3),
+            "median error, %": round(100 * statistics.median(errors), 1),
+            "largest error, %": round(100 * max(errors), 1),
+            "model is known": not members[0].is_new,
+        }
+
+
+def list_pools(tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of prediction: its errors, and how often its interval is right."""
+    for pool, members in group(tested, key_of=lambda one: one.pool).items():
+        errors = sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
+        yield {
+            "predictions of": pool,
+            "figures": len(members),
+            "median error, %": round(100 * statistics.median(errors), 1),
+            "90 % are within, %": round(100 * errors[math.ceil(0.9 * len(errors)) - 1], 1),
+            "factor of the interval": round(law.find_factor(tested, pool), 2),
+            "figures inside, %": round(100 * law.find_coverage(tested, pool), 1),
+        }
+
+
+def list_seed(tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
+    """The rows of the seed's table, predicted from the figures of everybody else."""
+    for one in tested:
+        if one.left_out == "source" and one.case.origin.startswith(SEED_TABLE):
+            known = one.case.images_per_second
+            yield {
+                "GPU": one.case.card.name,
+                "micro-batch": int(one.case.micro_batch),
+                "published, images/s": known,
+                "predicted, images/s": round(one.predicted, 1),
+                "error, %": round(100 * (one.predicted / known - 1), 1),
+            }
+
+
+def draw(tested: Sequence[Tested], path: Path) -> None:
+    """Predicted against published images/s of one GPU."""
+    with plain_style():
+        sources = "results/quoted and results/throughput.csv; each point without its own GPU"
+        figure, (axes,) = make_figure([4.2], sources=sources)
+        shown = [one for one in tested if one.left_out == "GPU"]
+        for name, members in group(shown, key_of=lambda one: one.case.card.name).items():
+            known = [1 / one.case.seconds for one in members]
+            predicted = [one.predicted / one.case.num_gpus for one in members]
+            axes.loglog(known, predicted, "o", label=name.replace("NVIDIA ", ""), alpha=0.7)
+        ends = (6, 400)
+        axes.plot(ends, ends, color="#555555", linewidth=1)
+        for factor in (1 / 1.2, 1.2):
+            axes.plot(ends, [factor * end for end in ends], color="#BBBBBB", linewidth=0.8)
+        axes.set(xlim=ends, ylim=ends)
+        axes.set_xlabel("published or measured, images/s of one GPU")
+        axes.set_ylabel("predicted, images/s of one GPU")
+        axes.set_title("Predicted without any figure of the GPU; grey lines: 20 % off")
+        axes.legend()
+        figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def list_page_rows(cases: Sequence[Case], tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
+    """The rows of the page: predictions, and known figures of the same work."""
+    works = set()
+    for flags in WORKS:
+        for num_gpus in COUNTS if "sharding" not in flags else COUNTS[1:]:
+            argv = [*flags.split(), "--num_gpus", str(num_gpus)]
+            request = parse(PredictSettings, argv, prog="predict", description="", epilog="")
+            for row in predict_rows(request, cases, tested):
+                works.add((row["model"], row["image_size"], row["latents"]))
+                print(row["model"], row["image_size"], row["gpu"], row["images_per_second"])
+                yield row
+    for case in cases:
+        if (case.model, case.image_size, case.latents) in works:
+            price = price_of(case.card.name)
+            rate = case.images_per_second
+            is_own = case.source.startswith("this suite")
+            yield {
+                "kind": "measured" if is_own else "published",
+                "gpu": case.card.name,
+                **{name: getattr(case, name) for name in ("num_gpus", "model", "image_size")},
+                "latents": case.latents,
+                "lora_rank": None,
+                "micro_batch": case.micro_batch,
+                "images_per_second": rate,
+                "usd_per_million": price and 1e6 / rate * case.num_gpus / 3600 * price.value,
+                "price_source": price and price.source,
+                "known": case.source if is_own else case.origin,
+            }
+
+
+def write_page(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write the page, which needs no other file."""
+    content = format_page([], template="which_gpu.html.j2", rows=list(rows))
+    path.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    cases = law.load_cases()
+    tested = law.leave_out(cases)
+    for rows in (list_pools(tested), list_groups(tested), list_seed(tested)):
+        print(to_markdown(make_table(rows)))
+        print()
+    draw(tested, law.RESULTS / "plots" / "predictions.png")
+    write_page(list_page_rows(cases, tested), law.RESULTS / "which_gpu.html")
