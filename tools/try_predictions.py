@@ -31,9 +31,9 @@ from sdbench.tasks.predict import PredictSettings, predict_rows  # noqa: E402
 SEED_TABLE = "AWS (2024) MosaicML Stable Diffusion section 1.5"
 # What the page knows, as flags of predict, for the numbers of GPUs of `COUNTS`.
 WORKS = (
-    "--model_name sd2-base --image_size 256 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents online",
+    "--model_name sd2-base --image_size 256 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents precomputed --lora_rank 16",
     "--model_name sdxl --image_size 1024 --latents precomputed",
     "--model_name sdxl --image_size 1024 --latents precomputed --lora_rank 16",

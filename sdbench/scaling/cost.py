@@ -226,8 +226,9 @@ def _load_price(gpu: str | None, arguments: CostFlags) -> Tariff | None:
 
 
 def price_of(gpu: str) -> Tariff | None:
-    """The price of a GPU-hour in dollars, and its source; None without a row in prices.yaml."""
-    return _first_for(gpu, _read_rows(None, "prices"))
+    """The first price of a GPU-hour in prices.yaml, and its source; None without a row."""
+    rows = [row for row in _read_rows(None, "prices") if gpu in row["gpus"]]
+    return _first_for(gpu, rows[:1])
 
 
 def _source_of(row: Row) -> str:

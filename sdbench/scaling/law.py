@@ -7,8 +7,8 @@ A GPU takes for an image, in seconds,
 F, B, n and w belong to the work: 1e12 operations of products and convolutions of an image, 1e9
 bytes that its other operators read and write in bf16, operators started for a micro-batch, 1e9
 trained weights. P and W belong to the GPU: its published peak in bf16, TFLOP/s, and the bandwidth
-of its memory, 1e12 bytes/s. m and i belong to the run: images of a micro-batch, and of a step on one
-GPU. The last term is the exchange of gradients between machines, with more than
+of its memory, 1e12 bytes/s. m and i belong to the run: images of a micro-batch, and of a step on
+one GPU. The last term is the exchange of gradients between machines, with more than
 `GPUS_OF_A_MACHINE`.
 
 Fitted are the exponents, the time o of starting an operator, and k and x of each kind of software.

@@ -48,7 +48,7 @@ def test_three_questions_are_answered(page, data, tmp_path):
         # Who trains Stable Diffusion 2 on 10 million latents of 512 px for the least money?
         {"work": "sd2-base|512|precomputed|0", "num_gpus": 8, "images": 10},
         # And within a day?
-        {"deadline": 0.05, "order": "days"},
+        {"deadline": 0.06, "order": "days"},
         # Which GPU is fastest with LoRA on SDXL, where nobody published anything?
         {"work": "sdxl|1024|precomputed|16", "num_gpus": 1, "deadline": ""},
     ]
@@ -63,8 +63,8 @@ def test_three_questions_are_answered(page, data, tmp_path):
     assert len(rows) == len(known)
     best = max(known, key=lambda row: row["images_per_second"] or 0)
     assert fastest.startswith(f"Fastest: 8 x {best['gpu']} ({best['kind']})")
-    # 10 million images in 0.05 days are 2,315 images/s.
-    slow = [row for row in known if (row["images_per_second"] or 0) < 1e7 / 0.05 / 86400]
+    # 10 million images in 0.06 days are 1,929 images/s.
+    slow = [row for row in known if (row["images_per_second"] or 0) < 1e7 / 0.06 / 86400]
     assert 0 < sum(row[-1] == "no" for row in within) == len(slow) < len(known)
     assert new.endswith("take its intervals for ranges.")
 
