@@ -38,6 +38,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (most_open, most_open))
 
 # Of a process of tests, some of which run at once. A run of the miniature takes up to 1.5 GB.
 MAX_KEPT_BYTES = 2 * 10**9
+# Folders and files of tests that take longest.
+LONGEST = {"train", "test_switches"}
 # Of a process of tests and what it starts.
 WORKER_BYTES = 6 * 10**9
 
@@ -59,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that the workers end at about the same time."""
-    items.sort(key=lambda item: item.path.parent.name != "train")
+    items.sort(key=lambda item: not {item.path.parent.name, item.path.stem} & LONGEST)
     gc.freeze()
     gc.enable()
 

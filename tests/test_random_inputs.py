@@ -35,7 +35,7 @@ from tests.data.datasets import write_tars
 from tests.report.results_folder import RESULTS, make_record, make_results
 
 SEED = 18
-LIMIT_S = 5.0
+LIMIT_S = 10.0
 # Of each kind.
 NUM_INPUTS = 50
 EXIT_CODES = {0, 1, 2, 130}

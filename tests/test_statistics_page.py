@@ -1,4 +1,4 @@
-"""docs/statistics.md has what the code gives: some cells are simulated again, all if slow."""
+"""docs/statistics.md has what the code gives: some cells are simulated again, all if full."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_page_says_how_the_drift_of_steady_steps_varies(page, num_steps):
     assert float(says[1]) == pytest.approx(100 * float(np.std(trends)), rel=0.07)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # two minutes
 def test_the_whole_page_is_what_the_simulation_gives(page):
     numbers = r"\d+(?:\.\d+)?"
     made = simulate_steps.make_page()

@@ -240,8 +240,12 @@ def test_each_compiled_part_of_a_family_is_one_graph(
     assert "graph_breaks" not in only_record(tmp_path)["summary"]["flags"]
 
 
-@pytest.mark.parametrize("flags", quick_and_slow(ONE_GRAPH, quick=ONE_GRAPH[:1]))
-@pytest.mark.parametrize("breaks", quick_and_slow([False, True], quick=[False]))
+@pytest.mark.parametrize(
+    ("breaks", "flags"),
+    quick_and_slow(
+        [*((False, flags) for flags in ONE_GRAPH), (True, "")], quick=[(False, ONE_GRAPH[0])]
+    ),
+)
 def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
     breaks, flags, tmp_path, monkeypatch
 ):

@@ -34,13 +34,13 @@ WORKS = (
     "--model_name sd2-base --image_size 512 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents online",
     "--model_name sd2-base --image_size 256 --latents precomputed",
-    "--model_name sd2-base --image_size 512 --latents precomputed --lora_rank 16",
+    "--model_name sd2-base --image_size 512 --latents precomputed --lora_rank 16 --precision bf16",
     "--model_name sdxl --image_size 1024 --latents precomputed",
-    "--model_name sdxl --image_size 1024 --latents precomputed --lora_rank 16",
+    "--model_name sdxl --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
     "--model_name sd3-medium --image_size 1024 --latents precomputed",
-    "--model_name sd3-medium --image_size 1024 --latents precomputed --lora_rank 16",
+    "--model_name sd3-medium --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
     "--model_name flux-schnell --image_size 256 --latents precomputed --sharding full",
-    "--model_name flux-schnell --image_size 1024 --latents precomputed --lora_rank 16",
+    "--model_name flux-schnell --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
 )
 COUNTS = (1, 8, 16, 64)
 

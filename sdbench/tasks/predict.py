@@ -47,7 +47,7 @@ exit codes: 0 ok, 2 bad input
 PREDICTED = frozenset(
     (
         *("model_name", "image_size", "latents", "preset", "batch_size", "use_ema"),
-        *("device_train_microbatch_size", "lora_rank", "sharding", "use_synth_data", "seed"),
+        *("device_train_microbatch_size", "lora_rank", "sharding", "precision", "use_synth_data"),
     )
 )
 
@@ -97,6 +97,13 @@ def _check(request: Request[PredictSettings]) -> None:
             value=describe_flags({name: getattr(request.config, name) for name in given}),
             allowed=", ".join(f"--{name}" for name in sorted(PREDICTED)),
             flag=f"--{given[0]}",
+        )
+    if request.config.precision in ("fp32", "tf32"):
+        raise ConfigError(
+            "all figures are of training in bf16 or fp16",
+            value=request.config.precision,
+            allowed="bf16, amp_bf16, amp_fp16",
+            flag="--precision",
         )
     if request.config.num_gpus > law.MAX_GPUS:
         raise ConfigError(
@@ -167,6 +174,7 @@ def predict_rows(
             "lora_rank": config.lora_rank,
             "preset": config.preset,
             "sharding": config.sharding,
+            "precision": config.precision,
             "global_batch": config.batch_size,
             "micro_batch": micro_batch,
             **dict.fromkeys(RATES),
@@ -281,6 +289,7 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterat
         f"  composer -n {min(first['num_gpus'], law.GPUS_OF_A_MACHINE)} benchmark.py "
         f"--use_synth_data --model_name {first['model']} --image_size {first['image_size']} "
         f"--latents {first['latents']} --preset {first['preset']} "
+        f"--precision {first['precision']} "
         f"--device_train_microbatch_size auto{more}"
     )
 

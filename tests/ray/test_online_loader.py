@@ -308,17 +308,10 @@ def test_the_stages_wait_for_the_trainer_and_the_trainer_not_for_a_stuck_one(clu
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"num_encoders": 1000}, "take CPU 1001"),
-        ({"encoder_resources": {"encoder": 1.0}}, "CPU 1, encoder 1"),
-        ({"encoder_accelerator_type": "A10G"}, "accelerator_type:A10G"),
-    ],
-)
-def test_a_cluster_that_is_too_small_is_told(cluster, settings, told):
+def test_a_cluster_that_is_too_small_is_told(cluster):
     source = source_of(None, data_format="synthetic", num_images=BATCH_SIZE)
-    with pytest.raises(RunError, match=told):
+    settings = {"encoder_resources": {"encoder": 1.0}, "encoder_accelerator_type": "A10G"}
+    with pytest.raises(RunError, match="accelerator_type:A10G"):
         read(open_loader(source, **settings), num_epochs=1)
 
 

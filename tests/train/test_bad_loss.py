@@ -258,7 +258,6 @@ def test_a_run_that_does_not_recover_ends(model):
 @pytest.mark.parametrize(
     ("engine", "sharding", "action"),
     [
-        ("torch", "none", "skip"),
         ("torch", "full", "back"),
         ("composer", "full", "skip"),
         ("ray", "zero1", "skip"),

@@ -53,9 +53,17 @@ def test_a_recipe_keeps_all_that_it_asks_for_on_its_card(recipe):
             assert getattr(plan.config, setting) == asked, setting
 
 
-@pytest.mark.slow
+# Those of DreamBooth replay the encoders as well, which takes minutes.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.full)
+        if path.stem.startswith("dreambooth")
+        else pytest.param(path, id=path.stem, marks=pytest.mark.slow)
+        for path in RECIPES
+    ],
+)
 def test_the_memory_that_a_recipe_tells_is_estimated_and_leaves_a_margin(recipe, monkeypatch):
     # Not the replay of a plain step, which tests have instead.
     monkeypatch.setattr(memory, "profile_step", replay.profile_step)
