@@ -29,18 +29,19 @@ from sdbench.settings.request import parse  # noqa: E402
 from sdbench.tasks.predict import PredictSettings, predict_rows  # noqa: E402
 
 SEED_TABLE = "AWS (2024) MosaicML Stable Diffusion section 1.5"
+LORA = "--latents precomputed --lora_rank 16 --precision bf16"
 # What the page knows, as flags of predict, for the numbers of GPUs of `COUNTS`.
 WORKS = (
     "--model_name sd2-base --image_size 512 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents online",
     "--model_name sd2-base --image_size 256 --latents precomputed",
-    "--model_name sd2-base --image_size 512 --latents precomputed --lora_rank 16 --precision bf16",
+    f"--model_name sd2-base --image_size 512 {LORA}",
     "--model_name sdxl --image_size 1024 --latents precomputed",
-    "--model_name sdxl --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
+    f"--model_name sdxl --image_size 1024 {LORA}",
     "--model_name sd3-medium --image_size 1024 --latents precomputed",
-    "--model_name sd3-medium --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
+    f"--model_name sd3-medium --image_size 1024 {LORA}",
     "--model_name flux-schnell --image_size 256 --latents precomputed --sharding full",
-    "--model_name flux-schnell --image_size 1024 --latents precomputed --lora_rank 16 --precision bf16",
+    f"--model_name flux-schnell --image_size 1024 {LORA}",
 )
 COUNTS = (1, 8, 16, 64)
 
@@ -153,5 +154,5 @@ if __name__ == "__main__":
     for rows in (list_pools(tested), list_groups(tested), list_seed(tested)):
         print(to_markdown(make_table(rows)))
         print()
-    draw(tested, law.RESULTS / "plots" / "predictions.png")
+    draw(tested, law.RESULTS / "predictions.png")
     write_page(list_page_rows(cases, tested), law.RESULTS / "which_gpu.html")

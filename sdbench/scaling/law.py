@@ -14,10 +14,6 @@ one GPU. The last term is the exchange of gradients between machines, with more 
 Fitted are the exponents, the time o of starting an operator, and k and x of each kind of software.
 A source deviates from its kind by factors of its own, which a prior holds near 1. Software whose
 kernels are fused or in CUDA graphs starts few operators, and its second term is left out.
-
-The product of powers was chosen after a sum of both times had failed: fitted to GPUs of two
-generations, a sum was 51 % off for the third. Faster memory and faster arithmetic both help less
-than in proportion, since small operators fill neither.
 """
 
 from __future__ import annotations
@@ -219,7 +215,7 @@ class Tested(NamedTuple):
         return pool_of(self.case.num_gpus, is_new=self.is_new)
 
 
-def pool_of(num_gpus: int, *, is_new: bool) -> str:
+def pool_of(num_gpus: int, *, is_new: bool = False) -> str:
     """The predictions that one of so many GPUs, and of a new model or not, has its error from."""
     if is_new:
         return "a model without a figure"

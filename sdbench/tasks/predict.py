@@ -14,9 +14,10 @@ from sdbench.record.configuration import group
 from sdbench.record.row import format_csv
 from sdbench.report.figures import write_out
 from sdbench.report.tables import Field, tabulate, to_terminal
+from sdbench.report.terminal import format_number
 from sdbench.scaling import law
 from sdbench.scaling.cost import price_of
-from sdbench.scaling.law import Card, Case, Law, Tested, Work
+from sdbench.scaling.law import Card, Case, Law, Tested, Work, pool_of
 from sdbench.settings.config import SETTINGS, BenchmarkConfig
 from sdbench.settings.kinds import PATH, POSITIVE, TEXT, list_of
 from sdbench.settings.request import Request, parse
@@ -26,8 +27,7 @@ DESCRIPTION = """\
 Predict how fast this suite trains on GPUs that nobody has measured it on, with the memory and what
 a million images cost. A law is fitted to published and measured figures (results/quoted and
 results/throughput.csv), and every GPU, source and model was predicted without its own figures: the
-interval of a prediction is as wide as those errors. It is no measurement; the last lines say how to
-make one. Takes flags of benchmark.py.
+interval of a prediction is as wide as those errors. Takes flags of benchmark.py.
 """
 EPILOG = """\
 examples:
@@ -154,10 +154,17 @@ def predict_rows(
         work = Work(**count_image(step))
     fitted = Law(cases)
     is_new = name not in {case.model for case in cases} or config.lora_rank is not None
-    factor = law.find_factor(tested, law.pool_of(num_gpus, is_new=is_new))
+    factor = law.find_factor(tested, pool_of(num_gpus, is_new=is_new))
     source, kernels = law.PRESETS[config.preset]
     num_own = config.batch_size // num_gpus
-    like = [] if config.lora_rank else find_like(cases, name, config, num_gpus)
+    asked = (name, config.image_size, config.latents, config.lora_rank, pool_of(num_gpus))
+    like = [
+        case
+        for case in cases
+        if (case.model, case.image_size, case.latents, None, pool_of(case.num_gpus)) == asked
+    ]
+    alike = {"model": name, "num_gpus": num_gpus}
+    alike |= {"image_size": config.image_size, "latents": config.latents}
     for card in cards:
         size_gib = CARDS[card.memory_gb]
         micro_batch = getattr(config, MICROBATCH)
@@ -167,14 +174,8 @@ def predict_rows(
         row = {
             "kind": "predicted",
             "gpu": card.name,
-            "num_gpus": num_gpus,
-            "model": name,
-            "image_size": config.image_size,
-            "latents": config.latents,
-            "lora_rank": config.lora_rank,
-            "preset": config.preset,
-            "sharding": config.sharding,
-            "precision": config.precision,
+            **alike,
+            **{key: getattr(config, key) for key in SHOWN},
             "global_batch": config.batch_size,
             "micro_batch": micro_batch,
             **dict.fromkeys(RATES),
@@ -189,20 +190,18 @@ def predict_rows(
             case = Case(
                 card=card,
                 work=work,
-                model=name,
-                image_size=config.image_size,
-                latents=config.latents,
                 source=source,
                 kernels=kernels,
-                num_gpus=num_gpus,
                 micro_batch=micro_batch,
                 num_own=num_own,
+                **alike,
             )
             row |= {"memory_gib": memory_gib, **_predict(fitted, case, factor)}
         yield row
 
 
-# Columns of a prediction.
+# Columns of settings, and of a prediction.
+SHOWN = ("lora_rank", "preset", "sharding", "precision")
 RATES = (
     *("images_per_second", "images_per_second_low", "images_per_second_high", "step_time_s"),
     *("device_percent", "start_percent", "exchange_percent", "mfu_percent"),
@@ -223,24 +222,12 @@ def _predict(fitted: Law, case: Case, factor: float) -> dict[str, Any]:
     }
     names = ("device_percent", "start_percent", "exchange_percent")
     row |= {name: 100 * one / sum(parts_s) for name, one in zip(names, parts_s, strict=True)}
-    if price is None:
-        return row
-    usd = 1e6 / rate * case.num_gpus / 3600 * price.value
-    costs = (usd, usd / factor, usd * factor)
-    names = ("usd_per_million", "usd_per_million_low", "usd_per_million_high")
-    return {**row, **dict(zip(names, costs, strict=True)), "price_source": price.source}
-
-
-def find_like(cases: Sequence[Case], model: str, config: Any, num_gpus: int) -> list[Case]:
-    """The figures of the same work, on one machine if it is asked for, or else on several."""
-    pool = law.pool_of(num_gpus, is_new=False)
-    work = (model, config.image_size, config.latents, pool)
-    return [
-        case
-        for case in cases
-        if work
-        == (case.model, case.image_size, case.latents, law.pool_of(case.num_gpus, is_new=False))
-    ]
+    if price is not None:
+        usd = 1e6 / rate * case.num_gpus / 3600 * price.value
+        costs = zip(("", "_low", "_high"), (usd, usd / factor, usd * factor), strict=True)
+        row |= {f"usd_per_million{end}": cost for end, cost in costs}
+        row["price_source"] = price.source
+    return row
 
 
 def describe_known(like: Sequence[Case], card: Card) -> str | None:
@@ -266,7 +253,7 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterat
     yield ""
     yield from to_terminal(tabulate(TABLE, rows)).splitlines()
     yield ""
-    pool = law.pool_of(first["num_gpus"], is_new=first["is_new"])
+    pool = pool_of(first["num_gpus"], is_new=first["is_new"])
     members = [one for one in tested if one.pool == pool]
     errors = sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
     yield (
@@ -276,8 +263,8 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterat
     )
     if first["is_new"]:
         yield (
-            "Caution: no figure of this model was published, and only two models could be tested "
-            "for it: how often such an interval is right is not known."
+            "Caution: no figure of this model, or with LoRA, was published, and only two models "
+            "could be tested for it: take the interval for a range."
         )
     for source in dict.fromkeys(row["price_source"] for row in rows if row["price_source"]):
         names = [row["gpu"] for row in rows if row["price_source"] == source]
@@ -289,15 +276,14 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterat
         f"  composer -n {min(first['num_gpus'], law.GPUS_OF_A_MACHINE)} benchmark.py "
         f"--use_synth_data --model_name {first['model']} --image_size {first['image_size']} "
         f"--latents {first['latents']} --preset {first['preset']} "
-        f"--precision {first['precision']} "
-        f"--device_train_microbatch_size auto{more}"
+        f"--precision {first['precision']} --device_train_microbatch_size auto{more}"
     )
 
 
-def _range(name: str, digits: int = 3) -> Any:
+def _range(name: str) -> Any:
     def text(row: dict[str, Any]) -> str | None:
         low, high = row[f"{name}_low"], row[f"{name}_high"]
-        return None if low is None else f"{low:.{digits}g} to {high:.{digits}g}"
+        return None if low is None else f"{format_number(low)} to {format_number(high)}"
 
     return text
 
@@ -305,10 +291,7 @@ def _range(name: str, digits: int = 3) -> Any:
 def _bottleneck(row: dict[str, Any]) -> str:
     if row["images_per_second"] is None:
         return row["why"]
-    parts = {
-        "starting operators": row["start_percent"],
-        "exchange": row["exchange_percent"],
-    }
+    parts = {"starting operators": row["start_percent"], "exchange": row["exchange_percent"]}
     named = [f"{name} {percent:.0f} %" for name, percent in parts.items() if percent >= 10]
     return ", ".join(named) or "the GPU itself"
 
