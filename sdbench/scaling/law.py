@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,13 +274,13 @@ def load_cards() -> dict[str, Card]:
     }
 
 
-def load_cases(results: Path = RESULTS) -> list[Case]:
+def load_cases(sources: Mapping[str, tuple[str, str]] = SOURCES) -> list[Case]:
     """The figures of results/ that the law is fitted to: published ones, and runs of this suite."""
     cases = []
-    for table, software in SOURCES.items():
-        rows = read_figures(results / "quoted" / f"{table}.csv")
+    for table, software in sources.items():
+        rows = read_figures(RESULTS / "quoted" / f"{table}.csv")
         cases += [case for row in rows if (case := _make_case(row, *software))]
-    for row in read_figures(results / "throughput.csv"):
+    for row in read_figures(RESULTS / "throughput.csv"):
         is_known = row.get("kind") == MEASURED and row.get("status") == OK
         if is_known and row["preset"] in PRESETS and row["other_settings"] is None:
             case = _make_case(row, *PRESETS[row["preset"]])
