@@ -205,7 +205,7 @@ def remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
         folder = private_folder(REPLAYS_FOLDER)
     except ConfigError:  # the plan notes it
         return find()
-    path = folder / f"{what}-{_fingerprint(step)}.json"
+    path = folder / f"{what}-{_fingerprint(step, find)}.json"
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):  # not there, or cut off
@@ -215,7 +215,7 @@ def remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
     return found
 
 
-def _fingerprint(step: Step) -> str:
+def _fingerprint(step: Step, find: Callable[[], Any]) -> str:
     """Hash of what a replay depends on: the step, this code, and the libraries.
 
     It does not depend on where the weights come from, which the repr of an architecture leaves out.
@@ -223,6 +223,7 @@ def _fingerprint(step: Step) -> str:
     modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
     digest = hashlib.sha256(repr((step, versions)).encode())
+    digest.update(Path(find.__code__.co_filename).read_bytes())
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
@@ -272,12 +273,17 @@ def count_flops(step: Step) -> int:
     """
     # On the meta device attention is two matrix products. For fused attention torch's counter gives
     # zero on a CPU; on a GPU it includes the recomputation of flash attention.
-    plain = dataclasses.replace(
+    plain = make_plain(step)
+    return remember("flops", plain, lambda: _count_flops(plain))
+
+
+def make_plain(step: Step) -> Step:
+    """The step in fp32 with torch's attention, nothing recomputed."""
+    return dataclasses.replace(
         step,
         **{"precision": "fp32", "encoder_dtype": "fp32", "activation_checkpointing": "none"},
         **{"attention": "sdpa", "vae_attention": "sdpa", "on_cuda": False, "frozen_bits": "same"},
     )
-    return remember("flops", plain, lambda: _count_flops(plain))
 
 
 def _count_flops(step: Step) -> int:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sdbench.models.replay import Step, build_replayed, make_batch, remember
+from sdbench.models.replay import Step, build_replayed, make_batch, make_plain, remember
 from sdbench.profile.roofline import Operator, Work
 
 aten = torch.ops.aten
@@ -107,7 +107,8 @@ def count_image(step: Step) -> dict[str, float]:
     The bytes are those of operators that are no products, with two for each number. The step is
     counted with two images and with four: what both have, such as weights, belongs to no image.
     """
-    return remember("work", step, lambda: _count_image(step))
+    plain = make_plain(step)
+    return remember("work", plain, lambda: _count_image(plain))
 
 
 def _count_image(step: Step) -> dict[str, float]:

@@ -115,7 +115,7 @@ def plan_on_gpus(request: Request[MemorySettings]) -> Plan:
         cpu_flags=(),
         platform=platform.platform(),
     )
-    ranks = Ranks(rank=0, world_size=num_gpus, local_rank=0, local_world_size=num_gpus)
+    ranks = Ranks(rank=0, world_size=num_gpus, local_rank=0, local_world_size=min(num_gpus, 8))
     return plan_step(request, machine=machine, ranks=ranks)
 
 

@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = law.load_cases()
     tested = law.leave_out(cases)
     rows = list(predict_rows(request, cases, tested))
-    for line in describe(rows, tested):
+    given = {name: getattr(request.config, name) for name in SETTINGS if request.is_users(name)}
+    for line in describe(rows, tested, describe_flags(given)):
         print(fit(line, hanging=2))
     if request.config.out:
         print()
@@ -100,7 +101,7 @@ def _check(request: Request[PredictSettings]) -> None:
         )
     if request.config.precision in ("fp32", "tf32"):
         raise ConfigError(
-            "all figures are of training in bf16 or fp16",
+            "no figure is known to be of training in this precision",
             value=request.config.precision,
             allowed="bf16, amp_bf16, amp_fp16",
             flag="--precision",
@@ -130,7 +131,7 @@ def choose_cards(names: Sequence[str] | None, cases: Sequence[Case]) -> list[Car
                 flag="--gpu",
             )
         found.append(card)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def predict_rows(
@@ -146,15 +147,11 @@ def predict_rows(
     cards = choose_cards(request.config.gpu, cases)
     plan = plan_on_gpus(request)
     config, num_gpus = plan.config, request.config.num_gpus
-    step = Step.of(config, plan.architecture, on_cuda=False)  # no kernels of GPUs are counted
     name = plan.architecture.name
     work = law.load_work().get((name, config.image_size, config.latents))
     if work is None or config.lora_rank is not None:
-        step = dataclasses.replace(step, precision="fp32", encoder_dtype="fp32", attention="sdpa")
-        work = Work(**count_image(step))
+        work = Work(**count_image(Step.of(config, plan.architecture, on_cuda=True)))
     fitted = Law(cases)
-    is_new = name not in {case.model for case in cases} or config.lora_rank is not None
-    factor = law.find_factor(tested, pool_of(num_gpus, is_new=is_new))
     source, kernels = law.PRESETS[config.preset]
     num_own = config.batch_size // num_gpus
     asked = (name, config.image_size, config.latents, config.lora_rank, pool_of(num_gpus))
@@ -163,12 +160,14 @@ def predict_rows(
         for case in cases
         if (case.model, case.image_size, case.latents, None, pool_of(case.num_gpus)) == asked
     ]
+    pool = pool_of(num_gpus, is_new=not like)
+    factor = law.find_factor(tested, pool)
     alike = {"model": name, "num_gpus": num_gpus}
     alike |= {"image_size": config.image_size, "latents": config.latents}
     for card in cards:
         size_gib = CARDS[card.memory_gb]
         micro_batch = getattr(config, MICROBATCH)
-        if not request.is_users(MICROBATCH):
+        if getattr(request.config, MICROBATCH) == "auto":
             budget_gib = AUTO_MEMORY_FRACTION * size_gib
             micro_batch = find_largest_microbatch(plan, num_own, budget_gib=budget_gib)
         row = {
@@ -181,7 +180,7 @@ def predict_rows(
             **dict.fromkeys(RATES),
             "memory_gib": None,
             "known": describe_known(like, card),
-            "is_new": is_new,
+            "pool": pool,
             "price_source": None,
             "why": f"more than its {size_gib:g} GiB",
         }
@@ -240,8 +239,8 @@ def describe_known(like: Sequence[Case], card: Card) -> str | None:
     return "; ".join(texts) or None
 
 
-def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterator[str]:
-    """The table of predictions in lines, and what is to be known of them."""
+def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: str) -> Iterator[str]:
+    """The table of predictions, and what is to be known of them; `flags` are the user's."""
     first = rows[0]
     place = "latents" if first["latents"] == "precomputed" else "encoded in the step"
     lora = f", LoRA of rank {first['lora_rank']}" if first["lora_rank"] else ""
@@ -253,30 +252,27 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> Iterat
     yield ""
     yield from to_terminal(tabulate(TABLE, rows)).splitlines()
     yield ""
-    pool = pool_of(first["num_gpus"], is_new=first["is_new"])
+    pool = first["pool"]
     members = [one for one in tested if one.pool == pool]
     errors = sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
     yield (
-        f"Error: {len(members)} figures of {pool} were predicted without their GPU, source or "
-        f"model, half of them within {100 * errors[len(errors) // 2]:.0f} %. The interval is a "
+        f"Error: in {len(members)} tests figures of {pool} were predicted without all of their "
+        f"GPU, source or model, half to {100 * errors[len(errors) // 2]:.0f} %. The interval is a "
         f"factor of {law.find_factor(tested, pool):.2f} both ways."
     )
-    if first["is_new"]:
+    if pool != law.PROVEN:
         yield (
-            "Caution: no figure of this model, or with LoRA, was published, and only two models "
-            "could be tested for it: take the interval for a range."
+            f"Caution: intervals of {pool} were right for fewer than 90 % of the figures in the "
+            "tests (results/predictions.md), and LoRA was not tested: take them for ranges."
         )
     for source in dict.fromkeys(row["price_source"] for row in rows if row["price_source"]):
         names = [row["gpu"] for row in rows if row["price_source"] == source]
         yield f"Price of {', '.join(names)}: {source}"
     yield "To measure one, on a machine that has it:"
-    more = f" --lora_rank {first['lora_rank']}" if first["lora_rank"] else ""
-    more += f" --sharding {first['sharding']}" if first["sharding"] != "none" else ""
+    of_each = "" if pool == law.PROVEN else " (on each machine)"
     yield (
         f"  composer -n {min(first['num_gpus'], law.GPUS_OF_A_MACHINE)} benchmark.py "
-        f"--use_synth_data --model_name {first['model']} --image_size {first['image_size']} "
-        f"--latents {first['latents']} --preset {first['preset']} "
-        f"--precision {first['precision']} --device_train_microbatch_size auto{more}"
+        f"--use_synth_data {flags}{of_each}"
     )
 
 

@@ -66,7 +66,7 @@ def test_three_questions_are_answered(page, data, tmp_path):
     # 10 million images in 0.06 days are 1,929 images/s.
     slow = [row for row in known if (row["images_per_second"] or 0) < 1e7 / 0.06 / 86400]
     assert 0 < sum(row[-1] == "no" for row in within) == len(slow) < len(known)
-    assert new.endswith("take its intervals for ranges.")
+    assert new.endswith("take them for ranges.")
 
 
 @in_browser
