@@ -257,8 +257,9 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: st
     errors = sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
     yield (
         f"Error: in {len(members)} tests figures of {pool} were predicted without all of their "
-        f"GPU, source or model, half to {100 * errors[len(errors) // 2]:.0f} %. The interval is a "
-        f"factor of {law.find_factor(tested, pool):.2f} both ways."
+        f"GPU, source or model, half to {100 * errors[len(errors) // 2]:.0f} %. The interval, also "
+        f"of step and MFU, is a factor of {law.find_factor(tested, pool):.2f} both ways; the "
+        "memory is what `python -m sdbench memory` estimates."
     )
     if pool != law.PROVEN:
         yield (
