@@ -48,6 +48,8 @@ WORKS = (
 COUNTS = (1, 8, 16, 64)
 # Figures that the page shows and the law does not know: in 8 bits arithmetic is faster.
 IN_8_BITS = {"mlperf_training_flux1_v6": ("MLPerf v6.0, Flux.1", law.FUSED)}
+# Figures that were looked up when the law was done, of GPUs that it does not know.
+UNSEEN = {"milabench_diffusion_more": ("milabench", law.EAGER)}
 
 
 def find_coverage(cases: Sequence[Case]) -> dict[str, float]:
@@ -115,6 +117,21 @@ def list_seed(tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
             }
 
 
+def list_unseen(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Figures of GPUs of other kinds, predicted from all figures of the law."""
+    fitted = law.Law(cases)
+    for case in law.load_cases(UNSEEN):
+        if not case.source.startswith("this suite"):
+            predicted = fitted.predict(case).images_per_second
+            yield {
+                "GPU": case.card.name,
+                "micro-batch": int(case.micro_batch),
+                "published, images/s": case.images_per_second,
+                "predicted, images/s": round(predicted, 2),
+                "error, %": round(100 * (predicted / case.images_per_second - 1), 1),
+            }
+
+
 def draw(tested: Sequence[Tested], path: Path) -> None:
     """Predicted against published images/s of one GPU."""
     with plain_style():
@@ -148,7 +165,7 @@ def list_page_rows(cases: Sequence[Case], tested: Sequence[Tested]) -> Iterator[
                 works.add((row["model"], row["image_size"], row["latents"]))
                 print(row["model"], row["image_size"], row["gpu"], row["images_per_second"])
                 yield row
-    for case in law.load_cases({**law.SOURCES, **IN_8_BITS}):
+    for case in law.load_cases({**law.SOURCES, **IN_8_BITS, **UNSEEN}):
         if (case.model, case.image_size, case.latents) in works:
             price = price_of(case.card.name)
             rate = case.images_per_second
@@ -176,7 +193,8 @@ def write_page(rows: Iterable[dict[str, Any]], path: Path) -> None:
 if __name__ == "__main__":
     cases = law.load_cases()
     tested = law.leave_out(cases)
-    for rows in (list_pools(cases, tested), list_groups(tested), list_seed(tested)):
+    tables = (list_groups(tested), list_seed(tested), list_unseen(cases))
+    for rows in (list_pools(cases, tested), *tables):
         print(to_markdown(make_table(rows)))
         print()
     draw(tested, law.RESULTS / "predictions.png")

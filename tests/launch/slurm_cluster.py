@@ -130,6 +130,7 @@ class SlurmCluster:
         wait_for(
             lambda: self.job(number)["JobState"] in (*states, *ENDED),
             what=f"the end of job {number} or one of {states}",
+            within_s=270,  # four ranks on two cores, and the tests of Ray beside them
             log=self.folder / "log/slurmctld.log",
         )
         return self.job(number)

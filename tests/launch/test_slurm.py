@@ -22,7 +22,7 @@ from tests.runs import TINY, only_record
 from tests.train.written import read_losses
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")

@@ -68,7 +68,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(made):
     results, summary = made
     rows = read_csv(results / "throughput.csv")
     kinds = [row["kind"] for row in rows]
-    assert kinds == ["measured"] * 6 + ["quoted"] * 104
+    assert kinds == ["measured"] * 6 + ["quoted"] * 114
     assert (rows[0]["status"], rows[5]["status"], rows[5]["reason"]) == ("ok", "oom", "no memory")
     assert rows[-1]["read_by"] == "eye"
     submitters = {row["submitter"] for row in rows}
@@ -76,7 +76,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(made):
     readme = (results / "README.md").read_text()
     assert "<summary>somebody: 1 figure, H100</summary>" in readme
     assert "| quoted | H100 | 1024 | 9000 (8000 to 10000) |" in readme
-    assert "from 6 runs and 104 figures of others" in summary
+    assert "from 6 runs and 114 figures of others" in summary
     assert "not drawn, for want of data: time_breakdown" in summary
 
 
