@@ -97,7 +97,7 @@ test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make
 
 # In one process: a Ray cluster of two workers keeps two cores busy.
 test-ray: $(DEV_STAMP) ## Run the tests of the engine ray, which start clusters on this machine
-	$(VENV)/bin/python -m pytest -m ray --durations 10 $(ARGS)
+	$(VENV)/bin/python -m pytest -m "ray and not full" --durations 10 $(ARGS)
 
 
 lint: $(DEV_STAMP) ## Check style with ruff, and who imports whom

@@ -318,6 +318,7 @@ def test_ctrl_c_saves_all_and_the_run_goes_on_elsewhere_from_a_store(cluster, st
     assert [path for path in files if secret in path.read_bytes()] == []
 
 
+@pytest.mark.full  # as long as the others, whose faults are worse
 def test_encoders_on_another_node_than_ranks_one_of_which_is_killed(cluster):
     encoders = ("--online_preprocessing", "--encoder_resources", '{"CPU": 1, "encoder": 1}')
     training = start_on_head(cluster, "online", *encoders, num_steps=NUM_STEPS)
@@ -350,6 +351,7 @@ def kill_directory(cluster: RayCluster) -> None:
     directory.kill()
 
 
+@pytest.mark.full
 def test_the_death_of_the_clusters_directory_ends_a_run_with_a_reason(cluster):
     training = start_on_head(cluster, "directory", "--max_failures", "-1", num_steps=ENDLESS)
     training.wait_for_save()
