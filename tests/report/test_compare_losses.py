@@ -297,3 +297,29 @@ def test_the_published_trial_of_the_gate_gives_the_verdicts_that_its_page_tells(
     assert not any(differs(a, b) for a, b in itertools.combinations(fives, 2))
     final = judge_losses(recipe[:5], curves["learning rate 20 % higher"], partners=range(5))[0]
     assert (final.value, final.high) == pytest.approx((-0.0200, 0.00498), abs=5e-5)
+
+
+def test_levers_for_memory_are_inside_the_band_of_seeds():
+    """results/training/levers_band.csv: five seeds with each lever; in pairs 8 bits are found."""
+
+    def read(name):
+        rows = read_figures(RESULTS / "training" / name)
+        return {
+            change: np.array([[row[f"tenth_{tenth}"] for tenth in range(1, 11)] for row in some])
+            for change, some in group(rows, key_of=lambda row: row["change"]).items()
+        }
+
+    levers, recipe = read("levers_band.csv"), read("loss_gate.csv")["the recipe"]
+    lora = levers.pop("LoRA of rank 4")
+    assert len(levers) == 4
+    found = set()
+    for change, runs in levers.items():
+        baseline = lora if "LoRA" in change else recipe[:5]
+        assert runs.shape == baseline.shape == (5, 10)
+        checks = judge_losses(baseline, runs, partners=range(5))
+        found |= {change} if not all(check.is_inside for check in checks) else set()
+        if "LoRA" not in change:
+            assert all(check.is_inside for check in judge_losses(recipe[5:10], runs))
+    assert found == {"8-bit AdamW"}
+    final = judge_losses(recipe[:5], levers["8-bit AdamW"], partners=range(5))[0]
+    assert (final.value, final.high) == pytest.approx((-0.00059, 0.00047), abs=1e-5)
