@@ -263,14 +263,14 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: st
     )
     if pool != law.PROVEN:
         yield (
-            f"Caution: intervals of {pool} were right for fewer than 90 % of the figures in the "
-            "tests (results/predictions.md), and LoRA was not tested: take them for ranges."
+            f"Caution: that intervals of {pool} are right was not shown by the tests "
+            "(results/predictions.md), and LoRA was not tested: take them for ranges."
         )
     for source in dict.fromkeys(row["price_source"] for row in rows if row["price_source"]):
         names = [row["gpu"] for row in rows if row["price_source"] == source]
         yield f"Price of {', '.join(names)}: {source}"
     yield "To measure one, on a machine that has it:"
-    of_each = "" if pool == law.PROVEN else " (on each machine)"
+    of_each = " (on each machine)" if first["num_gpus"] > law.GPUS_OF_A_MACHINE else ""
     yield (
         f"  composer -n {min(first['num_gpus'], law.GPUS_OF_A_MACHINE)} benchmark.py "
         f"--use_synth_data {flags}{of_each}"

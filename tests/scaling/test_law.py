@@ -206,5 +206,5 @@ def test_auto_is_the_micro_batch_that_fits_and_flags_are_told_again(capsys):
     given = capsys.readouterr().out
     (row,) = (line.split() for line in given.splitlines() if line.startswith("  NVIDIA B200"))
     assert "256" in row
-    assert "Caution: intervals of work without a figure" in given
+    assert "Caution: that intervals of work without a figure" in given
     assert "--batch_size 256" in given and "--use_ema" in given
