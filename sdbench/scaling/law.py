@@ -19,6 +19,7 @@ kernels are fused or in CUDA graphs starts few operators, and its second term is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter
@@ -250,6 +251,7 @@ def find_factor(tested: Iterable[Tested], pool: str) -> float:
     return math.exp(errors[math.ceil(LEVEL * len(errors)) - 1])
 
 
+@functools.cache
 def load_cards() -> dict[str, Card]:
     """GPUs with a known bandwidth, by each of their names in lower case."""
     rows = json.loads(PEAKS_FILE.read_text(encoding="utf-8"))
@@ -305,6 +307,7 @@ def find_card(name: str | None) -> Card | None:
     return load_cards().get((name or "").split(" (")[0].lower())
 
 
+@functools.cache
 def load_work() -> dict[tuple[str, int, str], Work]:
     """The work of what the figures train, by model, resolution and place of the encoders."""
     allowed = "the file as it is in the repository"

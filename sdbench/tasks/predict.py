@@ -34,7 +34,7 @@ examples:
   python -m sdbench predict --model_name sd2-base --latents precomputed
       one GPU of each kind
   python -m sdbench predict --model_name flux-schnell --image_size 256 --latents precomputed \\
-      --gpu B200 --num_gpus 16
+      --sharding full --gpu B200 --num_gpus 16
       16 of one kind
   python -m sdbench predict --model_name sd2-base --preset seed --num_gpus 8 --out predicted.csv
       the reference's software, as CSV
