@@ -138,23 +138,33 @@ def make_row(case: Case) -> dict[str, object]:
 TOLD = ("model_name", "image_size", "latents", "precision", "master_weights", "use_ema")
 TOLD += ("lora_rank", "frozen_bits", "activation_checkpointing", "batch_size", MICROBATCH)
 TOLD += ("optimizer", "update_in_backward", "cpu_allocator", "attention", "encoder_dtype")
-TOLD += ("sharding",)
+TOLD += ("sharding", "engine")
 
 
 def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Group the records of trainings on CPUs by what decides their memory."""
+    """Group the records of trainings on CPUs by what decides their memory.
+
+    Of records of several commits the newest one's count: the program may need less memory since.
+    Trained text encoders are left out: their settings are none of a measurement.
+    """
     groups = defaultdict(list)
     for record in map(load_record, paths):
         config, summary = record["config"], record.get("summary") or {}
         is_training = record.get("memory_estimate_gib") and summary.get("peak_memory_gib")
         # Old records lack settings that came later.
         is_whole = all(config.get(name) is not None for name in ("sharding", "encoder_batch_size"))
-        if is_training and is_whole and record["machine"]["device_type"] == "cpu":
+        is_one = is_training and is_whole and not config.get("train_text_encoder")
+        if is_one and record["machine"]["device_type"] == "cpu":
             # Records are older than some settings.
             values = (config.get(name, SETTINGS[name].before) for name in TOLD)
             key = (*values, record["ranks"]["world_size"])
             groups[key].append(record)
-    return groups
+    return {key: _newest(records) for key, records in groups.items()}
+
+
+def _newest(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    newest = max(records, key=lambda record: record["started_utc"])
+    return [one for one in records if one["git"]["commit"] == newest["git"]["commit"]]
 
 
 def compare_measured(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:

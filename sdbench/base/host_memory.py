@@ -12,7 +12,7 @@ import ctypes
 M_TRIM_THRESHOLD, NEVER_TRIM = -1, -1
 M_TOP_PAD, TOP_PAD_BYTES = -2, 256 * 1024**2
 M_MMAP_MAX, NO_MMAP = -4, 0
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 1024**2
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 128 * 1024
 
 
 def can_keep_freed_memory() -> bool:

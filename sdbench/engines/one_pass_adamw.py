@@ -57,10 +57,6 @@ class AdamWInOnePass(AdamWOfMasterWeights):
 
     def _update_weight(self, weight: Tensor, master: Tensor, group: dict[str, Any]) -> None:
         state = self.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
         state["step"] += 1
         num_steps = state["step"].item()
         beta1, beta2 = group["betas"]

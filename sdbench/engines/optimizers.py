@@ -131,7 +131,10 @@ def _update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, without copies of tensors that are channels_last.
+    """torch's AdamW, whose state is there from the start, without copies of channels_last tensors.
+
+    torch makes the state in the first step, between gradients that come and go; a CPU's heap then
+    keeps the rest in pieces: 1.2 GiB for four blocks of Flux.1 with updates in the backward pass.
 
     The fused CPU kernel copies tensors that are not contiguous. The update is elementwise, so a
     permuted view that is contiguous gives the same result. `_init_group`, a private method that
@@ -145,6 +148,15 @@ class AdamW(torch.optim.AdamW):
                 f"tensors {found}, and not {INIT_GROUP}; requirements.txt has a torch that is known"
             )
         super().__init__(*args, **settings)
+        for group in self.param_groups:
+            on_device = group["fused"] or group["capturable"]
+            for weight in group["params"]:
+                if weight.requires_grad:
+                    self.state[weight] = {
+                        "step": torch.zeros((), device=weight.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(weight),
+                        "exp_avg_sq": torch.zeros_like(weight),
+                    }
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
         is_complex = super()._init_group(group, *tensors)

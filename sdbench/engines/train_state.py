@@ -124,7 +124,6 @@ class TrainState:
 
         Random states are among them if the same number of ranks has saved them for these devices.
         """
-        self.make_optimizer_state()
         named = self.tensors()
         has_ranks = facts["world_size"] == Ranks.from_environment().world_size
         for name in _random_states():
@@ -165,26 +164,6 @@ class TrainState:
                 torch.set_rng_state(value)
             else:
                 torch.cuda.set_rng_state(value)
-
-    def make_optimizer_state(self) -> None:
-        """Have the optimizer make its initial state, by a step that changes no weight.
-
-        So a run whose first updates are all skipped has a state to save.
-        """
-        weights = self._job.trained_weights().values()
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-        for group in self._optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        self._optimizer.step()
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self._optimizer.zero_grad(set_to_none=True)
-        for values in own_optimizer(self._optimizer).state.values():
-            for value in values.values():
-                for tensor in _plain_tensors(value).values():
-                    tensor.zero_()
 
     def _load_scale(self) -> None:
         if self._scaler is not None and self._loaded_scale:

@@ -18,9 +18,9 @@ from sdbench.models.replay import Step, StepProfile, profile_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, GATHERED_ONCE, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE
 
-# Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
-# measured with torch 2.7.0: 0.74 GiB, and 0.81 with oneDNN's and OpenMP's after a step of `tiny`.
-CPU_PROCESS_GIB = 0.78
+# Resident size of Python with libraries, and what oneDNN and OpenMP hold, by engine: the peak of
+# `tiny` and of `small` without encoders less the estimate of the rest, measured with torch 2.7.0.
+CPU_PROCESS_GIB = {"torch": 0.73, "composer": 0.80, "ray": 0.91}
 # Not measured: about 0.5 GiB for a CUDA context and as much for workspaces of cuBLAS and cuDNN.
 GPU_PROCESS_GIB = 1.0
 
@@ -169,23 +169,26 @@ def estimate_peak_memory(
         "activations": peak.activations,
         "temporaries": peak.temporaries + lost,
     }
-    found = _make_estimate(step, peak.phase, sizes)
+    process = GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB[config.engine]
+    found = _make_estimate(process, peak.phase, sizes)
     if not config.has_subject:
         return found
-    encoding = _estimate_encoding(step, config, micro_batch=micro_batch)
+    encoding = _estimate_encoding(step, config, process=process, micro_batch=micro_batch)
     return max(found, encoding, key=lambda one: one.total_gib)
 
 
-def _make_estimate(step: Step, phase: str, sizes: Mapping[str, float]) -> MemoryEstimate:
-    """An estimate of parts in bytes; a part that is not given is 0."""
+def _make_estimate(process: float, phase: str, sizes: Mapping[str, float]) -> MemoryEstimate:
+    """An estimate of parts in bytes, but for the process in GiB; a part that is not given is 0."""
     return MemoryEstimate(
-        process=GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB,
+        process=process,
         phase=phase,
         **{name: size / BYTES_PER_GIB for name, size in sizes.items()},
     )
 
 
-def _estimate_encoding(step: Step, config: Any, *, micro_batch: int) -> MemoryEstimate:
+def _estimate_encoding(
+    step: Step, config: Any, *, process: float, micro_batch: int
+) -> MemoryEstimate:
     """Estimate the memory while pictures of a subject are encoded, before the first step.
 
     All sub-models are there; encoders that are not trained are freed afterwards.
@@ -201,7 +204,7 @@ def _estimate_encoding(step: Step, config: Any, *, micro_batch: int) -> MemoryEs
         "activations": float(num_images * slope[index]),
         "temporaries": float(constant[index]),
     }
-    return _make_estimate(step, "encoders", sizes)
+    return _make_estimate(process, "encoders", sizes)
 
 
 def _state_bytes(profile: StepProfile, weights: float, optimizer: str) -> float:

@@ -397,7 +397,7 @@ class UpdatingSpeedups:
     cpu_allocator: str | None = speed_up(
         one_of("default", "keep", "return"),
         "what glibc does with freed main memory on a CPU: its own choice, keep it for the next "
-        "step, or return blocks of 1 MiB and more to the system at once, which is slower",
+        "step, or return blocks of 128 KiB and more to the system at once, which is slower",
         seed="default",
         fast=PerDevice(gpu="default", cpu="keep"),
         rules=(
@@ -411,9 +411,8 @@ class UpdatingSpeedups:
                 ("keep",),
                 _keeps_all_bits,
                 "weights or state that are made of few bits each time would leave freed memory "
-                "in pieces",
+                "in pieces, and no estimate of it would hold",
                 "return",
-                is_advice=True,
             ),
         ),
         rungs=(

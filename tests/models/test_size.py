@@ -38,6 +38,7 @@ PLAIN_CONFIG = dict(
     update_in_backward=False,
     has_subject=False,
     cpu_allocator="default",
+    engine="torch",
 )
 
 

@@ -87,9 +87,7 @@ class TrainHooks:
     def begins(self, state: TrainState) -> None:
         """Load the checkpoint, if there is one."""
         self._state = state
-        if self.resumed is None:
-            state.make_optimizer_state()
-        else:
+        if self.resumed is not None:
             facts = self.resumed.facts["state"]
             tensors = state.prepare_to_load(facts, saved=self.resumed.tensors().keys())
             self.resumed.load_into(tensors)
