@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from sdbench.analysis.compare_match import APART, MACHINE_CHANGED, compare_rows
 from sdbench.analysis.ladder import (
-    RUNGS,
     THREADS,
     Configuration,
     Ladder,
@@ -32,11 +31,10 @@ from sdbench.report.runs import (
     rates_cell,
     summary_cell,
 )
-from sdbench.report.tables import EMPTY, Cell, Field, Table, make_table, tabulate
+from sdbench.report.tables import EMPTY, Cell, Field, Table, tabulate
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import CPU, EMA, GPU, RANKS, describe_flags
+from sdbench.settings.setting import EMA, RANKS, describe_flags
 
-DEVICES = {CPU: "CPU", GPU: "GPU"}
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"
 MICRO_BATCH = "device_train_microbatch_size"
 CHECKPOINTING = "activation_checkpointing"
@@ -52,34 +50,6 @@ def make_ladder_tables(configurations: Sequence[Configuration]) -> list[Table]:
         ).without_empty_columns()
         for number, ladder in enumerate(find_ladders(configurations), 1)
     ]
-
-
-def make_pending_tables(configurations: Sequence[Configuration]) -> list[Table]:
-    """The rungs without a run, by device and by whether they need several ranks."""
-    tables = []
-    for device, has_ranks in itertools.product(DEVICES, (False, True)):
-        measured = [
-            one.added
-            for one in configurations
-            if one.runs[0]["machine"]["device_type"] == device and (one.num_ranks > 1) == has_ranks
-        ]
-        rows = [
-            {
-                "rung": describe_flags(rung.settings),
-                "what it does": _describe_effect(rung.settings),
-                "from": rung.origin,
-                "gain": "not measured",
-            }
-            for rung in RUNGS
-            if device in rung.devices
-            and rung.needs_ranks == has_ranks
-            and not any(map(rung.is_part_of, measured))
-        ]
-        if rows:
-            ranks = "several ranks" if has_ranks else "one rank"
-            name = f"pending-{device}-{ranks.replace(' ', '-')}"
-            tables.append(make_table(rows, name=name, caption=f"{DEVICES[device]}, {ranks}"))
-    return tables
 
 
 def make_pair_tables(configurations: Sequence[Configuration]) -> dict[str, Table]:

@@ -17,7 +17,7 @@ from typing import Any
 from sdbench.analysis import feed_table, throughput_plots, training_times
 from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
-from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables, make_pending_tables
+from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -43,7 +43,6 @@ from sdbench.settings.setting import setting
 Figures = Mapping[str, Sequence[dict[str, Any]]]
 RUNS = "runs"
 README, LADDER_PAGE = "README.md", "ladder.md"
-NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
 COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
@@ -108,7 +107,7 @@ PLACES = {
     README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
     LADDER_PAGE: (
         *("ladder", "engines", "ema", "micro-batches", "ranks"),
-        *(NOT_MEASURED, MEASURED),
+        MEASURED,
     ),
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
@@ -343,9 +342,7 @@ def _make_sections(
         MEASURED: make_tables(ended_well),
         TIMES: [training_times.make_time_table(times)],
         DATA: [feed_table.make_data_table(_loaded(records))],
-        SPEED_UPS: [
-            table for name, group in ladder.items() if name != NOT_MEASURED for table in group
-        ],
+        SPEED_UPS: [table for group in ladder.values() for table in group],
     }
     folds = {OTHERS: fold_by_source(quoted.items())}
     sections = {
@@ -395,7 +392,6 @@ def _make_ladder(ended_well: Sequence[dict[str, Any]]) -> dict[str, list[Table]]
     pairs = make_pair_tables(configurations)
     return {
         "ladder": make_ladder_tables(configurations),
-        NOT_MEASURED: make_pending_tables(configurations),
         **{name: [table] if table.rows else [] for name, table in pairs.items()},
     }
 

@@ -114,6 +114,30 @@ class ComputingSpeedups:
             ),
         ),
     )
+    linear_dtype: str | None = speed_up(
+        one_of("same", "fp8"),
+        "number format of the products of linear layers in transformer blocks: that of "
+        "--precision, or fp8 with a scale for each tensor; a CPU only rounds to it, more slowly",
+        seed="same",
+        before="same",
+        rules=(
+            Rule(
+                ("fp8",),
+                lambda s: s.machine.has_fp8,
+                "fp8 products take a GPU of compute capability 8.9 or later",
+            ),
+            only_with(("fp8",), "fp8 products give bf16", precision=("amp_bf16", "bf16")),
+            only_with(("fp8",), "layers beside LoRA are not converted", lora_rank=(None,)),
+        ),
+        rungs=(
+            Rung(
+                "fp8",
+                f"torchao.float8; {MLPERF} v5.1 of Flux.1",
+                BF16_WEIGHTS,
+                needs={"precision": "amp_bf16"},
+            ),
+        ),
+    )
     encoder_dtype: str | None = speed_up(
         one_of("fp32", "fp16", "bf16"),
         "number format of the weights of the frozen VAE and text encoder",

@@ -12,6 +12,7 @@ from sdbench.base.host_memory import keep_freed_memory, return_large_blocks
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
 from sdbench.models.diffusion import DiffusionModel
+from sdbench.models.fp8 import use_fp8
 
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -67,6 +68,8 @@ def tune_model(model: DiffusionModel, config: Any, *, num_shapes: int = 1) -> No
         blocks.keep_layout(denoiser)
     if config.convolution != "torch":
         use_matrix_products(denoiser, wide=config.convolution == "matmul_wide")
+    if config.linear_dtype == "fp8":
+        use_fp8(denoiser, blocks=model.network.transformers)
     blocks.checkpoint_activations(
         denoiser,
         which=config.activation_checkpointing,

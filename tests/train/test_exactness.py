@@ -108,12 +108,14 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
 
 UNCLIPPED = ("--use_synth_data", "--use_ema", "--engine", "torch", "--log_every_batches", "1")
 LOW_BIT_LORA = "--lora_rank 4 --frozen_bits int8"
+FP8 = "--precision amp_bf16 --linear_dtype fp8"
 LEVERS = [
     # With bf16 the rounding draws random numbers.
     "--optimizer adamw_8bit --precision bf16 --update_in_backward",
     "--optimizer adamw_4bit",
     LOW_BIT_LORA,
     "--lora_rank 4 --frozen_bits nf4 --model_name tiny-flux",
+    FP8,
 ]
 
 
@@ -146,7 +148,7 @@ def test_engines_take_turns_in_one_run():
     [
         ("torch", "full", LORA, {}),
         ("torch", "grad_op", MASTERS, {}),
-        ("composer", "full", (), {}),
+        ("composer", "full", tuple(FP8.split()), {}),
         ("ray", "full", (), {}),
         ("torch", "hybrid_zero1", MASTERS, {"num_ranks": 4, "num_nodes": 2}),
         ("torch", "zero1", ("--optimizer", "adamw_8bit"), {}),
