@@ -119,6 +119,8 @@ REFUSED = [
     (f"{GRAPH} --warmup_batches 0", H100, ONE, "another --warmup_batches than 0 | 1 | 2"),
     (f"{GRAPH} --compile unet --compile_mode reduce-overhead", H100, ONE, "no-cudagraphs"),
     ("--flush_denormals", H100, ONE, "--no_flush_denormals"),
+    ("--cpu_allocator keep --lora_rank 4 --frozen_bits int8", CPU, ONE, "default | return"),
+    ("--cpu_allocator keep --optimizer adamw_8bit", CPU, ONE, "default | return"),
     (AHEAD, CPU, ONE, "--copy_stream side"),
     ("--encode_ahead", H100, ONE, "--encoder_batch_size"),
     (f"{AHEAD} --latents precomputed", H100, ONE, "--no_encode_ahead"),

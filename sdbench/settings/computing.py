@@ -40,7 +40,7 @@ CHANNELS_LAST = {"memory_format": "channels_last"}
 SAFE_CUDNN_VERSION = 91501
 CHECKPOINTING = "Chen et al., arXiv 1604.06174"
 # A CUDA graph is captured in this step. The first step sets up what cannot be captured (the
-# optimizer's state, the choice of kernels, compiled code); the second shows that all is set up.
+# choice of kernels, compiled code); the second shows that all is set up.
 NUM_GRAPH_STEPS = 3
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 NO_GRAPH_MODE = "max-autotune-no-cudagraphs"
