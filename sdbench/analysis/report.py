@@ -105,10 +105,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
 # Places for tables in the texts that are written by hand. Texts other than README.md are optional.
 PLACES = {
     README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
-    LADDER_PAGE: (
-        *("ladder", "engines", "ema", "micro-batches", "ranks"),
-        MEASURED,
-    ),
+    LADDER_PAGE: ("ladder", "engines", "ema", "micro-batches", "ranks", MEASURED),
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
 MADE_FROM = (

@@ -135,7 +135,6 @@ class AdamW(torch.optim.AdamW):
 
     torch makes the state in the first step, between gradients that come and go; a CPU's heap then
     keeps the rest in pieces: 1.2 GiB for four blocks of Flux.1 with updates in the backward pass.
-
     The fused CPU kernel copies tensors that are not contiguous. The update is elementwise, so a
     permuted view that is contiguous gives the same result. `_init_group`, a private method that
     lists a group's tensors for the kernel, is overridden to give it such views.

@@ -72,11 +72,6 @@ class Machine:
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
 
-    @property
-    def has_fp8(self) -> bool:
-        """Whether it has fp8 matrix products (Ada, Hopper); a CPU only rounds as they do."""
-        return self.compute_capability is None or float(self.compute_capability) >= 8.9
-
     def fast_dtype(self, device_type: str, *, on_ray: bool) -> str:
         """The smallest type in which encoders are known to be fast on ``cpu`` or ``cuda``.
 

@@ -6,9 +6,6 @@ from torch import nn
 
 from sdbench.base.errors import ConfigError
 
-# torch._scaled_mm takes matrices whose sides are multiples of it.
-FP8_SIDE = 16
-
 
 def use_fp8(module: nn.Module, *, blocks: tuple[type[nn.Module], ...]) -> None:
     """Let the linear layers of `blocks` multiply in fp8, in place; their weights stay as they are.
@@ -20,19 +17,17 @@ def use_fp8(module: nn.Module, *, blocks: tuple[type[nn.Module], ...]) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     emulate = next(module.parameters()).device.type == "cpu"
-    # Tokens of a batch need not be a multiple of FP8_SIDE.
+    # torch._scaled_mm takes matrices whose sides are multiples of 16; tokens are filled up.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for block in [one for one in module.modules() if isinstance(one, blocks)]:
         convert_to_float8_training(
             block,
             config=config,
-            module_filter_fn=lambda layer, _: (
-                layer.in_features % FP8_SIDE == layer.out_features % FP8_SIDE == 0
-            ),
+            module_filter_fn=lambda one, _: one.in_features % 16 == one.out_features % 16 == 0,
         )
     if not any(isinstance(one, Float8Linear) for one in module.modules()):
         raise ConfigError(
-            f"no linear layer of this model has sides that are multiples of {FP8_SIDE}",
+            "no linear layer of this model has sides that are multiples of 16",
             value="fp8",
             allowed="same, or a larger --model_name",
             flag="--linear_dtype",

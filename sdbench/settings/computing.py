@@ -123,20 +123,13 @@ class ComputingSpeedups:
         rules=(
             Rule(
                 ("fp8",),
-                lambda s: s.machine.has_fp8,
+                lambda s: float(s.machine.compute_capability or "inf") >= 8.9,
                 "fp8 products take a GPU of compute capability 8.9 or later",
             ),
             only_with(("fp8",), "fp8 products give bf16", precision=("amp_bf16", "bf16")),
             only_with(("fp8",), "layers beside LoRA are not converted", lora_rank=(None,)),
         ),
-        rungs=(
-            Rung(
-                "fp8",
-                f"torchao.float8; {MLPERF} v5.1 of Flux.1",
-                BF16_WEIGHTS,
-                needs={"precision": "amp_bf16"},
-            ),
-        ),
+        rungs=(Rung("fp8", "torchao.float8", BF16_WEIGHTS, needs={"precision": "amp_bf16"}),),
     )
     encoder_dtype: str | None = speed_up(
         one_of("fp32", "fp16", "bf16"),
