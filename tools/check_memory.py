@@ -144,8 +144,8 @@ TOLD += ("sharding", "engine")
 def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Group the records of trainings on CPUs by what decides their memory.
 
-    Of records of several commits the newest one's count: the program may need less memory since.
-    Trained text encoders are left out: their settings are none of a measurement.
+    Records of an older commit are left out where there are newer ones: the program's memory may have
+    changed. Runs that train a text encoder are left out: `BenchmarkConfig` cannot say that they do.
     """
     groups = defaultdict(list)
     for record in map(load_record, paths):
