@@ -144,8 +144,8 @@ TOLD += ("sharding", "engine")
 def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Group the records of trainings on CPUs by what decides their memory.
 
-    Records of an older commit are left out where there are newer ones: the program's memory may have
-    changed. Runs that train a text encoder are left out: `BenchmarkConfig` cannot say that they do.
+    Records of an older commit are left out where there are newer ones: the program may have
+    changed. So are runs that train a text encoder: `BenchmarkConfig` cannot say that they do.
     """
     groups = defaultdict(list)
     for record in map(load_record, paths):
