@@ -88,6 +88,7 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert (row["status"], row["kind"], row["micro_batch"]) == ("ok", "measured", "2")
 
 
+@pytest.mark.slow
 def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
     argv = (*TINY, "--engine", "torch", "--batch_size", "1")
     argv += ("--warmup_batches", "0", "--max_warmup_batches", "0")
@@ -102,6 +103,7 @@ def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
     assert record["config"]["target_precision"] == pytest.approx(1e-5)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_losses(tmp_path):
     # That the same seed gives the same losses is seen in tests/test_switches.py.
     one, other = (losses(tmp_path, run(tmp_path, *QUICK, "--seed", seed)[0]) for seed in "12")
@@ -120,6 +122,7 @@ def test_tasks_of_srun_are_refused_unless_each_knows_its_rank(capsys, monkeypatc
     assert benchmark.main(argv) == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
     record, exit_code = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
     assert exit_code == 1
@@ -143,6 +146,7 @@ def test_out_of_memory_is_told_as_such(tmp_path, monkeypatch):
     assert "CUDA out of memory" in record["reason"]
 
 
+@pytest.mark.slow
 def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     logged, summary, statuses = {}, {}, []
@@ -212,6 +216,7 @@ def test_a_wandb_that_is_missing_or_raises_costs_a_warning(
     assert f"Weights & Biases is off for this run: {told}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
     (picture_folder / "3.png").write_bytes(b"no picture")
     argv = ("--model_name", "tiny", "--remote", str(picture_folder), "--on_bad_sample", "skip")

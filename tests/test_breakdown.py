@@ -86,6 +86,7 @@ def plant_in_the_loader(monkeypatch, sleep, seconds):
     monkeypatch.setattr(CheckedLoader, "__iter__", slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["composer", "torch"])
 def test_a_sleep_planted_in_each_phase_shows_in_that_phase(engine, tmp_path, monkeypatch, sleep):
     for phase, (owner, name) in PLACES.items():
@@ -101,6 +102,7 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(engine, tmp_path, mon
     assert "of the step is in none of the phases: --profile_trace" in summary["bottleneck"]
 
 
+@pytest.mark.slow
 def test_the_profile_leaves_the_measured_steps_alone(tmp_path, monkeypatch, sleep):
     plant(monkeypatch, PhaseClock, "start", sleep, 100)
     plant(monkeypatch, PhaseClock, "stop", sleep, 100)
@@ -158,6 +160,7 @@ def test_the_record_tells_which_attention_kernels_ran(
     assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.slow
 def test_a_trace_is_written_and_no_step_of_too_many_micro_batches_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(window, "MAX_MICROBATCHES", 2)
     sizes = ("--batch_size", "3", "--device_train_microbatch_size", "1")

@@ -133,6 +133,7 @@ ONE_STEP = (
 )
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_cache_unless_it_compiles(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

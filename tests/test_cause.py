@@ -27,6 +27,7 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "cause.json"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_for_memory_tells_the_class_of_the_error(file, tmp_path, monkeypatch):
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**28))

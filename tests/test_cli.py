@@ -157,6 +157,7 @@ def test_every_command_suggests_the_flag_that_was_mistyped(capsys, flags_of, wor
         assert (refusal.flag, refusal.value) == (flag, mistyped)
 
 
+@pytest.mark.slow
 def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsys, flags_of):
     num_flags = 0
     for words in ([], ["render"], ["scaling"], *STARTS):

@@ -77,6 +77,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     assert "python -m sdbench score out --clip_network FOLDER\n" in output
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_path):
     argv = ("--prompts", "a red circle", "--guidance_scale", "3", "--folder")
     run("--negative_prompt", "blurred", *argv, "with")
@@ -113,6 +114,7 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_
     assert contents(Path("without")) != contents(Path("with"))
 
 
+@pytest.mark.slow
 def test_a_picture_has_its_width_and_height(tmp_path, capsys):
     record = run("--prompts", "a cat", "--width", 128, "--folder", "out")
     assert "Drawing 1 picture of 128x64 px by tiny into out" in capsys.readouterr().out
@@ -156,6 +158,7 @@ def test_a_table_names_its_pictures(tmp_path):
     assert rows["b-1_1.png"] == ("one, two", "41") and rows["7_0.png"] == ("", "42")
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_drawn_again_and_not_taken_for_that_of_another_job(tmp_path):
     folder = Path("out")
     run("--prompts", PROMPTS, "--folder", folder)
@@ -179,6 +182,7 @@ def test_what_is_there_is_not_drawn_again_and_not_taken_for_that_of_another_job(
     assert run("--prompts", "a cat", "--folder", folder)["summary"]["num_drawn"] == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_what_one_draws(tmp_path):
     run("--prompts", PROMPTS, "--folder", "alone", "--num_images_per_prompt", 3)
     argv = [*OPTIONS, "--prompts", PROMPTS, "--folder", "both", "--num_images_per_prompt", "3"]

@@ -126,6 +126,7 @@ def test_another_python_is_told_to_be_without_the_packages(refused_without, prog
     assert printed_refusal(printed).value == sys.executable
 
 
+@pytest.mark.slow
 def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository):
     assert "verify-data" in sdbench("--help")
     table = repository / "results/quoted/aws_p5_scaling.csv"
@@ -135,6 +136,7 @@ def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository
     assert "sd2-base" in (results / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_programs_are_commands_of_the_installed_package(sdbench):
     usage = "usage: python -m sdbench {} ".format
     for name in ("benchmark", "train", "generate", "data"):

@@ -54,9 +54,8 @@ def checked_record(results: Path) -> dict:
     return record
 
 
-@pytest.mark.parametrize(
-    "output", ["2>&1 | head -1", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["2>&1 | head -1", "<&- >&- 2>&-"])
 def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
     flags = [*DATA, "--results_dir", str(tmp_path / "runs")]
     program = shlex.join([sys.executable, "data.py", *flags])

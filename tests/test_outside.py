@@ -254,6 +254,7 @@ def plan_time_s(tmp_path, *, num_cells):
     return time.process_time() - began_s
 
 
+@pytest.mark.slow
 def test_planning_is_linear_in_the_number_of_cells(tmp_path, capsys):
     plan_time_s(tmp_path, num_cells=4)
     few_s = min(plan_time_s(tmp_path, num_cells=250) for _ in range(2))

@@ -63,6 +63,7 @@ def train(results: Path, *argv: str) -> tuple[dict, list[float]]:
     return record, [float(loss) for loss in read_losses(results / record["run_id"])]
 
 
+@pytest.mark.slow
 def test_training_on_latents_gives_the_losses_of_training_on_the_images(
     run, tmp_path, picture_folder
 ):
@@ -164,6 +165,7 @@ def run_two(tmp_path, picture_folder):
     return run_once
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
     run("alone", "--samples_per_shard", "3", "--num_workers", "1")
     assert run_two("together", "--samples_per_shard", "3") == [0, 0]
@@ -174,6 +176,7 @@ def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
     assert record["summary"]["num_images"] == NUM_PICTURES
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_another_number_of_ranks(run, run_two, tmp_path, monkeypatch):
     options = ["--samples_per_shard", "1"]
     run("whole", *options)
@@ -204,6 +207,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(run, run_two, tmp_pat
     assert not (tmp_path / "latents.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_sample_stops_a_run_and_a_resume_may_not_change_what_is_written(
     run, tmp_path, picture_folder, capsys
 ):
@@ -358,6 +362,7 @@ def test_other_families_store_all_conditions_and_sizes(run, tmp_path, name, enco
     assert set(note["weights"]) == {"vae", "text_encoder", "text_encoder_2"}
 
 
+@pytest.mark.slow
 def test_states_of_t5_that_are_encoded_in_bf16_are_stored_so(run, tmp_path):
     exit_code, _ = run("latents", "--model_name", "tiny-flux", "--encoder_dtype", "bf16")
     assert exit_code == 0
@@ -375,6 +380,7 @@ def test_states_of_t5_that_are_encoded_in_bf16_are_stored_so(run, tmp_path):
     assert (exit_code, record["summary"]["num_images"]) == (0, 8)
 
 
+@pytest.mark.slow
 def test_training_of_another_family_on_latents_is_that_on_the_images(run, tmp_path, picture_folder):
     """Wrong corners of crops change a loss by 1e-3 of it, wrong pooled text by 9e-3."""
     sdxl = ("--model_name", "tiny-sdxl")
@@ -386,6 +392,7 @@ def test_training_of_another_family_on_latents_is_that_on_the_images(run, tmp_pa
     assert precomputed == pytest.approx(online, rel=5e-5)
 
 
+@pytest.mark.slow
 def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
     run, tmp_path, capsys
 ):

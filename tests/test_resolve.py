@@ -27,6 +27,7 @@ def plan(*argv, machine=None, world_size=1, num_local=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 def test_gpu_defaults_are_the_seeds():
     argv = ("--device_train_microbatch_size", "8")
@@ -34,6 +35,7 @@ def test_gpu_defaults_are_the_seeds():
     assert (config.batch_size, config.image_size, config.num_workers) == (2048, 512, 8)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_defaults_shrink_but_the_model_does_not():
     result = plan("--use_synth_data")
     config = result.config
@@ -254,6 +256,7 @@ def test_an_empty_data_folder_is_refused(tmp_path):
         plan("--model_name", "tiny", "--remote", str(tmp_path / "data"))
 
 
+@pytest.mark.slow
 def test_a_results_folder_without_space_is_refused(monkeypatch):
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024**2))
@@ -261,6 +264,7 @@ def test_a_results_folder_without_space_is_refused(monkeypatch):
         plan("--model_name", "tiny")
 
 
+@pytest.mark.slow
 def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
     argv = ("--preset", "seed", "--use_ema", "--device_train_microbatch_size", "8")
     with pytest.raises(ConfigError) as caught:
@@ -277,6 +281,7 @@ def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
         assert f"{plan(*argv, *flags.split()).memory.total_gib:.1f}" == gib
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 def test_a_gpu_whose_memory_may_not_suffice_is_tried_with_a_warning():
     argv = ("--batch_size", "128", "--device_train_microbatch_size", "128")
@@ -330,6 +335,7 @@ def test_a_setting_that_a_family_of_models_cannot_have_is_refused(argv, flag, va
         plan("--model_name", *argv)
 
 
+@pytest.mark.slow
 def test_a_preset_has_no_setting_that_a_family_of_models_cannot_have():
     result = plan("--model_name", "tiny-flux", "--preset", "fast")
     assert (result.config.convolution, result.config.keep_layout) == ("torch", False)

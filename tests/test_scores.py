@@ -157,6 +157,7 @@ def test_the_clip_score_is_that_of_transformers(tmp_path, clip) -> None:
     assert "fid" not in facts
 
 
+@pytest.mark.slow
 def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None:
     """The look of a run, and export, generate.py and the command, agree."""
     captions = captions_of(5)
@@ -184,6 +185,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
         assert found[fact] == pytest.approx(expected[fact], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
     model = build_tiny(3)
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))

@@ -235,6 +235,7 @@ def test_a_run_with_a_secret_is_not_published(text, kind, field, tmp_path, capsy
     assert not (results / "runs").exists()
 
 
+@pytest.mark.slow
 def test_no_committed_result_looks_like_a_secret():
     """The patterns are those of the test above, which finds each of them."""
     listed = subprocess.run(

@@ -33,6 +33,7 @@ def assert_says(page_share: str, share: float, *, least: float = 0.0, most: floa
     assert abs(float(page_share) - 100 * share) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "least", "most"), [("outliers", 0.0, 0.05), ("correlated, 0.5", 0.99, 1.0)]
 )

@@ -13,7 +13,6 @@ from sdbench.analysis.ladder import RUNGS
 from sdbench.models.blocks import drop_unit_divisions
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA, SAME_FP32, describe_flags
-from tests.marks import quick_and_slow
 from tests.refusals import printed_refusal
 from tests.runs import only_record
 from tests.train.written import read_losses
@@ -65,25 +64,8 @@ def without_compiling():
     torch.compiler.set_stance("default")
 
 
-# Each of another mechanism. All of them are slow tests.
-QUICK = [
-    "--precision amp_bf16",
-    "--precision bf16 --master_weights fp32 --optimizer adamw_one_pass",
-    "--encoder_dtype bf16",
-    "--encoder_batch_size 2",
-    "--activation_checkpointing transformer",
-    "--attention by_shape",
-    "--memory_format channels_last --keep_layout",
-    "--memory_format channels_last --convolution matmul_wide",
-    "--compile all --compile_unit block",
-    "--image_dtype uint8",
-]
-
-
-@pytest.mark.parametrize(
-    ("switch", "tolerance"),
-    quick_and_slow(SWITCHES.items(), quick=[(switch, SWITCHES[switch]) for switch in QUICK]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("switch", "tolerance"), SWITCHES.items())
 def test_a_switch_alone_gives_the_same_losses(
     switch, tolerance, plain, tmp_path, without_compiling
 ):
@@ -130,15 +112,10 @@ EARLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "switch"),
-    quick_and_slow(
-        [(engine, switch) for switch in EARLY for engine in ("composer", "torch")],
-        quick=[
-            ("composer", f"{COPIED} --optimizer adamw_one_pass"),
-            ("torch", "--optimizer adamw_8bit --update_in_backward"),
-        ],
-    ),
+    [(engine, switch) for switch in EARLY for engine in ("composer", "torch")],
 )
 def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
     engine, switch, tmp_path, monkeypatch
@@ -164,7 +141,8 @@ def test_gradients_of_two_micro_batches_are_added_up_before_an_update(tmp_path, 
     assert printed_refusal(capsys.readouterr().err).flag == "--update_in_backward"
 
 
-@pytest.mark.parametrize("family", quick_and_slow(["sdxl", "sd3", "flux"], quick=["flux"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
 def test_the_defaults_together_give_a_family_the_same_losses(family, tmp_path):
     model = ("--model_name", f"tiny-{family}")
     plain = losses_of(tmp_path / "plain", *model, "--preset", "seed")
@@ -173,6 +151,7 @@ def test_the_defaults_together_give_a_family_the_same_losses(family, tmp_path):
         assert losses == pytest.approx(plain, rel=BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["composer", "torch"])
 def test_the_defaults_together_give_the_same_losses(engine, plain, tmp_path):
     losses = losses_of(tmp_path, "--engine", engine)
@@ -240,11 +219,10 @@ def test_each_compiled_part_of_a_family_is_one_graph(
     assert "graph_breaks" not in only_record(tmp_path)["summary"]["flags"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaks", "flags"),
-    quick_and_slow(
-        [*((False, flags) for flags in ONE_GRAPH), (True, "")], quick=[(False, ONE_GRAPH[0])]
-    ),
+    [*((False, flags) for flags in ONE_GRAPH), (True, "")],
 )
 def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
     breaks, flags, tmp_path, monkeypatch

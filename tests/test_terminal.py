@@ -89,6 +89,7 @@ def test_a_pipe_gets_no_colour(repository):
     assert piped.stderr.startswith("error: unknown flag") and "\x1b" not in piped.stderr
 
 
+@pytest.mark.slow
 def test_prose_is_no_wider_than_the_terminal(in_terminal, repository, tmp_path):
     for name in ("benchmark.py", "sdbench"):  # rerun is for checkouts
         (tmp_path / name).symlink_to(repository / name)

@@ -124,6 +124,7 @@ def test_they_draw_different_noise_and_see_different_samples(spied):
         assert is_same == [False, False, True]
 
 
+@pytest.mark.slow
 def test_nobody_on_the_network_can_join_them(tmp_path):
     with forked_ranks(lambda: run(tmp_path, *LONG), tmp_path) as ranks:
         wait_for_step(log_of(tmp_path, 0))
@@ -150,6 +151,7 @@ def test_nodes_that_choose_different_settings_end_with_a_record_that_names_them(
     assert log_of(tmp_path, 1).read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_is_killed_ends_the_run_and_the_record_says_why(tmp_path, rank):
     with forked_ranks(lambda: run(tmp_path, *LONG), tmp_path) as ranks:

@@ -117,6 +117,7 @@ def test_the_loss_of_mlperf_is_that_of_a_flow_at_eighths() -> None:
     assert found["loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_neither_chance_nor_batches_nor_stand_ins_change_it() -> None:
     model = build()
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def wait_for(
-    is_so: Callable[[], object], *, what: str, within_s: float = 120, log: Path | None = None
+    is_so: Callable[[], object], *, what: str, within_s: float = 240, log: Path | None = None
 ) -> None:
     """Wait until something is so; an AssertionError says what was not in time, and shows a log."""
     end_s = time.monotonic() + within_s

@@ -178,6 +178,7 @@ def make_pictures(folder: Path, sources: list[Image.Image]) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crop", ["center", "random"])
 def test_buckets_and_pixels_of_500_pictures_are_those_of_an_independent_reading(
     crop, tmp_path, repository
@@ -298,6 +299,7 @@ def ranks_of(config: SourceConfig, num_ranks: int, num_workers: int = 0) -> list
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_comes_once_an_epoch_in_its_bucket_on_any_ranks_and_workers(kind, make_config):
     config = make_config(kind)

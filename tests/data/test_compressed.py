@@ -60,6 +60,7 @@ def test_data_that_was_packed_wrongly_is_named(edit, packed, capsys):
     check_both_name(packed, "shard.00002.mds", capsys)
 
 
+@pytest.mark.slow
 def test_a_damaged_compressed_form_is_named_until_it_is_repaired(packed, capsys):
     path = packed / "shard.00001.mds.zstd"
     sound = path.read_bytes()

@@ -43,6 +43,7 @@ def run(work, *, num_workers: int | None, num_pieces: int = 6) -> tuple[list[int
 HERE = str(os.getpid())
 
 
+@pytest.mark.slow
 def test_in_this_process_or_in_others(monkeypatch):
     for num_workers in (0, None):
         assert run(tell, num_workers=num_workers) == ([0, 1, 2, 3, 4, 5], {HERE})

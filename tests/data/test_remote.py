@@ -64,6 +64,7 @@ def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path)
     assert indices(list(data.build(make_config("mds", place)))) == [50] * 8
 
 
+@pytest.mark.slow
 def test_copies_of_shards_lie_where_nobody_else_can_look(upload, temporary_folder, tmp_path):
     place = upload("mds")
     for options in ({}, {"local": str(tmp_path / "made")}):
@@ -107,6 +108,7 @@ def test_a_failing_server_is_an_error_and_leaves_nothing(fault, message, s3, upl
     assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_not_in_the_bucket_is_named(s3, upload):
     place = upload("mds")
     key = f"{place.split('/', 3)[3]}/shard.00002.mds"
@@ -170,6 +172,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path):
     os.close(held)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run(upload, running_s3):
     """The last test of this module: the server does not come back."""
     loader = data.build(make_config("mds", upload("mds"), num_workers=2, prefetch_factor=1))

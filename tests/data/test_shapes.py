@@ -57,6 +57,7 @@ def open_all(folder: Path) -> list[tuple[str, Image.Image]]:
     return list(zip(captions(folder), pictures, strict=True))
 
 
+@pytest.mark.slow
 def test_every_drawn_picture_is_judged_right(shapes) -> None:
     for name, num_pictures in (("train", 512), ("validation", 128)):
         verdict = judge(shapes / name)
@@ -74,6 +75,7 @@ def test_squares_have_the_pixels_that_committed_results_rest_on(shapes) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_note_names_the_flag_that_decides_the_shape(shapes, canvases) -> None:
     notes = [
         json.loads((folder / "train/.made_by.json").read_text()) for folder in (shapes, canvases)
@@ -105,6 +107,7 @@ def test_a_scene_is_not_bound_to_a_canvas(tmp_path, num_canvases) -> None:
     assert len({(caption, picture.size) for caption, picture in pictures}) == 64 * num_canvases
 
 
+@pytest.mark.slow
 def test_objects_lie_inside_on_every_canvas(canvases) -> None:
     for name in ("train", "validation"):
         for caption, picture in open_all(canvases / name):

@@ -135,6 +135,7 @@ def test_the_next_part_comes_while_one_is_used(place, s3):
     assert s3.num_requests == num_before + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "num_workers"), [("webdataset", 2, 0), ("parquet", 1, 2)]
 )
@@ -201,6 +202,7 @@ def test_a_tar_that_was_left_is_closed(folder, tmp_path):
     assert most == 1
 
 
+@pytest.mark.slow
 def test_past_samples_are_named_by_tar_and_position(place):
     loader = data.build(make_config(place("webdataset"), num_workers=2))
     seen = [*loader, *itertools.islice(loader, 3)]

@@ -221,6 +221,7 @@ for rank in "01":
 """
 
 
+@pytest.mark.slow
 def test_ranks_refresh_once_a_run(tmp_path, repository):
     (tmp_path / "torchrun").write_text(LAUNCHER)
     place = f"pipe:echo copied | tee -a {tmp_path}/log"

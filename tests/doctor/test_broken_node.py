@@ -28,6 +28,7 @@ exec {doctor}
 """
 
 
+@pytest.mark.slow
 def test_small_and_full_disks_and_shared_memory(tmp_path):
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm to mount over")

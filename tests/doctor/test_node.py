@@ -126,6 +126,7 @@ def test_what_a_check_raises_is_an_error_of_its_own(look, monkeypatch):
     assert (finding["level"], finding["found"]) == ("error", "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_is_an_error_unless_weights_may_be_random(look, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = ("--model_name", "stabilityai/stable-diffusion-2-base")
@@ -152,6 +153,7 @@ def test_latents_of_another_model_are_an_error(look, tmp_path):
     assert look("--remote", str(tmp_path / "latents"))["data"]["level"] == "error"
 
 
+@pytest.mark.slow
 def test_each_of_several_streams_is_read_and_a_missing_first_shard_is_an_error(look, tmp_path):
     for name in ("first", "second"):
         datasets.write_mds(tmp_path / name)

@@ -66,6 +66,7 @@ def examine_alone(folder: Path, *flags: str, **environment: str) -> tuple[int | 
     return exit_code, output_of(folder, rank).read_text(), log_of(folder, 0).read_text()
 
 
+@pytest.mark.slow
 def test_two_nodes_that_differ_over_a_slow_link(tmp_path):
     """Node 1 has an older package; what both have in common is one line. Two ranks on each."""
     install(tmp_path / "site", "webdataset", "0.1")
@@ -97,6 +98,7 @@ def test_two_nodes_that_differ_over_a_slow_link(tmp_path):
     assert gb_per_s == pytest.approx(1.5 * 933_508 * 4 / seconds / 1e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     started_s = time.monotonic()
     exit_code, output, errors = examine_alone(tmp_path, "--timeout_s", "4", WORLD_SIZE="2")
@@ -108,6 +110,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     assert findings["software"][0]["level"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_reach_the_first_one_says_so_itself(tmp_path):
     port = str(free_port())
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
@@ -126,6 +129,7 @@ def test_srun_in_a_container_without_slurm_asks_for_an_address(tmp_path):
     assert "MASTER_ADDR" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"

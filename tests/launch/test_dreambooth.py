@@ -75,6 +75,7 @@ def test_a_text_encoder_that_a_family_keeps_frozen_is_not_trained(model, is_froz
     assert ("train_text_encoder=false" in training) == is_frozen
 
 
+@pytest.mark.slow
 def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:
     clip = ("--clip_network", str(write_clip(tmp_path / "clip")))
     assert sdbench(["dreambooth", *COMMAND, *clip, "--", "--max_duration", "2ba"]) == 0
@@ -181,6 +182,7 @@ def test_a_prompt_that_is_put_right_before_the_training_is_no_dead_end(started, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
     command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
     # The pictures before are drawn already; the rest is done by processes of their own.
@@ -213,6 +215,7 @@ def planned(capsys, *argv: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_ranks_and_engines_get_their_launchers(started, capsys) -> None:
     drawn = ("--num_class_images", "999", "--generate_flags", "--negative_prompt 'a cat, text'")
     lines = planned(capsys, "--num_ranks", "2", "--image_size", "128", *drawn)

@@ -47,6 +47,7 @@ def test_the_parts_are_measured_alike_and_end_within_ten_minutes():
         assert not {"check_memory", "repeats"} & {*sweep, *sweep["base"]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize("machine", [H200, OLD_H100], ids=["H200", "H100 with torch 2.7"])
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)

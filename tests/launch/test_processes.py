@@ -46,6 +46,7 @@ TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", s
 pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
+@pytest.mark.slow
 def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     flags = (*TINY, "--batch_size", "7", "--results_dir", str(tmp_path / "runs"))
     assert codes_of(lambda: benchmark.main(flags), tmp_path) == [2, 2]
@@ -54,6 +55,7 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("runs/*/record.json"))
 
 
+@pytest.mark.slow
 def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
     (picture_folder / "1.png").write_bytes(b"no picture")
     flags = (*TINY, "--no_use_synth_data", "--remote", str(picture_folder), "--no_shuffle")
@@ -86,6 +88,7 @@ def test_a_lone_process_that_is_killed_leaves_a_record_that_says_so(tmp_path):
     assert "killed before it could say why" in record["reason"]
 
 
+@pytest.mark.slow
 def test_a_device_that_no_longer_answers_does_not_keep_a_run_that_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "PARTIAL_WITHIN_S", 1.0)
     monkeypatch.setattr(StepTimer, "steps", lambda timer: time.sleep(600))
@@ -129,6 +132,7 @@ def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch, capsys):
     assert "another one is set by MASTER_PORT or --master_port" in told
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
     with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
         wait_for_step(log_of(tmp_path, 0))
@@ -139,6 +143,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
     assert "rank 1 on node 1 has been silent" in record["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_reason_of_the_rank_that_failed_is_what_the_record_and_all_ranks_say(
     tmp_path, monkeypatch, failing
@@ -169,6 +174,7 @@ def test_the_reason_of_the_rank_that_failed_is_what_the_record_and_all_ranks_say
         assert ("Traceback" in printed) == (rank == failing)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path):
     with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
         wait_for_step(log_of(tmp_path, 0))

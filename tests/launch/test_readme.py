@@ -123,11 +123,12 @@ def is_quick(command: str) -> bool:
 
 
 def marked(command: str):
-    # Two ranks by a launcher, and a step counted operation by operation, take longest.
-    is_slow = command.startswith("composer") or "sdbench profile" in command
+    # Two ranks by a launcher, and a step replayed or counted operation by operation, take longest.
+    is_slow = re.match("composer |.* -m sdbench (profile|predict) ", command)
     return pytest.param(command, marks=pytest.mark.slow if is_slow else ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -346,6 +347,7 @@ def test_every_test_that_the_table_of_faults_names_is_there():
             assert name in defined and name.startswith("test_"), f"{path}::{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -33,6 +33,7 @@ def test_each_run_is_fresh_and_three_have_an_interval(tmp_path, starts, capsys):
     assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75 (" in output
 
 
+@pytest.mark.slow
 def test_two_commands_take_turns_and_are_compared(tmp_path, starts, capsys):
     folder = tmp_path / "repeat"
     slow = ["python", FAKE, "--seed", "5"]  # a second each: run ids tell seconds
@@ -83,6 +84,7 @@ def test_a_command_that_is_refused_is_started_once(tmp_path, starts):
     assert len(starts.read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, starts):
     folder = tmp_path / "repeat"
     argv = ["repeat", "50", "--folder", str(folder), "--", "python", FAKE, "--seed", "5"]

@@ -91,6 +91,7 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
     assert read_losses(path.parent) == read_losses(run) and len(read_losses(run)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     """On the machine of the record, as no other chooses the same; a sample of all."""
@@ -118,6 +119,7 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     assert num_lacking >= 2  # the older ones
 
 
+@pytest.mark.slow
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
     run, _ = run_of_folder
     two = {"world_size": 2, "ranks_per_node": 2}

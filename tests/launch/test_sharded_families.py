@@ -19,6 +19,8 @@ from sdbench.ranks.distributed import Ranks
 from tests.engines.linear import CountingLoader, make_config, watch_of, whole
 from tests.forked import run_in_group
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("sdxl", "sd3", "flux")
 BATCH_SIZE, NUM_STEPS = 4, 2
 ON_ONE_NODE = ("none", "zero1", "grad_op", "full")
@@ -164,7 +166,6 @@ def test_shards_of_bf16_weights_are_told_what_whole_ones_are(family, of_two_rank
     assert of_two_ranks[family, BF16]["losses"][0] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ON_TWO_NODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_nodes_train_what_one_process_trains(family, sharding, of_two_nodes, alone):

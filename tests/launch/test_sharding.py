@@ -30,6 +30,8 @@ from tests.engines.linear import (
 )
 from tests.forked import NUM_RANKS, run_in_group
 
+pytestmark = pytest.mark.slow
+
 MASTERS = {"precision": "bf16", "master_weights": "fp32"}
 # Name of a case to the settings in which it differs from plain DDP.
 CASES: dict[str, dict[str, object]] = {

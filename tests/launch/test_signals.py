@@ -97,6 +97,7 @@ def signal_before(owner, name, number):
     setattr(owner, name, signalled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "owner", "name"),
     [
@@ -107,9 +108,7 @@ def signal_before(owner, name, number):
     ],
     ids=["folder", "model", "data", "save"],
 )
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_has_begun_leaves_a_record(tmp_path, main, owner, name, number):
     flags = (*TINY, *(SAVING if main is train.main else SHORT), "--results_dir", str(tmp_path))
 
@@ -137,6 +136,7 @@ def test_ranks_that_are_stopped_before_they_watch_each_other_are_not_lost(tmp_pa
     assert only_record(tmp_path)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_signal_costs_nothing_that_has_been_measured(tmp_path):
     def program():
         signal_before(RunRecord, "end_well", signal.SIGTERM)
@@ -146,6 +146,7 @@ def test_a_signal_costs_nothing_that_has_been_measured(tmp_path):
     assert only_record(tmp_path)["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_step_that_outlasts_the_grace_of_the_scheduler_is_broken_off(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "LEAST_PATIENCE_S", 600.0)  # without --stop_grace_s
 

@@ -69,6 +69,7 @@ def num_starts(starts):
     return len(starts.read_text().splitlines()) if starts.exists() else 0
 
 
+@pytest.mark.slow
 def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
     grid = {"device_train_microbatch_size": [2, 4], "use_ema": [True, False]}
     code, rows = sweep(tmp_path, grid=grid, base={"model_name": "tiny", "crop": "random"})
@@ -101,6 +102,7 @@ def test_rules_that_ask_for_the_machine_or_the_preset_refuse_no_cell(tmp_path):
     assert sweep(tmp_path, "--dry_run", list=cells) == (0, [])
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_row_and_a_finding(tmp_path, starts):
     grid = {"device_train_microbatch_size": [4, 8]}
     code, rows = sweep(tmp_path, grid=grid)
@@ -112,6 +114,7 @@ def test_out_of_memory_is_a_row_and_a_finding(tmp_path, starts):
     assert num_starts(starts) == 2  # a second start repeats nothing
 
 
+@pytest.mark.slow
 def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     tmp_path, time_is_up_when_one_hangs, capsys
 ):
@@ -130,6 +133,7 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     assert "the seed is unlucky" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_when_the_budget_is_spent_the_rest_is_named_and_made_the_next_time(
     tmp_path, starts, time_is_up_when_one_hangs, capsys
 ):
@@ -152,6 +156,7 @@ def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, impatient):
     assert (code, rows) == (1, [])
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_plan_and_another_cell_is_the_only_one_that_runs(
     tmp_path, starts, capsys
 ):

@@ -63,6 +63,7 @@ def test_a_gpu_without_code_is_refused_by_name(torch_sees, built_for, capability
     assert torch.__version__ in refusal.value.allowed
 
 
+@pytest.mark.slow
 def test_an_openmp_that_binds_its_threads_takes_no_cores_away(repository):
     """torch's OpenMP leaves the first thread one core, and so the process, as the system has it."""
     script = "import sdbench, torch; print(sdbench.NUM_CPUS)"

@@ -36,6 +36,7 @@ def stranger():
     os.kill(int(started.stdout), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_stranger_is_named_and_flagged_but_no_process_of_the_run(
     tmp_path, capsys, monkeypatch, plain_replay, stranger
 ):

@@ -29,6 +29,7 @@ from tests.report.results_folder import RESULTS
 from tests.report.test_feed_table import PUBLISHED
 
 
+@pytest.mark.slow
 def test_a_reader_never_sees_half_a_record(tmp_path):
     def write(num_times):
         for value in range(num_times):

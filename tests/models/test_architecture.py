@@ -279,6 +279,7 @@ RUN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("flags", "weights"), [((), "loaded"), (("--random_weights",), "random")], ids=str

@@ -40,6 +40,7 @@ def test_the_loss_is_squared_error_plus_divergence(images) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_the_loss_falls_and_reaches_every_weight(images, precision) -> None:
     torch.manual_seed(0)

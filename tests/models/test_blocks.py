@@ -106,6 +106,7 @@ def counted(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_training_and_validation_with_a_smaller_last_batch_each_keep_their_codes(counted):
     model = nn.Sequential(SmallBlock())
     blocks.allow_compiled(1)

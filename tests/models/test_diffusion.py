@@ -76,6 +76,7 @@ def test_the_form_of_the_images_changes_nothing(batch, memory_format) -> None:
     assert loss_of(model, batch, seed=6) != expected
 
 
+@pytest.mark.slow
 def test_precisions_set_the_types() -> None:
     amp = build(precision="amp_bf16", encoder_dtype="bf16")
     assert (amp.unet.dtype, amp.autocast_dtype) == (torch.float32, torch.bfloat16)

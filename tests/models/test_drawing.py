@@ -54,6 +54,7 @@ def pixels(pictures: list[Image.Image]) -> np.ndarray:
     return np.stack([np.asarray(picture) for picture in pictures]).astype(int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "objective"),
     [
@@ -123,6 +124,7 @@ def test_each_prompt_has_the_shape_of_its_turn_and_its_own_seed(model, tokenize)
         assert np.array_equal(pixels([drawn[number] for number in numbers]), pixels(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(), (PORTRAIT, LANDSCAPE)], ids=["squares", "shapes"])
 def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path, shapes) -> None:
     prompts = [*PROMPTS, "a green star", "a cat"]  # three batches for two ranks

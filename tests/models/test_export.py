@@ -58,6 +58,7 @@ def write(tokenizer, tmp_path):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [{}, {"prediction_type": "v_prediction", "zero_terminal_snr": True}],
@@ -79,6 +80,7 @@ def test_diffusers_loads_the_folder_and_draws_what_the_run_drew(
     assert np.asarray(drawn).std() > 10
 
 
+@pytest.mark.slow
 def test_sd3_without_t5_is_loaded_by_diffusers_and_by_this_suite(tmp_path) -> None:
     whole, absent = resolve_architecture("tiny-sd3"), ("text_encoder_3", "tokenizer_3")
     parts = {name: part for name, part in whole.parts.items() if name not in absent}
@@ -133,6 +135,7 @@ def test_a_disk_without_space_is_a_refusal_and_nothing_is_left(write, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
     write, tokenizer, tmp_path
 ) -> None:
@@ -158,6 +161,7 @@ def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
     assert again(captions).tolist() == tokenizer(captions)["input_ids"].tolist()
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_take_the_place_of_the_models(write) -> None:
     model = build()
     weight = model.state_dict()[CONV_IN]

@@ -305,6 +305,7 @@ def products_of_sd3(pixels: int, text: int) -> int:
     return 24 * block - not_in_last + outer + times_and_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [256, 1024])
 def test_operations_of_transformers_equal_a_count_by_hand(side) -> None:
     pixels = (side // 16) ** 2
@@ -345,6 +346,7 @@ def attend(width: int, pixels: int, *, depth: int) -> int:
     return 2 * width**2 * pixels + depth * (itself + text + 12 * width**2 * pixels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [256, 1024])
 def test_operations_of_sdxl_equal_a_count_by_hand(side) -> None:
     found = flops_of("sdxl", "sdxl", side=side, num_tokens=77)

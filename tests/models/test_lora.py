@@ -84,6 +84,7 @@ def file(request, trained, tmp_path) -> LoraFile:
     return LoraFile(str(path))
 
 
+@pytest.mark.slow
 def test_it_begins_as_the_model_and_draws_nothing_of_the_callers() -> None:
     state = torch.get_rng_state()
     plain, with_lora = build(), build(LORA)
@@ -131,6 +132,7 @@ def added_by_hand(weights: dict, trained: DiffusionModel) -> dict:
     return total
 
 
+@pytest.mark.slow
 def test_a_file_is_added_to_the_weights_by_its_share_and_files_add_up(trained, file) -> None:
     plain = weights_of(build())
     whole = added_by_hand(plain, trained)
@@ -146,6 +148,7 @@ def test_a_file_is_added_to_the_weights_by_its_share_and_files_add_up(trained, f
             torch.testing.assert_close(fused[name], expected, msg=name)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
     check_lora_files([file], TINY)
     with refused("--lora", value=file.path):
@@ -168,6 +171,7 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
             check_lora_files([LoraFile(str(path))], TINY)
 
 
+@pytest.mark.slow
 def test_a_file_for_both_text_encoders_of_sdxl_is_added_to_their_weights(tmp_path) -> None:
     architecture = resolve_architecture("tiny-sdxl")
     text_layers = ("q_proj", "v_proj")

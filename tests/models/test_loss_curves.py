@@ -69,7 +69,7 @@ def describe_arithmetic() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", quick_and_slow(CURVES, quick=["sd, noise", "flux, flow"]))
+@pytest.mark.parametrize("name", quick_and_slow(CURVES, quick=["sd, noise"]))
 def test_the_losses_of_an_objective_are_those_stored(name, tmp_path):
     stored = json.loads(FILE.read_text())
     assert stored["curves"].keys() == CURVES.keys()

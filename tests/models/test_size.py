@@ -84,6 +84,7 @@ def test_script_prints_the_seeds_line_or_csv_without_a_hub(capsys) -> None:
     assert count(["--model_name", "sd2-bse"]) == 2
 
 
+@pytest.mark.slow
 def test_flops() -> None:
     step = Step(architecture=resolve_architecture("sd2-base"), shape=Shape.square(256))
     online, latents = (
@@ -108,6 +109,7 @@ def test_memory_of_a_state_of_few_bits_is_that_of_the_optimizer(bits) -> None:
     assert found < estimate().optimizer_state
 
 
+@pytest.mark.slow
 def test_memory_of_updates_in_the_backward_pass_has_one_gradient_at_a_time() -> None:
     unet = make_part("unet", resolve_architecture("tiny"))
     largest_gib = max(one.numel() for one in unet.parameters()) * 4 / 2**30
@@ -122,6 +124,7 @@ def test_memory_of_updates_in_the_backward_pass_has_one_gradient_at_a_time() -> 
         assert late.gradients == plain.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["zero1", "hybrid_zero1", "grad_op", "hybrid_grad_op"])
 def test_memory_of_shared_copies_is_exact(sharding) -> None:
     shared = estimate(
@@ -177,6 +180,7 @@ def test_weights_that_fsdp_gathers_are_those_of_two_blocks_and_outside_of_blocks
     assert shared.trained_weights * 2**30 == pytest.approx(933_508 * 4 / 2 + gathered)
 
 
+@pytest.mark.slow
 def test_what_the_heap_loses_is_a_share_of_the_activations_unless_gradients_take_it_up() -> None:
     # LoRA has next to no gradients; those of all weights leave room.
     lora = Lora(rank=2, alpha=2.0, layers=(("unet", ("to_q",)),))
@@ -188,6 +192,7 @@ def test_what_the_heap_loses_is_a_share_of_the_activations_unless_gradients_take
     assert of_all.gradients == pytest.approx(of_all.trained_weights)
 
 
+@pytest.mark.slow
 def test_training_begins_with_the_first_of_the_trained_parts() -> None:
     options = {"encoder_batch_size": 512, "micro_batch": 1, "num_microbatches": 512}
     assert estimate(**options).phase == "encoders"
@@ -199,6 +204,7 @@ def test_training_begins_with_the_first_of_the_trained_parts() -> None:
     assert 0 < starts[1] < starts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "num_trained", "num_frozen"),
     [
@@ -274,6 +280,7 @@ def test_activations_are_those_that_autograd_saves(name) -> None:
     assert saved_gib <= second - first <= 1.25 * saved_gib
 
 
+@pytest.mark.slow
 def test_memory_knows_what_each_option_costs() -> None:
     # At 384 px the largest level has 48 x 48 pixels, whose scores by_shape leaves to the kernel.
     eager, by_shape, kernel = (
@@ -291,6 +298,7 @@ def test_memory_knows_what_each_option_costs() -> None:
     assert on_gpu.activations > 1.2 * estimate(**options).activations
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path) -> None:
     def estimate_anew():
         replay.profile_step.cache_clear()

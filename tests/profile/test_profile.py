@@ -64,6 +64,7 @@ def attention_flop_done_twice(operators):
     return total
 
 
+@pytest.mark.slow
 def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_is_told(
     tmp_path, capsys
 ):

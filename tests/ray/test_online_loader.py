@@ -125,6 +125,7 @@ def read(loader, *, num_epochs: int) -> list[dict]:
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_two_epochs_and_a_resume_within_the_first(
     is_streamed, place, tmp_path, encoder, stream_here
@@ -337,6 +338,7 @@ def test_what_the_encoders_cannot_do_is_refused(flag, argv):
         plan(*argv)
 
 
+@pytest.mark.slow
 def test_a_step_has_no_encoders():
     argv = ("--device_train_microbatch_size", "1", "--batch_size", "2")
     beside, within = (

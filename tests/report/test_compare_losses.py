@@ -256,6 +256,7 @@ def test_tolerance_without_losses_is_refused(tmp_path):
     assert refusal_of("compare", "a", "b", "--tolerance", "1%").value == "--tolerance"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_candidates", "is_paired"), [(1, False), (5, False), (5, True)])
 def test_equal_recipes_are_said_to_differ_in_one_per_cent(num_candidates, is_paired):
     rng = np.random.default_rng(7)

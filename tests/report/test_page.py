@@ -94,6 +94,7 @@ def opened(address, tmp_path):
     return json.loads(html.unescape(re.findall(r'<pre id="seen">(.*?)</pre>', process.stdout)[-1]))
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path):
     text = page.read_text(encoding="utf-8")
@@ -134,6 +135,7 @@ def seen_in_frames(page, script, tmp_path, *, sizes):
     return opened(outside.as_uri(), tmp_path)
 
 
+@pytest.mark.slow
 @in_browser
 def test_the_ratio_of_a100_and_h100_is_in_the_first_screen(page, tmp_path):
     script = """
@@ -230,6 +232,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     assert seen["kinds"] == ["measured", "quoted"]
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_scrolls_sideways_says_so_and_charts_fit_a_phone(page, tmp_path):
     script = """

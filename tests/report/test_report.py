@@ -143,6 +143,7 @@ def test_runs_are_drawn_with_their_phases_warm_up_and_flags(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bars_and_traces_say_in_what_they_differ(tmp_path):
     changes = [
         {"config__attention": "eager", "origin__attention": "flag"},
@@ -175,6 +176,7 @@ def test_bars_and_traces_say_in_what_they_differ(tmp_path):
     assert len(set(traces)) == 4
 
 
+@pytest.mark.slow
 def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
     secrets = {
         name: f"marker-of-{name}" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
@@ -225,6 +227,7 @@ def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
         assert not [value for value in secrets.values() if value.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_report_needs_no_torch(tmp_path):
     results = make_results(tmp_path, make_record(), quoted=False)
     program = (

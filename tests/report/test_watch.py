@@ -184,6 +184,7 @@ def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
     assert ["training loss, smoothed", "0.5000"] in state
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_run_to_its_end(tmp_path, monkeypatch):
     run, pages = make_run(tmp_path / "run", steps=make_steps(2)), []
 
@@ -207,6 +208,7 @@ def test_the_page_follows_the_run_to_its_end(tmp_path, monkeypatch):
     assert rows_of(last, "state")[0] == ["state", "ok"]
 
 
+@pytest.mark.slow
 def test_the_page_of_a_long_run_has_few_grids_of_small_size_and_the_newest_rows(tmp_path):
     names = {step: f"samples/step_{step:08d}.png" for step in range(10, 210, 10)}
     events = [event("samples", step, seconds=1.0, file=file) for step, file in names.items()]

@@ -103,6 +103,7 @@ def test_gpus_that_were_left_out_are_predicted_to_20_percent(tested):
     assert max(medians.values()) < 0.2
 
 
+@pytest.mark.slow
 def test_only_intervals_that_hold_what_they_promise_are_given_without_a_caution(tested, pools):
     shares = {row["predictions of"]: row["figures inside, %"] for row in pools}
     assert set(shares) == {"one machine", "several machines", "work without a figure"}
@@ -151,9 +152,8 @@ def test_the_tables_of_the_document_are_those_of_today(cases, tested, pools, rep
         assert to_markdown(make_table(rows)) in text
 
 
-@pytest.mark.parametrize(
-    "key", [("sd2-base", 256, "precomputed"), pytest.param(None, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [("sd2-base", 256, "precomputed"), None])
 def test_the_work_of_the_figures_is_what_is_counted(key):
     for (model, image_size, latents), work in law.load_work().items():
         if latents == "moments" or (key or (model, image_size, latents)) != (
@@ -198,6 +198,7 @@ def test_what_no_figure_tells_is_refused(argv, flag):
         predict.main(["--model_name", "tiny", *argv])
 
 
+@pytest.mark.slow
 def test_auto_is_the_micro_batch_that_fits_and_flags_are_told_again(capsys):
     from sdbench.tasks import predict
 

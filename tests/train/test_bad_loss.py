@@ -27,7 +27,6 @@ from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
-from tests.marks import quick_and_slow
 from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
@@ -167,6 +166,7 @@ def trained(step: int, name: str) -> dict[str, object]:
     return bits | {"ema_num_steps": num_averaged(step, name)}
 
 
+@pytest.mark.slow
 def test_it_stops_and_names_the_samples(model):
     write_samples(BAD_SAMPLE)
     assert run("stop", *POISONED, *CLIPPED, model=model) == 1
@@ -217,6 +217,7 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine, pre
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
 
 
+@pytest.mark.slow
 def test_it_goes_back_and_on_with_other_data(model):
     write_samples(BAD_SAMPLE, BAD_SAMPLE + 4)
     # Known behind step 4, at which a checkpoint is due.
@@ -234,6 +235,7 @@ def test_it_goes_back_and_on_with_other_data(model):
     assert trained(6, "whole") == trained(6, "skipped") != trained(2, "whole")
 
 
+@pytest.mark.slow
 def test_there_is_nothing_to_go_back_to(model):
     write_samples(BAD_SAMPLE)
     assert run("back", "--save_every_batches", 4, model=model) == 1
@@ -301,7 +303,8 @@ OF_ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "case"), quick_and_slow(OF_ENGINES, quick=OF_ENGINES[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "case"), OF_ENGINES)
 def test_what_is_not_finite_costs_no_good_checkpoint(engine, case):
     """Poison a run, and go on with it when the fault is gone."""
     what, step, action, keep = case
@@ -335,6 +338,7 @@ def test_two_ranks_go_back_together(tmp_path):
     assert finite_saves()[-1] == LONG
 
 
+@pytest.mark.slow
 def test_gradients_that_are_clipped_are_judged_in_their_step():
     """Whose samples are named then, and not those of the next step."""
     with poisoned("gradient", [BAD_STEP]):
@@ -346,6 +350,7 @@ def test_gradients_that_are_clipped_are_judged_in_their_step():
     assert finite_saves()
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_told_from_the_loss_that_it_leads_to():
     """No sample is blamed for it."""
     with poisoned("gradient", [4]):
@@ -356,6 +361,7 @@ def test_a_state_that_is_not_finite_is_told_from_the_loss_that_it_leads_to():
     assert "step 4" in load_record(RUN)["reason"]
 
 
+@pytest.mark.slow
 def test_a_run_that_comes_back_to_the_same_checkpoint_gives_up():
     with poisoned("loss", range(4, 20)):
         assert run("back", *POISONED, num_steps=20) == 1

@@ -60,6 +60,7 @@ def whole(pictures, tmp_path_factory) -> Path:
     return trained("whole", 12, "--remote", pictures, *RECIPE, *looks, results=place)
 
 
+@pytest.mark.slow
 def test_it_is_validated_and_draws_in_other_shapes(whole):
     validations = read_events(whole, "validation")
     assert [event["num_samples"] for event in validations] == [12, 12]
@@ -70,6 +71,7 @@ def test_it_is_validated_and_draws_in_other_shapes(whole):
     assert exported(whole).is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_an_epoch_goes_on_with_the_losses_of_the_whole(
     whole, pictures, tmp_path, capsys
 ):
@@ -81,6 +83,7 @@ def test_a_run_stopped_in_an_epoch_goes_on_with_the_losses_of_the_whole(
     assert printed_refusal(capsys.readouterr().err).flag == "--max_aspect_ratio"
 
 
+@pytest.mark.slow
 def test_composer_gives_the_losses_of_our_own_loop(whole, pictures, tmp_path):
     engine = ("--engine", "composer")
     run = trained("composer", 6, "--remote", pictures, *RECIPE, *engine, results=tmp_path)
@@ -88,6 +91,7 @@ def test_composer_gives_the_losses_of_our_own_loop(whole, pictures, tmp_path):
     assert theirs == pytest.approx(ours[:6], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_format", ["mds", "webdataset", "parquet"])
 def test_encoded_pictures_give_the_losses_of_the_pictures(out_format, pictures, tmp_path):
     encode = ("--remote", pictures, "--folder", tmp_path / "latents", "--out_format", out_format)
@@ -124,6 +128,7 @@ def test_pictures_of_all_shapes_in_a_shard_are_encoded_each_in_its_own(tmp_path)
         assert row["latent_moments_64_buckets"].shape[1:] == (height // 8, width // 8)
 
 
+@pytest.mark.slow
 def test_a_record_tells_shapes_their_steps_and_the_rate_of_an_epoch(pictures, tmp_path):
     argv = (
         *MODEL,
@@ -183,6 +188,7 @@ def test_data_py_measures_buckets_without_a_model(pictures, tmp_path, capsys):
     assert "Pictures of 3 shapes" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_memory_estimate_is_that_of_the_largest_shape(pictures):
     def estimate(*argv: str) -> float:
         request = parse_request(["--model_name", "tiny", *argv], description="", epilog="")

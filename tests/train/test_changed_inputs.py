@@ -57,13 +57,13 @@ def change_caption(model):
     Path("data/010.txt").write_text("PICTURE 10")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        pytest.param(
+        (
             rename_picture,
             "2 files were added: 900.png, 900.txt, 2 files were taken away: 010.png, 010",
-            marks=pytest.mark.slow,
         ),
         (change_caption, "1 file was written again: 010.txt"),
         (lambda model: change_weights(model, "vae"), "the vae"),
@@ -80,6 +80,7 @@ def test_a_run_does_not_go_on_with_something_else(model, change, told, capsys):
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_older_runs_exclamation_marks_were_other_tokens(capsys):
     write_folder(Path("data"))
     assert run(1, "tiny") == 0
@@ -113,6 +114,7 @@ def test_the_weights_beside_lora_may_not(model, capsys):
     assert "the unet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_picture_or_prompt_of_a_subject_is_another_run(model, capsys):
     write_folder(Path("data"), num_samples=6, has_captions=False)
     subject = ("--task", "dreambooth", "--instance_prompt", "a photo of unqtkn dog")
@@ -146,6 +148,7 @@ def test_a_conversion_goes_on_with_a_repaired_picture_only_where_that_is_accepte
     assert "1 file was written again: 045.png" in told and "resuming: 4 of" in told
 
 
+@pytest.mark.slow
 def test_a_data_set_has_latents_of_one_vae(model, capsys):
     write_folder(Path("data"))
     line = ["--folder", "latents", "--remote", "data", "--model_name", str(model)]

@@ -347,7 +347,14 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("recipe", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        # The step of a LoRA has to be replayed.
+        pytest.param(path.name, marks=pytest.mark.slow if "lora" in path.name else ())
+        for path in sorted(CONFIGS.glob("*.yaml"))
+    ],
+)
 def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / recipe))
     changes = {name: value for name, value in TINY.items() if name in content}

@@ -113,13 +113,14 @@ def loss_by_hand(
 MIRRORED, NO_CAPTIONS = ("--horizontal_flip_probability", 1), ("--caption_drop_probability", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
         (),
         (*MIRRORED, *NO_CAPTIONS),
-        pytest.param((*NO_CAPTIONS, "--train_text_encoder"), marks=pytest.mark.slow),
-        pytest.param(MIRRORED, marks=pytest.mark.slow),
+        (*NO_CAPTIONS, "--train_text_encoder"),
+        MIRRORED,
     ],
     ids=["plain", "both", "no_captions", "mirrored"],
 )
@@ -169,6 +170,7 @@ def loss_of_sdxl_by_hand(model: Path) -> float:
     return float(errors[0].mean() + 0.25 * errors[1].mean())
 
 
+@pytest.mark.slow
 def test_the_loss_of_sdxl_is_told_the_sizes_of_pictures(tmp_path):
     write_tiny_model(tmp_path / "sdxl", name="tiny-sdxl")
     for name, colour in (("subject", "orange"), ("class", "navy")):
@@ -269,6 +271,7 @@ def test_pictures_are_encoded_once_and_ranks_share_them(model, monkeypatch):
     assert len(read_losses(Path("runs", "two"))) == 3
 
 
+@pytest.mark.slow
 def test_a_measurement_says_what_it_is_of(tmp_path):
     argv = ["--model_name", "tiny", "--use_synth_data", "--task", "dreambooth", *FP32]
     argv += ["--train_text_encoder", "--no_measure_peak", "--profile_batches", "1"]
@@ -305,6 +308,7 @@ def test_what_pictures_and_tokens_cannot_be_is_refused(argv, flag, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_pictures", "exit_code"), [(2, 2), (11, 1)])
 def test_a_picture_that_cannot_be_read_ends_the_run(capsys, num_pictures, exit_code):
     """One of ten and less before it begins; none of them may be skipped, and no error says so."""
@@ -318,6 +322,7 @@ def test_a_picture_that_cannot_be_read_ends_the_run(capsys, num_pictures, exit_c
     assert str(bad) in error and "--on_bad_sample" not in error
 
 
+@pytest.mark.slow
 def test_a_bad_held_out_picture_of_a_subject_is_not_advised_to_be_skipped(capsys):
     write_pictures(subject=2)
     Path("held-out").mkdir()
@@ -376,11 +381,8 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert generate.main([*line, "--num_steps", "1"]) == 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [pytest.param((), marks=pytest.mark.slow), ("--train_text_encoder",)],
-    ids=["unet", "both"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [(), ("--train_text_encoder",)], ids=["unet", "both"])
 def test_a_token_is_learned_beside_lora_and_with_class_pictures(model, text):
     write_pictures(**{"class": 2})
     folder = learn_token(model, "--lora_rank", 2, "--lr", 0.01, *CLASS, "--batch_size", 4, *text)

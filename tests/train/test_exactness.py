@@ -46,9 +46,10 @@ def losses(name: str) -> list[tuple[str, str, str]]:
 
 
 # All engines read data in the same way, and tests/data resumes every format.
-QUICK = [("torch", 0, "mds"), ("composer", 0, "synthetic")]
+QUICK = ("torch", 0, "mds")
 CASES = [
-    *QUICK,
+    QUICK,
+    ("composer", 0, "synthetic"),
     ("torch", 2, "mds"),
     ("torch", 0, "streamed tars"),
     ("torch", 2, "parquet"),
@@ -81,7 +82,7 @@ def stream_tars(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_workers", "data_format"), quick_and_slow(CASES, quick=QUICK)
+    ("engine", "num_workers", "data_format"), quick_and_slow(CASES, quick=[QUICK])
 )
 def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_format):
     # A crop or a flip of them changes the loss.
@@ -119,7 +120,8 @@ LEVERS = [
 ]
 
 
-@pytest.mark.parametrize("lever", quick_and_slow(LEVERS, quick=[LOW_BIT_LORA]))
+@pytest.mark.slow
+@pytest.mark.parametrize("lever", LEVERS)
 def test_resumed_with_a_lever_for_memory(lever):
     argv = (*TINY, *UNCLIPPED, *lever.split())
     for name, num_steps in (("whole", 3), ("parts", 2), ("parts", 3)):
@@ -210,6 +212,7 @@ def test_two_ranks_pass_over_a_checkpoint_with_a_damaged_file_of_one(tmp_path):
     assert losses("one") == steps
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(capsys):
     argv = ("--use_synth_data", "--engine", "torch")
     assert run("one", 1, *argv) == 0

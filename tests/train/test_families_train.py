@@ -19,8 +19,9 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.drawing import DrawingSettings, draw
 from tests.data.datasets import write_folder
-from tests.marks import quick_and_slow
 from tests.train.written import exported, read_events, read_losses, trained
+
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("sdxl", "sd3", "flux")
 # T5 of a miniature reads so many bytes.
@@ -33,12 +34,6 @@ RECIPE = ("--use_synth_data", "--batch_size", "2", "--engine", "torch", "--preci
 RECIPE += ("--lr", "0.01", "--log_every_batches", "1")
 EMA = ("--use_ema", "--ema_half_life_batches", "2")
 PROMPT, NEGATIVE, SEED = "a red circle", "blurred", 5
-
-
-# Of one transformer in each run of the tests; the others are slow.
-ONE_IS_QUICK = pytest.mark.parametrize(
-    "family", quick_and_slow(FAMILIES, quick=["flux"]), indirect=True, scope="module"
-)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -148,14 +143,12 @@ def test_the_card_tells_tokens_and_flow(family, run):
     assert "| time_sampling | logit_normal |" in card or family != "sd3"
 
 
-@ONE_IS_QUICK
 def test_the_export_trains_with_the_losses_of_the_model(family, run):
     begun = trained("begun", 1, *argv_of(family), "--init_from", run)
     exports = trained("export", 1, *argv_of(family), "--model_name", run / "model")
     assert read_losses(exports) == pytest.approx(read_losses(begun))
 
 
-@ONE_IS_QUICK
 def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run, tmp_path):
     model = run / "model"
     lora = ("--model_name", model, "--lora_rank", 2, "--lora_alpha", 8, "--lr", "0.05")
@@ -175,7 +168,6 @@ def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run,
     assert np.abs(plain - expected).max() > 1
 
 
-@pytest.mark.slow
 def test_latents_of_each_format_train_as_the_pictures_and_resume(family):
     write_folder(Path("data"), num_samples=6)
     argv = (*argv_of(family), "--no_use_synth_data", "--remote")

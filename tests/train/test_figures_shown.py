@@ -27,6 +27,7 @@ def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
     return [{name: float(text) for name, text in row.items()} for row in read_steps(run)]
 
 
+@pytest.mark.slow
 def test_each_period_is_a_line(capsys):
     rows = run(5, "--save_every_batches", "3", "--lr_warmup_batches", "10")
     pattern = (
@@ -45,6 +46,7 @@ def test_each_period_is_a_line(capsys):
         assert float(wait) == pytest.approx(period[0]["data_wait_percent"], abs=0.1)
 
 
+@pytest.mark.slow
 def test_tensorboard_hides_the_steps_that_are_trained_again():
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import SessionLog

@@ -52,6 +52,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, c
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
     """From its first checkpoint until it has noted that another one could not be saved."""
     load_engine("torch")
@@ -89,6 +90,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp
     assert save["error"] is not None and save["error"] in load_record(RUN)["reason"]
 
 
+@pytest.mark.slow
 def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     """The first update makes the weights so large that every prediction overflows."""
     write_folder(tmp_path / "held-out")
@@ -104,6 +106,7 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     assert "not finite at step 1" in (RUN / "watch.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_behind_damaged_last_lines():
     trained("run", 1, *TINY, "--resume", "auto")
     for name in ("history.jsonl", "steps.csv"):

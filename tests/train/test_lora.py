@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(folder):
     drawn = dict(build_tiny(SEED).named_parameters())
     merged = {

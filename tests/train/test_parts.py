@@ -39,11 +39,8 @@ LORA = ("--lora_rank", "4")
 FAMILIES = [("--model_name", f"tiny-{family}") for family in ("sdxl", "sd3", "flux")]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [VAE, *(pytest.param(part, marks=pytest.mark.slow) for part in ((*TEXT, *LORA), *FAMILIES))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [VAE, (*TEXT, *LORA), *FAMILIES], ids=str)
 def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
     monkeypatch.setattr(memory, "profile_step", replay.profile_step)
     folder = trained("one", 1, *MINI, *part, "--use_ema")
@@ -61,12 +58,13 @@ def test_the_memory_estimate_is_of_what_is_kept(part, monkeypatch):
 COPIES = ("--precision", "bf16", "--master_weights", "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "weights", "argv"),
     [
         ("torch", "model", ()),
-        pytest.param("composer", "model", ("--lora_rank", "2"), marks=pytest.mark.slow),
-        pytest.param("ray", "fp32", COPIES, marks=pytest.mark.slow),
+        ("composer", "model", ("--lora_rank", "2")),
+        ("ray", "fp32", COPIES),
     ],
 )
 def test_the_text_encoder_learns_at_its_own_rate_also_after_a_resume(engine, weights, argv):
@@ -107,6 +105,7 @@ def test_a_run_begins_with_the_weights_of_another_and_keeps_them(capsys):
     assert has_same("text_encoder", exported(third), second / "model")
 
 
+@pytest.mark.slow
 def test_the_reconstruction_is_validated(tmp_path):
     write_folder(tmp_path / "held-out")
     look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
@@ -118,6 +117,7 @@ def test_the_reconstruction_is_validated(tmp_path):
     assert f"{found[1]['loss']:.4f} at step 4" in (folder / "watch.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv", [MINI, (*TINY, *VAE), None], ids=["another size", "another part", "no checkpoint"]
 )
@@ -174,6 +174,7 @@ def test_an_export_has_a_sampler_for_its_kind_of_model(online):
     assert not Path("other").exists()
 
 
+@pytest.mark.slow
 def test_the_export_of_a_damaged_run_names_the_file_and_an_older_checkpoint(capsys):
     folder = trained("damaged", 2, *TINY, "--save_every_batches", 1)
     first, second = sorted((folder / "checkpoints").glob("step_*"))

@@ -61,6 +61,7 @@ def kept() -> tuple[list[int], list[int]]:
     return saved_steps(RUN), [int(row["step"]) for row in read_steps(RUN)]
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
     monkeypatch.setattr(watch, "LEAST_PATIENCE_S", 0.0)
     be_slow(monkeypatch, step_s=1.5, signal_in=3, others_s=0.7)
@@ -68,6 +69,7 @@ def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
     assert kept() == ([3], [1, 2, 3])
 
 
+@pytest.mark.slow
 def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
     be_slow(monkeypatch, step_s=60.0, signal_in=4)
     argv = ("--engine", "torch", "--save_every_batches", 2, "--stop_grace_s", 0.5)
@@ -77,11 +79,12 @@ def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
     assert "SIGTERM" in reason and "steps 3 to 3" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "evaluation"),
     [
         *(("torch", evaluation) for evaluation in (VALIDATION, SAMPLES, SCORES)),
-        pytest.param("composer", VALIDATION, marks=pytest.mark.slow),
+        ("composer", VALIDATION),
     ],
 )
 def test_an_evaluation_is_left_at_once_and_the_step_before_it_saved(
@@ -107,6 +110,7 @@ def test_an_evaluation_is_left_at_once_and_the_step_before_it_saved(
     assert [event["event"] for event in read_history(RUN)] == ["begin", "save"]
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, monkeypatch):
     """And what it has lost is counted, though no row told of it."""
     load_engine("torch")
@@ -132,6 +136,7 @@ def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, mon
     assert load_record(RUN)["summary"]["num_lost_steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_may_begin_anew_under_its_name(capsys):
     write_folder(Path("data"))
     picture = Path("data/000.png")

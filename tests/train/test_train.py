@@ -79,6 +79,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert "stood still for" in (folder / "watch.html").read_text()
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
     write_folder(tmp_path / "data", num_samples=9)
     note = "An epoch is 2 steps of 4: 1 of 9 samples do not fill a batch and are left out of it"
@@ -88,6 +89,7 @@ def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
         assert (f"{note}, others in each epoch.\n" in capsys.readouterr().out) == is_told
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     load_engine("torch")  # here, and not once in each rank
     importlib.import_module("sdbench.tasks.train.evaluations")
@@ -105,6 +107,7 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
 
 
+@pytest.mark.slow
 def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     """Validation, pictures, scores and checkpoints draw no random number of the training.
 
@@ -140,6 +143,7 @@ def test_evaluations_leave_the_training_as_it_was(tmp_path, monkeypatch):
     assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "composer"])
 def test_a_run_ends_at_its_target_and_stays_ended(engine, tmp_path, capsys):
     write_folder(tmp_path / "data")
@@ -166,6 +170,7 @@ def test_a_run_ends_at_its_target_and_stays_ended(engine, tmp_path, capsys):
     assert len(read_steps(trained("short", 5, *argv, losses[2] / 2))) == 5
 
 
+@pytest.mark.slow
 def test_of_many_pictures_64_are_in_the_grid_and_all_in_files():
     num_pictures = 65
     lines = [f"p{number},prompt {number}" for number in range(num_pictures + 1)]
@@ -182,6 +187,7 @@ def test_of_many_pictures_64_are_in_the_grid_and_all_in_files():
     assert grid.crop((816, 592, 816 + 64, 592 + 64)).tobytes() == last.tobytes()
 
 
+@pytest.mark.slow
 def test_prompts_are_drawn_in_the_shapes_of_their_turn(tmp_path, capsys):
     look = ("--sample_every_batches", 1, "--sample_steps", 1, "--sample_prompts", "a|b|c")
     look = (*TINY, *look, "--sample_shapes")
@@ -198,6 +204,7 @@ def test_prompts_are_drawn_in_the_shapes_of_their_turn(tmp_path, capsys):
         assert (cell[height + 16 :] == 255).all() and (cell[:height, width:] == 255).all()
 
 
+@pytest.mark.slow
 def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     write_folder(tmp_path / "data")
     argv = (*DATA, "--remote", "data", "--resume", "auto")
@@ -215,6 +222,7 @@ def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     assert len(read_steps(folder)) == 1
 
 
+@pytest.mark.slow
 def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     write_folder(tmp_path / "data" / "held-out")
     argv = (*DATA, "--remote", tmp_path / "data", "--validate_every_batches", 1)
@@ -228,6 +236,7 @@ def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
 
 
+@pytest.mark.slow
 def test_a_decay_of_the_average_is_that_of_a_step():
     interval = 2
     argv = (*TINY, "--save_every_batches", 1, "--lr", 0.01)
