@@ -15,6 +15,8 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import parse_request
 from tests.machines import make_machine
 
+pytestmark = pytest.mark.slow
+
 MODEL = ("--model_name", "tiny")
 SIZES = ("1.15", "1.2", "1.6")
 RECIPES = {
@@ -51,7 +53,6 @@ def plan(*argv: str, memory_gib: float = 1000.0, num_gpus: int = 1):
     return plan_step(request, machine=machine, ranks=Ranks(0, num_gpus, 0, num_gpus))
 
 
-@pytest.mark.slow
 def test_a_micro_batch_is_the_one_that_a_run_chooses_on_that_gpu(tables):
     headings, *rows = tables[0]
     assert headings == ["recipe", *(f"{size} GiB" for size in SIZES)]

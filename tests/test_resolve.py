@@ -61,6 +61,7 @@ def test_a_value_of_the_users_is_never_changed():
     assert set(result.chosen) == {"data_format", "num_threads", *bounds}
 
 
+@pytest.mark.slow
 def test_the_longest_window_has_room_for_what_a_precision_takes():
     def longest(*argv):
         return plan("--use_synth_data", *argv).config.max_measure_batches
@@ -71,6 +72,7 @@ def test_the_longest_window_has_room_for_what_a_precision_takes():
     assert longest("--target_precision", "1%", "--max_measure_batches", "20") == 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 def test_auto_takes_the_largest_micro_batch_that_fits_and_divides():
     small = plan("--batch_size", "96", machine=make_machine(device_memory_gib=40.0))
@@ -298,6 +300,7 @@ def test_a_gpu_whose_memory_may_not_suffice_is_tried_with_a_warning():
         assert not any("memory" in one for one in notes)
 
 
+@pytest.mark.slow
 def test_workers_on_a_cpu_keep_the_old_weights():
     argv = ("--model_name", "tiny", "--num_workers", "1")
     need = plan(*argv, "--no_check_memory").memory
@@ -310,6 +313,7 @@ def test_workers_on_a_cpu_keep_the_old_weights():
     plan(*argv[:-1], "0", machine=machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [

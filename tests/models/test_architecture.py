@@ -291,6 +291,7 @@ def test_the_record_says_whether_weights_were_loaded(folder, flags, weights) -> 
     assert record["workload"]["weights"] == weights
 
 
+@pytest.mark.slow
 def test_every_program_refuses_a_hub_model_that_cannot_be_had() -> None:
     model = ("--model_name", "stabilityai/stable-diffusion-2-base", "--use_synth_data")
     assert benchmark.main([*model, *RUN]) == 2

@@ -14,7 +14,6 @@ import torch
 
 import train
 from sdbench.report.runs import read_steps
-from tests.marks import quick_and_slow
 from tests.runs import only_record
 
 FILE = Path(__file__).with_name("loss_curves.json")
@@ -69,7 +68,8 @@ def describe_arithmetic() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", quick_and_slow(CURVES, quick=["sd, noise"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CURVES)
 def test_the_losses_of_an_objective_are_those_stored(name, tmp_path):
     stored = json.loads(FILE.read_text())
     assert stored["curves"].keys() == CURVES.keys()

@@ -145,6 +145,7 @@ def test_the_seeds_table_is_predicted_from_everything_else(tested, repository):
     assert max(errors) < 0.2 and statistics.median(errors) < 0.1
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_document_are_those_of_today(cases, tested, pools, repository):
     text = (repository / "results" / "predictions.md").read_text(encoding="utf-8")
     groups, seed = try_predictions.list_groups(tested), try_predictions.list_seed(tested)

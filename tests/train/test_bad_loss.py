@@ -187,6 +187,7 @@ def test_it_stops_and_names_the_samples(model):
     assert "loss not finite" in (RUN / "watch.html").read_text()
 
 
+@pytest.mark.slow
 def test_it_stops_when_the_loss_is_shown(model):
     """That of the first step is, whatever the period of the log."""
     write_samples(0)

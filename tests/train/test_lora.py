@@ -143,6 +143,7 @@ def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, 
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
+@pytest.mark.slow
 def test_lora_without_its_weights_begins_no_other_run(folder, capsys):
     trained("one", 1, *RECIPE, "--init_from", folder, code=2)
     assert printed_refusal(capsys.readouterr().err).flag == "--init_from"

@@ -162,6 +162,7 @@ def test_latents_of_encoders_that_are_not_known_are_exported_with_those_that_mad
     assert has_same("vae", exported(named), online / "model")
 
 
+@pytest.mark.slow
 def test_a_run_with_encoders_takes_no_others(online):
     refusal = refusal_of("export", online, "--encoders", online / "model")
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
