@@ -99,6 +99,7 @@ def test_an_uneven_batch_is_cut_and_its_ragged_micro_batch_trained_if_the_user_s
     assert "7 images per rank in 3 micro-batches of 3" in for_person(result)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
 def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
     # 2048 // 96 is 21, which micro-batches of 4 do not divide: 5 of them are 1920 images.

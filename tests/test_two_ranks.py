@@ -135,6 +135,7 @@ def test_nobody_on_the_network_can_join_them(tmp_path):
     assert listening == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_nodes_that_choose_different_settings_end_with_a_record_that_names_them(tmp_path):
     def program():
         flags = ((), ("avx512_bf16",))[int(os.environ["RANK"])]

@@ -168,6 +168,7 @@ def test_a_run_with_encoders_takes_no_others(online):
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
 
 
+@pytest.mark.slow
 def test_an_export_has_a_sampler_for_its_kind_of_model(online):
     refusal = refusal_of("export", online, "--scheduler", "flow_euler", "--folder", "other")
     assert (refusal.flag, refusal.value) == ("--scheduler", "flow_euler")
