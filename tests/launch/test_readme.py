@@ -19,30 +19,20 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sdbench.cli import COMMANDS
 from sdbench.record.store import load_record
 from sdbench.report.terminal import format_summary
+from tests.documents import GUIDES, ON_RAY, ROOT, blocks, commands, launched
 from tests.ports import free_port
 from tests.runs import only_record
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
-# In the order in which one reads them.
-GUIDES = (
-    "README.md",
-    "docs/measure.md",
-    "docs/data.md",
-    "docs/train.md",
-    "docs/models.md",
-    "docs/subject.md",
-    "docs/results.md",
-    "multi-node/ray.md",
-)
 CLUSTER_GUIDE = "multi-node/README.md"
 DOCUMENTS = (
     *GUIDES,
@@ -55,23 +45,7 @@ DOCUMENTS = (
 BIN = Path(sys.executable).parent
 SMALL = ("--model_name", "tiny")
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
-ON_RAY = "--engine ray"  # starts a cluster
-
-
-def blocks(language: str, documents: Sequence[str] = GUIDES) -> list[str]:
-    text = "".join((ROOT / document).read_text() for document in documents)
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def commands(documents: Sequence[str] = GUIDES) -> list[str]:
-    lines = [line for block in blocks("bash", documents) for line in block.splitlines()]
-    return list(dict.fromkeys(filter(str.strip, lines)))
-
-
-def launched() -> list[str]:
-    return [line for line in commands() if line.split()[0] in LAUNCHERS and ON_RAY not in line]
 
 
 def run(
@@ -193,7 +167,15 @@ def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch)
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", [command for command in commands() if ON_RAY in command])
+@pytest.mark.parametrize(
+    "command",
+    [
+        command
+        for command in commands()
+        # tests/ray/test_launch.py runs that of benchmark.py
+        if ON_RAY in command and not command.startswith("python benchmark.py ")
+    ],
+)
 def test_a_command_on_ray_runs_as_it_stands(command, workplace):
     completed = run(command, folder=workplace, timeout_s=580)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -201,8 +183,6 @@ def test_a_command_on_ray_runs_as_it_stands(command, workplace):
     ranks = re.search(r"--num_ray_workers (\d+)", command)
     assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
     assert record["ranks"]["world_size"] == (int(ranks[1]) if ranks else 1)
-    if command.startswith("python benchmark.py "):
-        assert record["summary"]["startup"]["seconds"]["launcher"] > 0
 
 
 @pytest.fixture
@@ -227,8 +207,10 @@ def ray_head(tmp_path) -> Iterator[tuple[int, int, dict[str, str]]]:
     try:
         yield ports["port"], ports["dashboard-port"], environment
     finally:
-        head.terminate()
-        head.wait(60)
+        # By SIGTERM it would take half a minute.
+        for process in (*psutil.Process(head.pid).children(recursive=True), head):
+            process.kill()
+        head.wait()
         shutil.rmtree(folder, ignore_errors=True)  # agents of the head may still write there
 
 

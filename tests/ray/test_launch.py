@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import benchmark
 import data
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.ray_cluster import NUM_PLACES
+from tests.documents import ON_RAY, commands
 from tests.ports import free_port
 from tests.ray.conftest import ADDRESS_LEFT
 from tests.refusals import printed_refusal
@@ -88,13 +90,17 @@ def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, m
 
 
 @pytest.mark.ray
-def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp_path):
+def test_the_command_of_the_readme_ends_soon_after_its_result_and_leaves_nothing(
+    repository, tmp_path
+):
+    (command,) = (
+        line for line in commands() if line.startswith("python benchmark.py ") and ON_RAY in line
+    )
     (tmp_path / "tmp").mkdir()
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}
     results = ("--results_dir", str(tmp_path / "runs"))
-    command = [sys.executable, "benchmark.py", *TINY, *SHORT, *results]
     with subprocess.Popen(
-        command,
+        [sys.executable, *shlex.split(command)[1:], *results],
         cwd=repository,
         env=env,
         stdout=subprocess.PIPE,
@@ -110,6 +116,10 @@ def test_a_command_ends_soon_after_its_result_and_leaves_nothing(repository, tmp
     ended_s = time.monotonic()
     assert process.returncode == 0, lines
     assert lines[-1].startswith("record: ")
+    record = only_record(tmp_path / "runs")
+    assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
+    assert record["ranks"]["world_size"] == 2
+    assert record["summary"]["startup"]["seconds"]["launcher"] > 0
     assert not list((tmp_path / "tmp").iterdir())
     assert ended_s - printed_s < ENDS_WITHIN_S
     assert any(name.startswith("ray::RayTrainW") for name in actors)

@@ -23,16 +23,16 @@ TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_t
 ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_size", "4")
 
 
-def make_argv(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> list[str]:
+def make_argv(results: Path, name: str, *argv: str) -> list[str]:
     """The arguments of train.py."""
     options = [*ENCODED, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
-    return [*options, "--max_duration", f"{num_steps}ba", "--log_every_batches", "1"]
+    return [*options, "--max_duration", f"{NUM_STEPS}ba", "--log_every_batches", "1"]
 
 
-def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
+def test_two_ranks_have_the_losses_of_a_run_on_latents(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     pictures, latents = tmp_path / "pictures", tmp_path / "latents"
-    # The family with most beside the latents; test_online_loader.py has others.
+    # The family with most beside the latents; test_online_loader.py has others, and a resume.
     model = ("--model_name", "tiny-sdxl")
     datasets.write_parquet(pictures)
     # Made in batches of those that the encoders of `ONLINE` see.
@@ -43,9 +43,8 @@ def test_two_ranks_that_are_stopped_and_go_on(tmp_path, monkeypatch):
     on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
     reference = make_argv(tmp_path, "reference", *model, *on_latents)
     train_in_turn("torch", tmp_path, reference)
-    online = (*model, *ONLINE, "--num_ray_workers", "2", "--resume", "auto")
+    online = (*model, *ONLINE, "--num_ray_workers", "2")
     online += ("--remote", str(pictures))
-    run_alone("train.py", *make_argv(tmp_path, "online", *online, num_steps=4))
     run_alone("train.py", *make_argv(tmp_path, "online", *online))
     losses = read_losses(tmp_path / "online")
     assert losses == read_losses(tmp_path / "reference")
