@@ -53,14 +53,19 @@ def test_a_recipe_keeps_all_that_it_asks_for_on_its_card(recipe):
             assert getattr(plan.config, setting) == asked, setting
 
 
-# Those of DreamBooth replay the encoders as well, which takes minutes.
+# To replay the encoders for DreamBooth, or a LoRA on a large model, takes minutes.
+QUICKEST = ("flux_80gb", "sd3_lora_16gb")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.full)
-        if path.stem.startswith("dreambooth")
-        else pytest.param(path, id=path.stem, marks=pytest.mark.slow)
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=pytest.mark.slow if path.stem in QUICKEST else pytest.mark.full,
+        )
         for path in RECIPES
     ],
 )
