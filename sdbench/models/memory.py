@@ -26,8 +26,10 @@ GPU_PROCESS_GIB = 1.0
 
 # What the C library's heap cannot use again while activations are kept, as a share of them: 0.86
 # and 0.88 with glibc, of 2.64 and 3.47 GiB (LoRA on SDXL at 512 px in fp32). Where all weights are
-# trained, the room of their gradients takes it up (results/memory.md).
+# trained and gradients begin with each micro-batch, their room takes it up (results/memory.md).
 HEAP_LOSS = 0.87
+# Of torch.compile and the update of AdamW in 8 bits that it makes: `tiny`, with and without.
+COMPILED_UPDATE_GIB = 0.07
 
 # torchao's `_AdamBase`: numbers in a block, and the size from which a state has blocks.
 LOW_BIT_BLOCKS, MIN_LOW_BIT_SIZE = {8: 256, 4: 128}, 4096
@@ -91,8 +93,7 @@ def estimate_peak_memory(
     """
     profile, shards = profile_step(step), 1
     if config.sharding != "none":
-        is_within_node = config.sharding in WITHIN_NODE
-        shards = ranks.local_world_size if is_within_node else ranks.world_size
+        shards = ranks.local_world_size if config.sharding in WITHIN_NODE else ranks.world_size
     weights = float(profile.trained_weights)
     has_masters = config.master_weights == "fp32"
     state_weights = 2 * weights if has_masters else weights
@@ -107,12 +108,14 @@ def estimate_peak_memory(
     # As `optimizers.update_early`; train.py, whose runs have an --on_bad_loss, reads the gradients.
     is_alone = ranks.world_size == 1 and not adds_up and not hasattr(config, "on_bad_loss")
     is_early = config.update_in_backward or (config.optimizer in ONE_PASS and is_alone)
+    is_fsdp = config.sharding in FSDP
     moments = _moments(
         profile,
         step,
         num_images=micro_batch,
         num_encoded=num_encoded,
-        adds_up=adds_up,
+        # Those of an earlier micro-batch, or DDP's buckets.
+        keeps_gradients=adds_up or (ranks.world_size > 1 and not is_fsdp),
         max_gradients=largest if is_early else weights,
         keeps_heap=not step.on_cuda and config.cpu_allocator != "return",
     )
@@ -121,7 +124,6 @@ def estimate_peak_memory(
     temporaries = weights if step.on_cuda and config.optimizer == "adamw" else 0.0
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
     # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
-    is_fsdp = config.sharding in FSDP
     if has_masters and not (config.optimizer in ONE_PASS or is_fsdp):
         temporaries += 2 * (largest if is_early else weights / shards)
     if config.optimizer in LOW_BIT_ADAMW and not step.on_cuda:
@@ -170,6 +172,8 @@ def estimate_peak_memory(
         "temporaries": peak.temporaries + lost,
     }
     process = GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB[config.engine]
+    if config.optimizer == "adamw_8bit" and not step.on_cuda:
+        process += COMPILED_UPDATE_GIB
     found = _make_estimate(process, peak.phase, sizes)
     if not config.has_subject:
         return found
@@ -228,14 +232,14 @@ def _moments(
     *,
     num_images: int,
     num_encoded: int,
-    adds_up: bool,
+    keeps_gradients: bool,
     max_gradients: float,
     keeps_heap: bool,
 ) -> list[_Moment]:
     """The moments before the optimizer's step at which most memory may be used.
 
-    There are at most `max_gradients` bytes of complete gradients at a time. `keeps_heap`: the C
-    library keeps freed blocks.
+    There are at most `max_gradients` bytes of complete gradients at a time, with `keeps_gradients`
+    always. `keeps_heap`: the C library keeps freed blocks.
     """
     constant, slope, complete = torch.tensor(profile.timeline).T
     activations = num_images * slope
@@ -249,18 +253,14 @@ def _moments(
             temporaries=float(constant[index] - complete[index]),
         )
 
-    gradients = complete.clamp(max=max_gradients)
+    gradients = complete.clamp(min=max_gradients * keeps_gradients, max=max_gradients)
     index = int((constant - complete + gradients + activations).argmax())
-    moments = [moment(index, float(gradients[index]))]
-    if keeps_heap:
-        whole = moments[0]
-        lost = HEAP_LOSS * whole.activations
-        moments.append(whole._replace(temporaries=whole.temporaries + lost))
-    # Gradients of an earlier micro-batch are there from the start. On a CPU the gradients cannot
-    # use the memory that activations free: the C library's heap holds it in pieces of other sizes.
+    whole = moment(index, float(gradients[index]))
+    if not keeps_heap:
+        return [whole]
+    lost = HEAP_LOSS * whole.activations
+    # The gradients cannot use what activations free: the heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.
-    if adds_up or keeps_heap:
-        index = int((constant + activations - complete).argmax())
-        moments.append(moment(index, max_gradients))
-    return moments
+    late = moment(int((constant + activations - complete).argmax()), max_gradients)
+    return [whole, whole._replace(temporaries=whole.temporaries + lost), late]
