@@ -26,7 +26,7 @@ GPU_PROCESS_GIB = 1.0
 
 # What the C library's heap cannot use again while activations are kept, as a share of them: 0.86
 # and 0.88 with glibc, of 2.64 and 3.47 GiB (LoRA on SDXL at 512 px in fp32). Where all weights are
-# trained and gradients begin with each micro-batch, their room takes it up (results/memory.md).
+# trained, gradients that are made after the activations take it up (results/memory.md).
 HEAP_LOSS = 0.87
 # Of torch.compile and the update of AdamW in 8 bits that it makes: `tiny`, with and without.
 COMPILED_UPDATE_GIB = 0.07
@@ -114,7 +114,7 @@ def estimate_peak_memory(
         step,
         num_images=micro_batch,
         num_encoded=num_encoded,
-        # Those of an earlier micro-batch, or DDP's buckets.
+        # From an earlier micro-batch, or in DDP's buckets.
         keeps_gradients=adds_up or (ranks.world_size > 1 and not is_fsdp),
         max_gradients=largest if is_early else weights,
         keeps_heap=not step.on_cuda and config.cpu_allocator != "return",

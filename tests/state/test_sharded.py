@@ -80,7 +80,6 @@ def load_shared_out(rank, checkpoints, value):
         assert torch.equal(tensors[name].full_tensor(), expected)
 
 
-@pytest.mark.slow
 def test_two_ranks_save_and_one_loads_and_the_other_way_round(tmp_path):
     assert in_ranks(save_shared_out, tmp_path, 10) == 0
     alone = make_checkpoints(tmp_path / "run")
