@@ -1,7 +1,7 @@
-# On a machine with Python 3.10 or newer, pip and make, each target sets up what it needs.
+# On a machine with Python 3.11 to 3.14, pip and make, each target sets up what it needs.
 
 PYTHON ?= python3
-TORCH ?= 2.7
+TORCH ?= 2.11
 CHROMIUM ?= chromium
 ARGS ?=
 RUN ?=
@@ -9,24 +9,27 @@ OUT ?= runs/benchmark_gpu
 PART ?= 1
 WHEELS ?=
 
-# The sets of packages, by the torch in them, each in an environment of its own.
-ifeq ($(TORCH),2.7)
+# The sets of packages, by the torch in them, each in an environment of its own. A file holds every
+# package of its set with its version (`make lock`).
+ifeq ($(TORCH),2.11)
   VENV ?= .venv
-  PINS := constraints.txt
-else ifeq ($(TORCH),2.14)
-  VENV ?= .venv-torch-2.14
-  PINS := constraints-torch-2.14.txt
-  OVERRIDES := overrides-torch-2.14.txt
+  PACKAGES := requirements.txt
+  TESTS := --no-deps -r requirements-dev.txt
+else ifeq ($(TORCH),2.7)
+  VENV ?= .venv-torch-2.7
+  PACKAGES := requirements-torch-2.7.txt
+  # What the tests need is not pinned beside this set.
+  TESTS := --no-config -r $(PACKAGES) --group test
 else
-  $(error no packages are pinned for this torch: got '$(TORCH)'; allowed: 2.7 (code for GPUs from sm_50 \
-    to sm_90), 2.14 (sm_75 to sm_120); change it with TORCH)
+  $(error no packages are pinned for this torch: got '$(TORCH)'; allowed: 2.11 (code for GPUs from sm_75 \
+    to sm_120), 2.7 (sm_50 to sm_90, the versions that Composer asks for); change it with TORCH)
 endif
 
 # What installs the packages; pip installs it, and nothing else.
 UV := uv==0.13.9
 # Named after what they installed, so that any change of these files installs again.
-STAMP := $(VENV)/.installed-$(shell cat requirements.txt $(PINS) $(OVERRIDES) | cksum | cut -d ' ' -f 1)
-DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-ray.txt requirements-dev.txt | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(shell cat $(PACKAGES) | cksum | cut -d ' ' -f 1)
+DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-dev.txt | cksum | cut -d ' ' -f 1)
 SITE := $(abspath $(OUT))/site-packages
 WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # There while pip and uv work. Found at the start, it means that an installation was cut off, which
@@ -38,22 +41,29 @@ INSTALLING := $(VENV)/.installing
 unexport PYTHONDONTWRITEBYTECODE
 
 define make_environment
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; \
-	  exit 2; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
-	  echo "'$(PYTHON)' cannot make a virtual environment: install its venv and ensurepip" \
-	    "modules (Debian, Ubuntu: apt install python3-venv)." >&2; exit 2; }
 	@if [ -e $(INSTALLING) ] || ! $(VENV)/bin/python -m pip --version > /dev/null 2>&1; then \
-	  echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	  if ! $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))'; then \
+	    command -v uv > /dev/null || { echo "Python 3.11 to 3.14 is needed and '$(PYTHON)' is not:" \
+	      "make PYTHON=python3.12 ..., or install uv, which then fetches one." >&2; exit 2; }; \
+	    uv venv --seed --clear --python '>=3.11,<3.15' $(VENV); \
+	  else \
+	    $(PYTHON) -c 'import ensurepip, venv' || { \
+	      echo "'$(PYTHON)' cannot make a virtual environment: install its venv and ensurepip" \
+	        "modules (Debian, Ubuntu: apt install python3-venv)." >&2; exit 2; }; \
+	    echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); \
+	  fi; fi
 endef
 
 define install
 	@rm -f $(VENV)/.installed-* && touch $(INSTALLING)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(UV)
-	$(VENV)/bin/python tools/uv_install.py $(1) -c $(PINS) $(OVERRIDES:%=--override %)
+	$(VENV)/bin/python tools/uv_pip.py install $(1)
 	@rm $(INSTALLING)
 endef
+
+# $(call compile,FILE,FLAGS): resolve pyproject.toml into the file, whose versions stay where they can.
+compile = $(VENV)/bin/python tools/uv_pip.py compile -q pyproject.toml --universal \
+  --annotation-style line --custom-compile-command "make lock" -o $(1) $(2)
 
 define install_wheels
 	@if [ -n "$(WHEELS)" ]; then $(PYTHON) -m pip install -q --no-index --no-deps --no-compile \
@@ -61,10 +71,10 @@ define install_wheels
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish results page-picture settings clean
+.PHONY: help lock wheels benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish results page-picture settings clean
 
 help: ## Print this list
-	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.7|2.14] [VENV=.venv]"
+	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.11|2.7] [VENV=.venv]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
 
 benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="..."
@@ -105,9 +115,11 @@ lint: $(DEV_STAMP) ## Check style with ruff, and who imports whom
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/lint-imports
 
-publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
-	@test -n "$(RUN)" || { echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2; }
+publish: $(if $(RUN),$(STAMP),needs-run) ## Copy a run into results/: make publish RUN=runs/...
 	$(VENV)/bin/python -m sdbench publish $(RUN)
+
+needs-run:
+	@echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2
 
 results: $(STAMP) ## Make the tables, plots and page in results/ again from its records
 	$(VENV)/bin/python -m sdbench report
@@ -120,18 +132,30 @@ settings: $(STAMP) ## Make docs/settings.md again from the declarations of the s
 	$(VENV)/bin/python -m sdbench.settings.page > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
+lock: $(DEV_STAMP) ## Resolve pyproject.toml into requirements*.txt; to newest versions by ARGS=--upgrade
+	$(call compile,requirements-dev.txt,--all-extras --group dev $(ARGS))
+	cp requirements-dev.txt requirements-all.txt && $(call compile,requirements-all.txt,--all-extras)
+	cp requirements-dev.txt requirements.txt && $(call compile,requirements.txt)
+	$(call compile,requirements-torch-2.7.txt,--no-config $(ARGS))
+
+# Of x86-64 and Python 3.12. pip takes each tag alone.
+wheels: ## Download what a GPU host with torch 2.11 and no registry lacks into WHEELS=build/wheels
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
+	  $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1,--platform $(tag)_x86_64) \
+	  -d $(or $(WHEELS),build/wheels) -c requirements.txt -r single-node/gpu-host-lacks.txt
+
 clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP):
 	$(make_environment)
-	@echo "Installing requirements.txt: 3.3 GB to download"
-	$(call install,-r requirements.txt)
+	@echo "Installing $(PACKAGES): 3.3 GB to download"
+	$(call install,--no-deps -r $(PACKAGES))
 	@touch $@
 
 $(DEV_STAMP):
 	$(make_environment)
 	@echo "Installing what tests need: 3.3 GB to download if nothing is installed yet"
-	$(call install,-r requirements.txt -r requirements-ray.txt -r requirements-dev.txt)
+	$(call install,$(TESTS))
 	@touch $(STAMP) $@

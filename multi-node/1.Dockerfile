@@ -2,10 +2,10 @@
 #
 #     docker build -f multi-node/1.Dockerfile -t mosaicml-stable-diffusion:0.32.1 .
 #
-# NCCL comes with torch (nvidia-nccl-cu12 2.26.2 with torch 2.7.0); AWS's installer brings libfabric
+# NCCL comes with torch (nvidia-nccl-cu13 2.28.9 with torch 2.11.0); AWS's installer brings libfabric
 # and the plugin aws-ofi-nccl, through which NCCL uses EFA. 1.51.0 has libfabric 2.7.0 and plugin
 # 1.22.0 (release notes of EFA, October 2026), which works with NCCL 2.17.1 and newer.
-ARG PYTORCH_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
+ARG PYTORCH_IMAGE=nvidia/cuda:13.0.0-base-ubuntu24.04
 FROM ${PYTORCH_IMAGE}
 
 ARG EFA_INSTALLER_VERSION=1.51.0
@@ -39,10 +39,8 @@ RUN apt-get update \
 
 ARG MOSAICML_VERSION=0.32.1
 ARG PYTORCH_INDEX_URL=
-ARG TORCH_VERSION=
-ARG TORCHVISION_VERSION=
-COPY requirements.txt requirements-ray.txt constraints.txt single-node/install-suite.sh /tmp/install/
-RUN /tmp/install/install-suite.sh /tmp/install /opt/venv && rm -r /tmp/install
+COPY requirements-all.txt single-node/install-suite.sh /tmp/install/
+RUN /tmp/install/install-suite.sh /tmp/install/requirements-all.txt /opt/venv && rm -r /tmp/install
 # An NGC image points the loader at its own torch.
 ENV PATH=/opt/venv/bin:/opt/amazon/efa/bin:$PATH \
     LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64

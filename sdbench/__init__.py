@@ -2,6 +2,11 @@
 
 import logging
 import os
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    print(f"error: Python 3.11 or newer is needed: got {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)
 
 __version__ = "0.1.0"
 # CPUs that this process may run on, read before torch is imported: with OMP_PLACES or OMP_PROC_BIND

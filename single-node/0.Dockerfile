@@ -2,17 +2,15 @@
 #
 #     docker build -f single-node/0.Dockerfile -t mosaicml-stable-diffusion:0.32.1 .
 #
-# PYTORCH_IMAGE may be a plain CUDA image of NVIDIA's or one of NGC (nvcr.io/nvidia/pytorch:25.04-py3):
-# it gives the system and CUDA's tools, requirements.txt all Python packages.
-ARG PYTORCH_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
+# PYTORCH_IMAGE may be a plain CUDA image of NVIDIA's or one of NGC (nvcr.io/nvidia/pytorch:25.10-py3):
+# it gives the system and CUDA's tools, requirements-all.txt all Python packages.
+ARG PYTORCH_IMAGE=nvidia/cuda:13.0.0-base-ubuntu24.04
 FROM ${PYTORCH_IMAGE}
 
 ARG MOSAICML_VERSION=0.32.1
 ARG PYTORCH_INDEX_URL=
-ARG TORCH_VERSION=
-ARG TORCHVISION_VERSION=
-COPY requirements.txt requirements-ray.txt constraints.txt single-node/install-suite.sh /tmp/install/
-RUN /tmp/install/install-suite.sh /tmp/install /opt/venv && rm -r /tmp/install
+COPY requirements-all.txt single-node/install-suite.sh /tmp/install/
+RUN /tmp/install/install-suite.sh /tmp/install/requirements-all.txt /opt/venv && rm -r /tmp/install
 # An NGC image points the loader at its own torch.
 ENV PATH=/opt/venv/bin:$PATH LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 

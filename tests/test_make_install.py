@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tools import uv_install
+from tools import uv_pip
 
 LISTED = r"""
 :env:.find-links='/wheels'
@@ -57,8 +63,8 @@ OTHERS = {
     ],
 )
 def test_settings_of_pip_become_those_of_uv(listed, pip, environ, variables, flags):
-    pip = uv_install.parse_pip_settings(listed) | pip
-    assert uv_install.translate(pip, environ) == (variables, flags)
+    pip = uv_pip.parse_pip_settings(listed) | pip
+    assert uv_pip.translate(pip, environ) == (variables, flags)
 
 
 # Stands for pip and uv: logs its arguments, and fails if a file says so.
@@ -66,7 +72,7 @@ FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$LOG"
 case "$*" in
   *"-m venv"*) for to; do :; done; rm -rf "$to"; mkdir -p "$to/bin"; cp "$0" "$to/bin/python";;
-  *uv_install*) test ! -e "$CUT_OFF";;
+  *uv_pip*) test ! -e "$CUT_OFF";;
 esac
 """
 
@@ -100,16 +106,16 @@ def make(tmp_path, repository):
 
 
 def installs(lines: list[str]) -> list[str]:
-    return [line for line in lines if "uv_install" in line]
+    return [line for line in lines if "uv_pip" in line]
 
 
 def test_nothing_is_installed_twice(make):
     (line,) = installs(make("settings"))
-    assert line == "tools/uv_install.py -r requirements.txt -c constraints.txt"
+    assert line == "tools/uv_pip.py install --no-deps -r requirements.txt"
     assert not installs(make("settings"))
     # The rest is added once, and serves the others.
     (line,) = installs(make("test-ray"))
-    assert line.count("-r ") == 3
+    assert line == "tools/uv_pip.py install --no-deps -r requirements-dev.txt"
     assert not installs(make("test")) and not installs(make("settings"))
 
 
@@ -124,32 +130,81 @@ def test_an_installation_that_was_cut_off_is_made_again_from_nothing(make, tmp_p
     assert not any("-m venv" in line for line in make("test"))
 
 
-def test_the_newer_torch_has_an_environment_of_its_own(make):
+def test_the_older_torch_has_an_environment_of_its_own(make):
     make("settings")
-    lines = make("settings", "TORCH=2.14")
-    assert any("-m venv --clear .venv-torch-2.14" in line for line in lines)
-    assert installs(lines) == [
-        "tools/uv_install.py -r requirements.txt -c constraints-torch-2.14.txt "
-        "--override overrides-torch-2.14.txt"
-    ]
+    lines = make("settings", "TORCH=2.7")
+    assert any("-m venv --clear .venv-torch-2.7" in line for line in lines)
+    assert installs(lines) == ["tools/uv_pip.py install --no-deps -r requirements-torch-2.7.txt"]
     assert not installs(make("settings"))
 
 
 def test_another_torch_is_refused_by_name(make):
-    refusal = make("settings", "TORCH=2.9", fails=True)[-1]
-    assert "got '2.9'; allowed: 2.7 " in refusal
-    assert "2.14 " in refusal and "change it with TORCH" in refusal
+    refusal = make("settings", "TORCH=2.14", fails=True)[-1]
+    assert "got '2.14'; allowed: 2.11 " in refusal
+    assert "2.7 " in refusal and "change it with TORCH" in refusal
 
 
-def test_both_sets_pin_what_they_replace(repository):
-    def pins(name: str) -> dict[str, str]:
-        text = (repository / name).read_text()
-        return dict(re.findall(r"^([\w.\-]+)(?:\[[\w,]+\])?[=>]=([^\s;]+)", text, re.MULTILINE))
+def test_publish_asks_for_the_run_before_it_installs_anything(make):
+    *lines, refusal = make("publish", fails=True)
+    assert lines == []
+    assert "make publish RUN=" in refusal
 
-    wanted, replaced = pins("requirements.txt"), pins("overrides-torch-2.14.txt")
-    newer = {name.lower(): pin for name, pin in pins("constraints-torch-2.14.txt").items()}
-    assert {*replaced} < {*wanted}
-    assert newer["torch"] == replaced["torch"]
-    assert newer["torchvision"] == replaced["torchvision"]
-    for name in {*wanted} - {*replaced}:
-        assert newer[name.lower()] == wanted[name], name
+
+def test_a_python_that_does_not_fit_is_refused_before_anything_is_made(make, tmp_path, repository):
+    old = tmp_path / "old-python"
+    old.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 10, 9)\n$2'"
+    )
+    old.chmod(0o755)
+    refusal = make("settings", f"PYTHON={old}", "PATH=/usr/bin:/bin", fails=True)[-1]
+    assert "Python 3.11 to 3.14 is needed" in refusal
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_program_names_the_python_that_it_needs(repository):
+    code = "import sys; sys.version_info = (3, 10, 9); import sdbench"
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Python 3.11 or newer is needed: got 3.")
+
+
+def read_pins(file: Path) -> dict[str, set[str]]:
+    """The packages of a file of requirements, each with its versions: they differ by Python."""
+    pins = defaultdict(set)
+    for line in file.read_text().splitlines():
+        requirement = line.partition("#")[0].strip()
+        if requirement:
+            pin = Requirement(requirement)
+            (version,) = pin.specifier
+            assert version.operator == "==", line
+            pins[pin.name].add(version.version)
+    return dict(pins)
+
+
+def test_the_files_of_packages_hold_one_set_and_all_that_is_declared(repository):
+    declared = tomllib.loads((repository / "pyproject.toml").read_text())
+    project = declared["project"]
+    running = read_pins(repository / "requirements.txt")
+    everything = read_pins(repository / "requirements-all.txt")
+    tests = read_pins(repository / "requirements-dev.txt")
+    assert running.items() <= everything.items() <= tests.items()
+    overrides = {
+        pin.name: pin for pin in map(Requirement, declared["tool"]["uv"]["override-dependencies"])
+    }
+    for lines, pins in (
+        (project["dependencies"], running),
+        (chain(*project["optional-dependencies"].values()), everything),
+        (project["dependencies"], read_pins(repository / "requirements-torch-2.7.txt")),
+    ):
+        for wanted in map(Requirement, lines):
+            of_set = wanted if pins["torch"] == {"2.7.0"} else overrides.get(wanted.name, wanted)
+            assert all(version in of_set.specifier for version in pins[wanted.name]), wanted
+    assert running["torch"] == {"2.11.0"}
+
+
+def test_what_the_host_of_a_gpu_lacks_is_pinned(repository):
+    pins = read_pins(repository / "requirements.txt")
+    lines = (repository / "single-node/gpu-host-lacks.txt").read_text().splitlines()
+    names = {canonicalize_name(line) for line in lines if not line.startswith("#")}
+    assert names <= {canonicalize_name(name) for name in pins}

@@ -172,7 +172,7 @@ def read_time(started_utc: str | None, *, of: str | Path) -> Time:
         # Python 3.10 reads no Z. A time without a zone is in UTC.
         started = datetime.datetime.fromisoformat(started_utc.removesuffix("Z"))
         if started.tzinfo is None:
-            started = started.replace(tzinfo=datetime.timezone.utc)
+            started = started.replace(tzinfo=datetime.UTC)
         return Time(started.timestamp())
     except (ValueError, OverflowError):
         raise ConfigError(

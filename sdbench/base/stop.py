@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
+from sdbench.base.packages import INSTALL
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
@@ -147,7 +148,7 @@ def _refuse_without_package(error: ModuleNotFoundError) -> int:
         f"the package {error.name} is not installed for this Python",
         value=sys.executable,
         allowed="a Python with the packages of requirements.txt, as make benchmark sets it up",
-        flag="`source .venv/bin/activate`, or `pip install -r requirements.txt -c constraints.txt`",
+        flag=f"`source .venv/bin/activate`, or `{INSTALL}`",
     )
     print(f"error: {refusal}", file=sys.stderr)
     return refusal.exit_code

@@ -27,6 +27,7 @@ from streaming.base.world import World
 
 from sdbench.base import shared_memory
 from sdbench.base.cache import private_folder
+from sdbench.base.packages import INSTALL
 
 assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
 assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
@@ -133,7 +134,7 @@ def check_overridden() -> None:
         if found != wanted:
             raise ImportError(
                 f"{kind}.{name} of the installed mosaicml-streaming takes {found}, not {wanted}: "
-                "pip install -r requirements.txt"
+                f"{INSTALL}"
             )
 
 

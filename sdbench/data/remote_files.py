@@ -211,7 +211,7 @@ def describe_unchecked(places: Iterable[str | None]) -> dict[str, Any] | None:
     made_s = [_unchecked[place] for place in places if place in _unchecked]
     if not made_s:
         return None
-    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.timezone.utc)
+    oldest = datetime.datetime.fromtimestamp(int(min(made_s)), datetime.UTC)
     return {"num_files": len(made_s), "oldest_utc": oldest.isoformat()}
 
 

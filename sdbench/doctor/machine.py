@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import sdbench
 from sdbench.base.cache import private_folder
+from sdbench.base.packages import INSTALL
 from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
 from sdbench.base.shared_memory import find_stale
 from sdbench.base.units import BYTES_PER_GIB, counted
@@ -24,14 +25,14 @@ from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_ve
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
+REPOSITORY = Path(__file__).resolve().parents[2]
 # What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
 NCCL_BYTES = 1 * BYTES_PER_GIB
 # Enough for records, logs and traces, without copies of a data set.
 LOW_FREE_BYTES = 1 * BYTES_PER_GIB
 
 
-@check("software", "pip install -r requirements.txt")
+@check("software", INSTALL)
 def check_software(job: Job) -> Seen:
     """Check that the packages have the versions pinned for one of the sets of packages."""
     versions, state = package_versions(), git_state()
@@ -40,10 +41,10 @@ def check_software(job: Job) -> Seen:
         yield OK, f"commit {state['commit'][:10]}{' with changes' if state['dirty'] else ''}"
     else:
         yield WARNING, NO_COMMIT
-    pins = _read_pins(REQUIREMENTS)
     minor = ".".join((versions["torch"] or "").split(".")[:2])
-    pins |= _read_pins(REQUIREMENTS.with_name(f"overrides-torch-{minor}.txt"))
-    for name, pin in pins.items():
+    of_torch = REPOSITORY / f"requirements-torch-{minor}.txt"
+    file = of_torch if of_torch.is_file() else REPOSITORY / "requirements.txt"
+    for name, pin in _read_pins(file).items():
         if name not in PACKAGES:
             continue
         version = versions[name]
@@ -58,8 +59,9 @@ def _read_pins(file: Path) -> dict[str, SpecifierSet]:
     from packaging.requirements import Requirement
 
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    found = [Requirement(line) for line in text.splitlines() if line and line[0] not in "#-"]
-    return {pin.name: pin.specifier for pin in found}
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    pins = [Requirement(line) for line in lines if line]
+    return {pin.name: pin.specifier for pin in pins if pin.marker is None or pin.marker.evaluate()}
 
 
 def _show_gib(num_bytes: float) -> str:

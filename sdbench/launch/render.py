@@ -214,7 +214,7 @@ def find_names(template: str) -> set[str]:
 def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     """The value of every variable of a template; refuses a variable that is not set."""
     is_at_pod = flags.rdzv_backend == "c10d"
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     num_nodes = flags.num_nodes or 0
     values = {
         "RDZV_HOST": f"{JOB_NAME}-worker-0" if is_at_pod else "etcd",

@@ -67,7 +67,7 @@ def new_folder(given: Path | None, *, prefix: str) -> Path:
     """Make an empty folder: the user's, or ``runs/<prefix>_<time>``."""
     with refused_unless_written(given or "runs", what="the output folder", flag="--folder"):
         while given is None:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
             folder = Path("runs") / f"{prefix}_{now}"
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)

@@ -151,8 +151,8 @@ def check_gpu_code(machine: Machine) -> None:
         "this torch has no code for the GPU",
         value=f"{machine.device_name} (sm_{gpu[0]}{gpu[1]})",
         allowed=f"{', '.join(built_for)} with torch {torch.__version__}; "
-        "TORCH=2.7 installs sm_50 to sm_90, TORCH=2.14 sm_75 to sm_120",
-        flag=f"`make benchmark TORCH={'2.14' if gpu >= (7, 5) else '2.7'}`",
+        "TORCH=2.7 installs sm_50 to sm_90, TORCH=2.11 sm_75 to sm_120",
+        flag=f"`make benchmark TORCH={'2.11' if gpu >= (7, 5) else '2.7'}`",
     )
 
 

@@ -21,7 +21,7 @@ from sdbench.settings.rules import settle
 from sdbench.settings.setting import GPU
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @dataclasses.dataclass

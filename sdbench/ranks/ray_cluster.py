@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import sdbench
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.packages import INSTALL_ALL, is_installed
 
 # Set in the workers of Ray Train: how often it has started the ranks again, when the command was
 # given (seconds since 1970), and the seconds from then to the worker's first line.
@@ -27,17 +27,16 @@ OMP_VARIABLE = "OMP_NUM_THREADS"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Ray itself would try for many minutes to reach an address where nothing listens.
 ANSWER_WITHIN_S = 5.0
-INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
 def check_installed() -> None:
-    """Raise ConfigError without the packages of requirements-ray.txt."""
-    missing = [name for name in ("ray", "lightning") if importlib.util.find_spec(name) is None]
+    """Raise ConfigError without Ray and Lightning."""
+    missing = [name for name in ("ray", "lightning") if not is_installed(name)]
     if missing:
         raise ConfigError(
             f"The engine ray needs packages that are not installed: {', '.join(missing)}",
             value="ray",
-            allowed=f"composer | torch, or first {INSTALL}",
+            allowed=f"composer | torch, or first {INSTALL_ALL}",
             flag="--engine",
         )
 

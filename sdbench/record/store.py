@@ -73,7 +73,7 @@ STEP_COLUMNS = ("index", "phase", "step_time_s", "data_wait_s", "loss")
 
 def utc_now() -> str:
     """The present moment as ISO 8601 in UTC, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 class RunFolder:
@@ -89,7 +89,7 @@ class RunFolder:
         with refused_unless_written(results_dir):
             Path(results_dir).mkdir(parents=True, exist_ok=True)
             while True:
-                stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+                stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
                 path = Path(results_dir) / f"{stamp}_{machine}_{name}"
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()

@@ -62,7 +62,7 @@ class TensorboardLog(_Tracker):
 
         TensorBoard hides later steps of older files.
         """
-        from tensorboardX import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
 
         purge_step = num_steps + 1 if num_steps else None
         self._writer = SummaryWriter(str(folder / EVENTS_FOLDER_NAME), purge_step=purge_step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 from sdbench.settings.kinds import SWITCH, one_of, positive_or
 from sdbench.settings.parallel import WHOLE_WEIGHTS, WITHOUT_GRAPHS, has_cpp_compiler
@@ -25,6 +24,7 @@ from sdbench.settings.setting import (
     Rule,
     Rung,
     Situation,
+    needs_package,
     on_cpu,
     on_gpu,
     only_with,
@@ -121,6 +121,7 @@ class ComputingSpeedups:
         seed="same",
         before="same",
         rules=(
+            needs_package(("fp8",), "torchao"),
             Rule(
                 ("fp8",),
                 lambda s: float(s.machine.compute_capability or "inf") >= 8.9,
@@ -233,11 +234,7 @@ class ComputingSpeedups:
                 "on a GPU this attention kernel takes 16-bit numbers only",
                 lifted_by={"precision": HALF_PRECISIONS},
             ),
-            Rule(
-                ("xformers",),
-                lambda s: importlib.util.find_spec("xformers") is not None,
-                "xformers is not installed (pip install xformers)",
-            ),
+            needs_package(("xformers",), "xformers", "pip install xformers"),
         ),
         rungs=(
             Rung("eager", "diffusers without fused attention", SAME_FP32),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind, one_of
 from sdbench.settings.parallel import WHOLE_WEIGHTS
-from sdbench.settings.setting import Beside, Rule, setting
+from sdbench.settings.setting import Beside, Rule, needs_package, setting
 from sdbench.settings.training import ModelSettings
 
 
@@ -75,6 +75,7 @@ class LoraSettings:
         "LoRA can be used with any of them",
         acts_beside=(WITH_LORA,),
         rules=(
+            needs_package(LOW_BIT, "torchao"),
             Rule(
                 LOW_BIT,
                 lambda s: s.config.sharding in WHOLE_WEIGHTS,

@@ -26,6 +26,7 @@ from sdbench.settings.setting import (
     Rule,
     Rung,
     Situation,
+    needs_package,
     on_cpu,
     on_gpu,
     only_with,
@@ -105,6 +106,7 @@ class UpdatingSpeedups:
                 lambda s: shutil.which("g++") is not None,
                 "the kernel for one pass is compiled by g++, which is not on the PATH",
             ),
+            needs_package(LOW_BIT_ADAMW, "torchao"),
             only_with(
                 LOW_BIT_ADAMW, "a state of few bits is not sharded by FSDP", sharding=WHOLE_WEIGHTS
             ),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.packages import INSTALL_ALL, is_installed
 from sdbench.settings.kinds import SWITCH, Kind, OutOfBoundsError
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ def only_with(values: Container[Any], problem: str, instead: Any = None, **other
         return all(getattr(situation.config, name) in allowed for name, allowed in others.items())
 
     return Rule(values, is_met, problem, instead, lifted_by=others)
+
+
+def needs_package(values: Container[Any], name: str, command: str = INSTALL_ALL) -> Rule:
+    """A `Rule` that is met if a package is installed, which the command does."""
+    return Rule(values, lambda _: is_installed(name), f"{name} is not installed ({command})")
 
 
 class Beside(NamedTuple):

@@ -23,7 +23,7 @@ def install(folder, package: str, version: str | None) -> None:
 
 
 OLD = {"torch": "2.7.0", "torchvision": "0.22.0", "transformers": "4.57.6", "diffusers": "0.39.0"}
-NEW = {"torch": "2.14.1", "torchvision": "0.29.1", "transformers": "5.1.0", "diffusers": "0.42.1"}
+NEW = {"torch": "2.11.0", "torchvision": "0.26.0", "transformers": "5.24.0", "diffusers": "0.42.1"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,8 @@ NEW = {"torch": "2.14.1", "torchvision": "0.29.1", "transformers": "5.1.0", "dif
         (OLD | {"torch": "2.7.0+cu126"}, "ok"),
         (OLD | {"diffusers": None}, "error"),
         (NEW, "ok"),
-        (OLD | {"transformers": "5.1.0"}, "warning"),
+        (OLD | {"transformers": "5.24.0"}, "warning"),
+        (NEW | {"torch": "2.14.1"}, "warning"),
     ],
 )
 def test_versions_are_those_of_one_set_of_packages(look, monkeypatch, tmp_path, versions, level):

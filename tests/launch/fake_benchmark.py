@@ -53,9 +53,7 @@ def main() -> int:
     record = json.loads(template.read_text())
     folder = RunFolder(RunFolder.create(arguments.results_dir, machine="fake", name="tiny"))
     record["run_id"] = folder.path.name
-    record["started_utc"] = datetime.datetime.now(datetime.timezone.utc).isoformat(
-        timespec="seconds"
-    )
+    record["started_utc"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record["config"]["device_train_microbatch_size"] = micro_batch
     # 1 - 0.5 / micro-batch times 10: larger ones are faster, with less and less to gain.
     record["config"]["batch_size"] = arguments.batch_size or micro_batch

@@ -48,8 +48,7 @@ def test_each_period_is_a_line(capsys):
 
 @pytest.mark.slow
 def test_tensorboard_hides_the_steps_that_are_trained_again():
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import SessionLog
+    from tensorboard.compat.proto.event_pb2 import SessionLog
 
     Path("prompts.txt").write_text("a red circle")
     write_folder(Path("held-out"))
@@ -72,7 +71,7 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
 
 def read_tensorboard(file: Path):
     """The events of a file: each has its length and a checksum before, and a checksum behind it."""
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event
 
     content, events = file.read_bytes(), []
     while content:

@@ -1,9 +1,9 @@
-"""Install into the environment of this Python with uv, from the places that pip is set to use.
+"""Runs `uv pip install` or `uv pip compile` with the places that pip is set to use.
 
 uv does not read pip's settings: with a proxy index pip works and uv finds nothing. So pip's
 settings are put into the variables that uv reads. Variables that the user has set for uv stay.
 
-    .venv/bin/python tools/uv_install.py -r requirements.txt -c constraints.txt
+    .venv/bin/python tools/uv_pip.py install --no-deps -r requirements.txt
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def translate(
 
 
 def main() -> None:
-    """Become `uv pip install` with the arguments of this program."""
+    """Become `uv pip` with the arguments of this program, for the environment of this Python."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         check=True,
@@ -86,7 +86,8 @@ def main() -> None:
     )
     variables, flags = translate(parse_pip_settings(listed.stdout), os.environ)
     uv = str(Path(sys.executable).with_name("uv"))
-    argv = [uv, "pip", "install", "--python", sys.executable, *flags, *sys.argv[1:]]
+    command, *rest = sys.argv[1:]
+    argv = [uv, "pip", command, "--python", sys.executable, *flags, *rest]
     sys.stdout.flush()
     os.execve(uv, argv, {**os.environ, **variables})
 
