@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -188,6 +189,15 @@ def test_a_command_without_its_checkout_names_the_file_that_it_needs(sdbench, tm
     refusal = printed_refusal(sdbench(*argv, exit_code=2))
     needs = f"this command needs {file} of a checkout of the suite, which no installed package has"
     assert (refusal.what, refusal.flag) == (needs, "cd")
+
+
+def test_a_run_of_an_installed_package_is_repeated_by_its_command_and_not_by_a_script(site):
+    code = (
+        "from sdbench.ranks.launcher import typed_command as t; print(t(['benchmark.py', '--a']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert ast.literal_eval(printed) == ["python", "-m", "sdbench", "benchmark", "--a"]
 
 
 def test_the_commit_of_another_checkout_is_not_taken_for_the_packages(site, tmp_path):
