@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sdbench import engines
 from sdbench.base.errors import ConfigError
+from sdbench.settings import recipe
 from sdbench.settings.config import PRESETS, SETTINGS, SPEED_UPS, parse_request
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import TEXT
@@ -97,13 +100,36 @@ def test_a_wrong_flag_is_refused_by_name(argv, flag, value):
         parse(*argv)
 
 
-def test_what_is_wrong_with_a_value_or_a_path_is_said():
+def test_what_is_wrong_with_a_value_is_said():
     with refused("--batch_size", value="0") as caught:
         parse("--batch_size", "0")
     assert caught.value.what == "--batch_size has a value that it does not take"
-    with refused("--config", value="none.yaml") as caught:
-        parse("--config", "none.yaml")
-    assert caught.value.what.endswith("(no such file)")
+
+
+@pytest.mark.parametrize("name", ["shapes", "shapes.yaml", "configs/shapes.yaml"])
+def test_a_recipe_of_the_suite_is_found_by_its_name_in_any_folder(repository, name):
+    Path("shapes").mkdir()  # where `python -m sdbench shapes` writes its pictures
+    read = functools.partial(recipe.parse_request, description="", epilog="")
+    named = read(["--config", name]).config
+    assert named == read(["--config", str(repository / "configs/shapes.yaml")]).config
+    assert named.remote == "shapes/train"
+
+
+def test_a_file_of_the_users_comes_before_a_recipe_of_its_name():
+    Path("laptop.yaml").write_text("lr: 0.125")
+    assert parse("--config", "laptop.yaml").config.lr == 0.125
+
+
+@pytest.mark.parametrize(
+    "name", ["laptob", "cards/laptop", "/configs/laptop.yaml", "shapes/laptop"]
+)
+def test_a_name_of_no_recipe_is_refused_with_the_nearest(name):
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", name)
+    error = caught.value
+    assert error.what == "this is no file, and no recipe of the suite has this name"
+    assert (error.value, error.flag) == (name, "--config")
+    assert error.allowed.startswith("the path of a file | laptop | ")
 
 
 def test_the_nearest_value_is_offered():

@@ -71,6 +71,25 @@ def test_what_is_no_table_is_refused(tmp_path, content):
         read_figures(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["aws_p5_scaling", "results/quoted/aws_p5_scaling.csv"])
+def test_a_table_of_the_suite_is_found_by_its_name_in_any_folder(repository, name):
+    Path("aws_p5_scaling").mkdir()  # a folder is no table
+    of_suite = read_figures(repository / "results/quoted/aws_p5_scaling.csv")
+    assert read_figures(Path(name)) == of_suite
+    Path("aws_p5_scaling.csv").write_text("gpu\nH100\n")
+    assert read_figures(Path("aws_p5_scaling.csv")) == [{"gpu": "H100"}]
+
+
+def test_an_unknown_table_is_refused_with_those_that_exist(repository):
+    with pytest.raises(ConfigError) as caught:
+        read_figures(Path("aws_p5_scalin.csv"))
+    assert caught.value.what == "this is no file, and no table of the suite has this name"
+    first, *names = caught.value.allowed.split(" | ")
+    tables = [*repository.glob("results/quoted/*.csv"), repository / "results/throughput.csv"]
+    assert (first, names[0]) == ("the path of a file", "aws_p5_scaling")
+    assert sorted(names) == sorted(path.stem for path in tables)
+
+
 def test_a_missing_column_is_named(tmp_path):
     with pytest.raises(ConfigError, match="lacks the column num_gpus, image_size"):
         read(tmp_path, "gpu\nH100\n", required=("gpu", "num_gpus", "image_size"))

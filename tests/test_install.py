@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -20,11 +21,12 @@ from tests.report.results_folder import make_record, make_results
 def site(tmp_path_factory, repository) -> Path:
     """What pip installs from a copy of the sources, in a folder of its own."""
     source = tmp_path_factory.mktemp("source")
-    files = ("pyproject.toml", "requirements.txt", "requirements-ray.txt", "README.md", "LICENSE")
-    for name in files:
+    files = ("pyproject.toml", "setup.py", "requirements.txt", "requirements-ray.txt")
+    for name in (*files, "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(repository / "sdbench", source / "sdbench", ignore=ignore)
+    ignore = shutil.ignore_patterns("__pycache__", "runs")
+    for name in ("sdbench", "configs", "results"):
+        shutil.copytree(repository / name, source / name, ignore=ignore)
     site = tmp_path_factory.mktemp("site")
     options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", site)
     subprocess.run([sys.executable, "-m", "pip", "install", *options, source], check=True)
@@ -49,12 +51,19 @@ def sdbench(site, tmp_path):
     return run
 
 
-def test_every_file_of_the_package_is_installed(site, repository):
-    def files(folder: Path) -> set[Path]:
-        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-        return {path for path in found if "__pycache__" not in path.parts}
+def test_every_file_of_the_package_is_installed_with_the_recipes_and_the_tables(site, repository):
+    def files(folder: Path, *patterns: str) -> set[Path]:
+        found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+        return {path.relative_to(folder) for path in found if "__pycache__" not in path.parts}
 
-    assert files(site / "sdbench") == files(repository / "sdbench")
+    carried = ("configs/**/*.yaml", "results/quoted/*.csv", "results/throughput.csv")
+    of_results = {Path("carried", path) for path in files(repository, *carried)}
+    assert len(of_results) > 40
+    assert files(site / "sdbench", "**/*") == files(repository / "sdbench", "**/*") | of_results
+    assert [path.name for path in site.iterdir() if path.suffix != ".dist-info"] == [
+        "sdbench",
+        "bin",
+    ]
 
 
 def test_the_package_asks_for_what_requirements_txt_pins(site, repository):
@@ -137,6 +146,30 @@ def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository
 
 
 @pytest.mark.slow
+def test_the_installed_package_has_the_recipes_and_the_tables(sdbench, picture_folder):
+    table = "aws_p4de_p5_single_node"
+    compared = sdbench("compare", table, "--between", "gpu")
+    assert " 1.83x " in compared
+    assert sdbench("compare", f"results/quoted/{table}.csv", "--between", "gpu") == compared
+    predict = ("predict", "--model_name", "sd2-base", "--latents", "precomputed", "--num_gpus", "8")
+    assert "NVIDIA B200 " in sdbench(*predict, "--gpu", "B200,H200")
+    train = ("train", "--remote", picture_folder, "--dry_run", "--config")
+    assert "\nmax_duration: 300ba" in sdbench(*train, "laptop")
+    for caption in picture_folder.glob("*.txt"):
+        caption.unlink()
+    prompts = ("--prompt", "a unqtkn dog", "--class_prompt", "a dog", "--model", "tiny")
+    steps = sdbench("dreambooth", picture_folder, *prompts, "--dry_run").splitlines()
+    assert steps[2].startswith("python -m sdbench train --config configs/dreambooth.yaml ")
+    for argv, name, flag in (
+        (("compare", f"{table}s", "--between", "gpu"), table, "the path given"),
+        ((*train, "configs/laptops.yaml"), "laptop", "--config"),
+    ):
+        refusal = printed_refusal(sdbench(*argv, exit_code=2))
+        assert refusal.allowed.startswith(f"the path of a file | {name} | ")
+        assert refusal.flag == flag
+
+
+@pytest.mark.slow
 def test_the_programs_are_commands_of_the_installed_package(sdbench):
     usage = "usage: python -m sdbench {} ".format
     for name in ("benchmark", "train", "generate", "data"):
@@ -156,6 +189,15 @@ def test_a_command_without_its_checkout_names_the_file_that_it_needs(sdbench, tm
     refusal = printed_refusal(sdbench(*argv, exit_code=2))
     needs = f"this command needs {file} of a checkout of the suite, which no installed package has"
     assert (refusal.what, refusal.flag) == (needs, "cd")
+
+
+def test_a_run_of_an_installed_package_is_repeated_by_its_command_and_not_by_a_script(site):
+    code = (
+        "from sdbench.ranks.launcher import typed_command as t; print(t(['benchmark.py', '--a']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert ast.literal_eval(printed) == ["python", "-m", "sdbench", "benchmark", "--a"]
 
 
 def test_the_commit_of_another_checkout_is_not_taken_for_the_packages(site, tmp_path):

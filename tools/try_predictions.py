@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sdbench.base.carried import RESULTS  # noqa: E402
 from sdbench.record.configuration import group  # noqa: E402
 from sdbench.report.page import format_page  # noqa: E402
 from sdbench.report.plots import make_figure, plain_style  # noqa: E402
@@ -197,5 +198,5 @@ if __name__ == "__main__":
     for rows in (list_pools(cases, tested), *tables):
         print(to_markdown(make_table(rows)))
         print()
-    draw(tested, law.RESULTS / "predictions.png")
-    write_page(list_page_rows(cases, tested), law.RESULTS / "which_gpu.html")
+    draw(tested, RESULTS / "predictions.png")
+    write_page(list_page_rows(cases, tested), RESULTS / "which_gpu.html")

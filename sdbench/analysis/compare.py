@@ -121,7 +121,7 @@ class CompareFlags:
     sides: tuple[Path, ...] = setting(
         PATH,
         REQUIRED,
-        "table in CSV, or folder with records",
+        "table in CSV, name of one in results/quoted, or folder with records",
         is_positional=True,
         takes_several=True,
         spelling="A [B]",

@@ -28,7 +28,6 @@ from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
     CAUSE_NAME,
     OUTPUT_NAME,
-    check_suite_is_here,
     find_program,
     only_one_in,
     refuse_flag,
@@ -196,13 +195,13 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         Step("training", _train(flags, rest, folder=folder)),
         Step(
             "export",
-            ("python", "-m", "sdbench", "export", str(folder / RUN), *to_flags(export)),
+            (*_launcher(1), "export", str(folder / RUN), *to_flags(export)),
             target=exported,
         ),
         Step("pictures after", _draw({**trained, **samples}, flags, folder / AFTER)),
         Step(
             "before and after",
-            ("python", "-m", "sdbench", "before-after", str(folder), *to_flags(judged)),
+            (*_launcher(1), "before-after", str(folder), *to_flags(judged)),
         ),
     ]
     if flags.prior:
@@ -214,7 +213,7 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
 
 def _launcher(num_ranks: int) -> list[str]:
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", str(num_ranks)]
-    return torchrun if num_ranks > 1 else ["python"]
+    return [*(torchrun if num_ranks > 1 else ["python"]), "-m", "sdbench"]
 
 
 def _sample_prompts(flags: DreamboothFlags) -> list[str]:
@@ -242,7 +241,7 @@ def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> 
     for taken in (*(word.partition("=")[0] for word in own), *UNFIT_FLAGS):
         why = "the command itself says what is drawn and where"
         refuse_flag(taken, users, why=why, flag="--generate_flags")
-    return (*_launcher(flags.num_ranks), "generate.py", *own, *users)
+    return (*_launcher(flags.num_ranks), "generate", *own, *users)
 
 
 def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tuple[str, ...]:
@@ -290,7 +289,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
             allowed="a divisor, or another --batch_size behind --",
             flag="--num_ranks",
         )
-    return (*_launcher(1 if on_ray else flags.num_ranks), "train.py", *arguments)
+    return (*_launcher(1 if on_ray else flags.num_ranks), "train", *arguments)
 
 
 def _plan_training(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> int:
@@ -319,7 +318,6 @@ def _plan_training(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path)
 def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
     """Find mistakes before anything is started; returns the side of all pictures in pixels."""
     flags = request.config
-    check_suite_is_here("train.py", "generate.py", FULL_CONFIG, LORA_CONFIG)
     if flags.prior and flags.class_prompt is None:
         raise ConfigError(
             "pictures of the class are drawn for a prompt",

@@ -45,8 +45,11 @@ def typed_command(command: Sequence[str]) -> list[str] | None:
     """
     launcher, name = _find()
     if name is None:
-        words = [os.path.relpath(Path(sdbench.__file__).parents[1] / command[0]), *command[1:]]
-        return ["python", *words] if "RANK" not in os.environ or RAY_BEGAN_S in os.environ else None
+        if "RANK" in os.environ and RAY_BEGAN_S not in os.environ:
+            return None
+        script = Path(sdbench.__file__).parents[1] / command[0]  # an installed package has none
+        program = [os.path.relpath(script)] if script.is_file() else ["-m", "sdbench", script.stem]
+        return ["python", *program, *command[1:]]
     words = launcher.cmdline()
     start = next(place for place, word in enumerate(words) if Path(word).name in LAUNCHERS)
     return [name, *words[start + 1 :]]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.carried import find_table
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
@@ -46,6 +47,7 @@ MAX_NAMES = 8
 def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read the rows of a table of figures, each with every column of the header as a key.
 
+    The path is one for `find_table`, which may be the name of a table of the suite.
     An empty cell is None, numbers are int or float within bounds, ``true`` and ``false`` are bool.
     Raises ConfigError if the file cannot be read or is no such table.
     """
@@ -53,6 +55,7 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
         "a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
         f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}"
     )
+    path = find_table(path)
     with refused_unless_read(path, "the table", allowed=allowed, flag="the path given"):
         reader = open_table(path, required=required)
         header = reader.fieldnames or []

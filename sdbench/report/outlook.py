@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import sdbench
+from sdbench.base.carried import RESULTS, THROUGHPUT
 from sdbench.base.units import counted
 from sdbench.record.row import COLUMNS, make_row
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 from sdbench.report.runs import describe_device, use_each
 from sdbench.report.terminal import align, format_number
 
-RESULTS = Path(sdbench.__file__).parents[1] / "results"
 # What an image takes. No column tells the model of quoted figures, which is this one.
 WORK = ("model", "image_size", "latents")
 QUOTED_MODEL = "sd2-base"
@@ -33,11 +32,11 @@ Row = Mapping[str, Any]
 def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[str] | None) -> str:
     """A few lines for the terminal; `command` repeats the run, None if no single command does.
 
-    Without results/, as in an installed package, nothing is said of other runs.
+    An installed package has the figures of published runs, and not the runs.
     """
     row, place = make_row(record), os.path.relpath(folder)
     read = functools.partial(read_figures, required=COLUMNS)
-    tables, _ = use_each(filter(Path.is_file, [RESULTS / "throughput.csv"]), read)
+    tables, _ = use_each(filter(Path.is_file, [THROUGHPUT]), read)
     others = [one for table in tables for one in table if one["source"] != row["source"]]
     # On a CPU the number of cores is that of the machine, on a GPU it matters little.
     machine = MACHINE[: 1 if row["gpu"] else None]
@@ -50,7 +49,7 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
             meanings.append((f"beside {name}", _beside_best(row, known)))
     if tables and not published:
         device = describe_device(record)
-        meanings.append(("beside published", f"no run of this work on {device} is in results/"))
+        meanings.append(("beside published", f"no run of this work on {device} is published"))
     name = next((name for name in MFU if row[name] is not None), None)
     # More than 100 %: the product was timed while others used the machine.
     used = [one for one in here if name is not None and 0 < (one[name] or 0) <= 100]
@@ -67,14 +66,15 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
             if own not in (before, word.partition("=")[0])
         ]
         commands.append(f"repeat 5 -- {shlex.join(words)}")
-    if published:
+    has_runs = (RESULTS / "runs").is_dir()
+    if published and has_runs:
         first = max(published, key=_rate_per_device)
         allowed = "" if first["precision"] == row["precision"] else " --allow precision"
         run = shlex.quote(os.path.relpath(RESULTS / "runs" / first["source"]))
         commands.append(f"compare {run} {shlex.quote(place)}{allowed}")
     else:
         commands.append(f"report {shlex.quote(os.path.dirname(place) or '.')} --out my.html")
-    if tables:
+    if has_runs:
         results = os.path.relpath(RESULTS)
         elsewhere = "" if results == "results" else f" --folder {shlex.quote(results)}"
         commands.append(f"publish {shlex.quote(place)}{elsewhere}")

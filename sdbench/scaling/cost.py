@@ -81,7 +81,7 @@ class CostFlags:
     tables: tuple[Path, ...] = setting(
         PATH,
         (),
-        "figures in CSV, or folders of runs",
+        "figures in CSV, names of tables in results/quoted, or folders of runs",
         is_positional=True,
         takes_several=True,
         spelling="[TABLE ...]",

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sdbench
+from sdbench.base.carried import RESULTS, THROUGHPUT
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
 from sdbench.record.store import OK
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 
-RESULTS = Path(sdbench.__file__).parents[1] / "results"
 PEAKS_FILE = Path(sdbench.__file__).with_name("measure") / "peaks.json"
 WORK_FILE = Path(__file__).with_name("work.yaml")
 
@@ -271,7 +271,7 @@ def load_cases(sources: Mapping[str, tuple[str, str]] = SOURCES) -> list[Case]:
     for table, software in sources.items():
         rows = read_figures(RESULTS / "quoted" / f"{table}.csv")
         cases += [case for row in rows if (case := _make_case(row, *software))]
-    for row in read_figures(RESULTS / "throughput.csv"):
+    for row in read_figures(THROUGHPUT):
         is_known = row.get("kind") == MEASURED and row.get("status") == OK
         if is_known and row["preset"] in PRESETS and row["other_settings"] is None:
             case = _make_case(row, *PRESETS[row["preset"]])

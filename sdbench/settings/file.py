@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from sdbench.base.carried import find_recipe
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import MAX_DEPTH, check_values, read_text, shorten
 from sdbench.base.yaml_file import MAX_YAML_BYTES, parse_yaml
@@ -38,7 +38,7 @@ def read_values(
     flags: Mapping[str, Any],
     names: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a YAML file, if there is one, and arguments ``key=value``.
+    """Read a YAML file or a recipe of the suite, if one is named, and arguments ``key=value``.
 
     ``a.b=value`` changes a nested mapping of the file, and ``${lr}`` may refer to the flag --lr.
     `names` has the names of all settings. Returns the values of the file with these changes, and
@@ -89,7 +89,7 @@ def read_values(
 def _load(path: str) -> Any:
     from omegaconf import OmegaConf
 
-    text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
+    text = read_text(find_recipe(path), max_bytes=MAX_YAML_BYTES)
     parse_yaml(text)
     _check_references(text)
     content = OmegaConf.create(text)

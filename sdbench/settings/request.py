@@ -129,8 +129,9 @@ def parse(
         parser.add_argument(
             CONFIG_FLAG,
             metavar="FILE",
-            help="YAML file whose keys are the flag names below; ${key} is another value, ??? one "
-            "that the command line has to give, by a flag or as key=value",
+            help="YAML file, or the name of one in configs/, whose keys are the flag names below; "
+            "${key} is another value, ??? one that the command line has to give, by a flag or as "
+            "key=value",
         )
         parser.add_argument(
             *PRINT_FLAGS,

@@ -5,21 +5,14 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-import generate
-import train
 from sdbench.base.cause import VARIABLE
 from sdbench.cli import main as sdbench
 from sdbench.launch import child, dreambooth
-
-PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train.py": train.main,
-    "generate.py": generate.main,
-}
 
 
 def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -28,7 +21,7 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run(command: Sequence[str], *, folder: Path, **others: object) -> child.End:
         if "--print_config" in command:  # a plan, which is no step; of one rank here
-            words = list(command)[list(command).index("train.py") + 1 :]
+            words = list(command)[list(command).index("sdbench") + 1 :]
             with contextlib.ExitStack() as stack:
                 patch = stack.enter_context(monkeypatch.context())
                 patch.setenv(VARIABLE, str(folder / child.CAUSE_NAME))
@@ -36,14 +29,13 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                     patch.setenv("RANK", "0")
                 stack.enter_context(contextlib.redirect_stdout(None))
                 stack.enter_context(contextlib.redirect_stderr(None))
-                return child.End(train.main(words), 0.0, has_timed_out=False)
-        _, python, program, *arguments = command
-        assert python == sys.executable
-        commands.append(shlex.join([program, *arguments]))
+                return child.End(sdbench(words), 0.0, has_timed_out=False)
+        _, *python, program = command[:4]
+        arguments = command[4:]
+        assert [*python, program] == [sys.executable, "-m", "sdbench"]
+        commands.append(shlex.join(arguments))
         monkeypatch.setenv(VARIABLE, str(folder / child.CAUSE_NAME))
-        if program == "-m":
-            assert arguments.pop(0) == "sdbench"
-        return child.End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
+        return child.End(sdbench(arguments), 0.0, has_timed_out=False)
 
     for module in (child, dreambooth):
         monkeypatch.setattr(module, "run_guarded", run)

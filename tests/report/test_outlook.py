@@ -14,13 +14,17 @@ RUN = "runs/20261121T054824Z"
 
 @pytest.fixture
 def describe(tmp_path, monkeypatch):
-    """Describes a run beside rows of results/throughput.csv; None: there is no such folder."""
+    """Describes a run beside rows of results/throughput.csv; None: there is no such folder.
+
+    An installed package has no results/runs beside it.
+    """
     monkeypatch.setattr(outlook, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(outlook, "THROUGHPUT", tmp_path / "results/throughput.csv")
     monkeypatch.chdir(tmp_path)
 
-    def describe(record, rows, command=COMMAND):
+    def describe(record, rows, command=COMMAND, is_installed=False):
         if rows is not None:
-            (tmp_path / "results").mkdir()
+            (tmp_path / "results" / ("" if is_installed else "runs")).mkdir(parents=True)
             columns = dict.fromkeys(name for row in rows for name in row)
             table = format_csv(rows, columns=list(columns))
             (tmp_path / "results/throughput.csv").write_text(table)
@@ -85,13 +89,20 @@ def test_a_gpu_is_found_among_quoted_figures_by_its_chip_and_memory(describe):
     assert meaning == {
         "beside quoted": "80 % of the best of 2 figures of this device and work: 25 images/s per "
         "device, AWS",
-        "beside published": "no run of this work on NVIDIA A100-SXM4-80GB is in results/",
+        "beside published": "no run of this work on NVIDIA A100-SXM4-80GB is published",
         "how sure": "not at all: one run of too few steps for an interval",
     }
     assert following == [
         "  python -m sdbench report runs --out my.html",
         f"  python -m sdbench publish {RUN}",
     ]
+
+
+def test_an_installed_package_offers_no_command_on_runs_that_it_lacks(describe):
+    rows = [_published("best", 0.8)]
+    meaning, following = describe(make_record(run_id="mine"), rows, is_installed=True)
+    assert meaning["beside published"].endswith("0.8 images/s per device, best")
+    assert [line.split()[3] for line in following] == ["repeat", "report"]
 
 
 def test_without_results_nothing_is_said_of_other_runs(describe):
