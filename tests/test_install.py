@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -21,8 +22,7 @@ from tests.report.results_folder import make_record, make_results
 def site(tmp_path_factory, repository) -> Path:
     """What pip installs from a copy of the sources, in a folder of its own."""
     source = tmp_path_factory.mktemp("source")
-    files = ("pyproject.toml", "setup.py", "requirements.txt", "requirements-ray.txt")
-    for name in (*files, "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
     ignore = shutil.ignore_patterns("__pycache__", "runs")
     for name in ("sdbench", "configs", "results"):
@@ -66,20 +66,21 @@ def test_every_file_of_the_package_is_installed_with_the_recipes_and_the_tables(
     ]
 
 
-def test_the_package_asks_for_what_requirements_txt_pins(site, repository):
+def test_the_installed_package_asks_for_what_pyproject_declares(site, repository):
     (metadata,) = site.glob("sdbench-*.dist-info")
-
-    def pins(name: str) -> list[str]:
-        return re.findall(r"^[^#\n]+", (repository / name).read_text(), re.MULTILINE)
-
-    of_extra = [f'{pin}; extra == "ray"' for pin in pins("requirements-ray.txt")]
-    assert Distribution.at(metadata).requires == pins("requirements.txt") + of_extra
-    assert Distribution.at(metadata).metadata.get_all("Provides-Extra") == ["ray"]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    of_extras = [f'{pin}; extra == "{extra}"' for extra, pins in extras.items() for pin in pins]
+    installed = Distribution.at(metadata)
+    assert installed.requires == project["dependencies"] + of_extras
+    assert installed.metadata.get_all("Provides-Extra") == [*extras]
+    assert installed.metadata["Requires-Python"] == "<3.15,>=3.11"
 
 
 # Python finds these packages in no folder, as if they were not installed.
 WITHOUT_PACKAGES = """
 import sys
+import tomllib
 from importlib.machinery import PathFinder
 
 class WithoutPackages(PathFinder):
@@ -113,11 +114,20 @@ def refused_without(tmp_path, repository):
 
 
 @pytest.mark.slow
-def test_without_the_extra_the_engine_ray_says_how_to_install_it(refused_without):
-    argv = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
-    printed = refused_without(("ray", "lightning"), "benchmark.py", *argv)
-    assert "pip install -r requirements-ray.txt -c constraints.txt" in printed
-    assert printed_refusal(printed).flag == "--engine"
+@pytest.mark.parametrize(
+    ("names", "flag", "argv"),
+    [
+        (("ray", "lightning"), "--engine", ("--engine", "ray")),
+        (("torchao",), "--optimizer", ("--optimizer", "adamw_8bit")),
+        (("torchao",), "--frozen_bits", ("--lora_rank", "4", "--frozen_bits", "int8")),
+    ],
+    ids=str,
+)
+def test_without_an_extra_what_needs_it_says_how_to_install_it(refused_without, names, flag, argv):
+    program = "train.py" if "--lora_rank" in argv else "benchmark.py"
+    printed = refused_without(names, program, "--model_name", "tiny", "--use_synth_data", *argv)
+    assert "pip install --no-deps -r requirements-all.txt" in printed
+    assert printed_refusal(printed).flag == flag
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ def check_software(job: Job) -> Seen:
     minor = ".".join((versions["torch"] or "").split(".")[:2])
     of_torch = REPOSITORY / f"requirements-torch-{minor}.txt"
     file = of_torch if of_torch.is_file() else REPOSITORY / "requirements.txt"
+    if not file.is_file():
+        yield SKIPPED, "the versions are compared with requirements.txt, which only a checkout has"
+        return
     for name, pin in _read_pins(file).items():
         if name not in PACKAGES:
             continue
@@ -55,11 +58,11 @@ def check_software(job: Job) -> Seen:
 
 
 def _read_pins(file: Path) -> dict[str, SpecifierSet]:
-    """Read the allowed versions from a file of requirements, by package; {} without the file."""
+    """Read the allowed versions from a file of requirements, by package."""
     from packaging.requirements import Requirement
 
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = [line.partition("#")[0].strip() for line in lines]
     pins = [Requirement(line) for line in lines if line]
     return {pin.name: pin.specifier for pin in pins if pin.marker is None or pin.marker.evaluate()}
 
