@@ -134,7 +134,6 @@ class UpdatingSpeedups:
         "update each weight as soon as its gradient is there, and free the gradient: saves the "
         "memory of all gradients",
         seed=False,
-        before=False,
         rules=(
             Rule(
                 ON,
@@ -230,7 +229,6 @@ class UpdatingSpeedups:
         "weights; with --encoder_batch_size N",
         seed=False,
         acts_with=ENCODERS,
-        before=False,
         rules=(
             only_with(ON, "encoding during a step needs a separate stream", copy_stream=("side",)),
             only_with(
@@ -318,7 +316,6 @@ class UpdatingSpeedups:
         "grad_op | hybrid_grad_op",
         seed=False,
         acts_with=RANKS,
-        before=False,
         rules=(
             only_with(
                 ON,
