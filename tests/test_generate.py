@@ -136,16 +136,6 @@ def test_a_picture_has_its_width_and_height(tmp_path, capsys):
     assert generate.main([*OPTIONS, *argv, *other]) == 2
 
 
-def test_a_job_from_before_pictures_had_a_width_and_a_height_is_the_same(tmp_path):
-    argv = ("--prompts", "a cat", "--folder", "out")
-    record = run(*argv)
-    del record["job"]["width"], record["job"]["height"]
-    record["job"]["image_size"] = 64
-    Path("out/generate.json").write_text(json.dumps(record))
-    assert generate.main([*OPTIONS, *argv, "--height", "128"]) == 2
-    assert run(*argv)["summary"]["num_drawn"] == 0
-
-
 def test_a_table_names_its_pictures(tmp_path):
     Path("captions.csv").write_text('\ufeffuid,caption,other\nb-1,"one, two",x\n7,,y\n')
     record = run(

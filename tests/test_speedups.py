@@ -10,7 +10,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import PRESETS, SETTINGS, parse_request
 from sdbench.settings.kinds import SWITCH
 from sdbench.settings.rules import settle
-from sdbench.settings.setting import ANY_NUMBER, NO_OLDER_RECORD, PerDevice
+from sdbench.settings.setting import ANY_NUMBER, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refused
 
@@ -187,12 +187,10 @@ def test_a_declaration_speaks_of_values_that_its_setting_takes(name):
     values = [value for rule in declared.rules for value in (*rule.values, rule.instead)]
     values += [rung.value for rung in declared.rungs if rung.value != ANY_NUMBER]
     values += [*declared.presets.values(), declared.default]
-    if declared.before is not NO_OLDER_RECORD:
-        values.append(declared.before)
     for value in values:
         of_devices = (value.gpu, value.cpu) if isinstance(value, PerDevice) else (value,)
         for one in of_devices:
-            assert one in (None, NO_OLDER_RECORD) or declared.parse(one) == one
+            assert one is None or declared.parse(one) == one
     for rung in declared.rungs:
         for other, value in {**rung.together, **rung.needs}.items():
             assert SETTINGS[other].parse(value) == value

@@ -94,7 +94,7 @@ def test_prose_is_no_wider_than_the_terminal(in_terminal, repository, tmp_path):
     for name in ("benchmark.py", "sdbench"):  # rerun is for checkouts
         (tmp_path / name).symlink_to(repository / name)
     results = repository / "results"
-    record = min((results / "runs").glob("*_sd2-base-256px-fast"))  # older than many settings
+    record = min((results / "runs").glob("*_sd2-base-256px-fast"))  # it does not know many settings
     table = results / "quoted" / "aws_p5_scaling.csv"
     for argv, end in (
         (("sdbench", "rerun", record, "--dry_run"), "\nenv "),

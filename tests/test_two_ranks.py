@@ -94,6 +94,7 @@ def test_they_train_as_one_run(spied):
         "ranks_per_node": 2,
         "restarts": 0,
         "launcher": None,
+        "network": None,
     }
     assert record["workload"]["num_images"] == 5 * record["config"]["batch_size"]
     printed = log_of(spied, 0).read_text()

@@ -25,7 +25,7 @@ from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.report.tables import make_table, to_markdown
-from sdbench.settings.config import SETTINGS, BenchmarkConfig, parse_request
+from sdbench.settings.config import PRESETS, SETTINGS, BenchmarkConfig, parse_request
 from sdbench.settings.setting import GPU
 from sdbench.tasks.memory_tables import CARDS
 
@@ -151,13 +151,11 @@ def group_records(paths: Iterable[Path]) -> dict[tuple[Any, ...], list[dict[str,
     for record in map(load_record, paths):
         config, summary = record["config"], record.get("summary") or {}
         is_training = record.get("memory_estimate_gib") and summary.get("peak_memory_gib")
-        # Old records lack settings that came later.
-        is_whole = all(config.get(name) is not None for name in ("sharding", "encoder_batch_size"))
-        is_one = is_training and is_whole and not config.get("train_text_encoder")
+        # Some records do not know their speed-ups.
+        is_whole = is_training and None not in map(config.get, PRESETS["seed"])
+        is_one = is_whole and not config["train_text_encoder"]
         if is_one and record["machine"]["device_type"] == "cpu":
-            # Records are older than some settings.
-            values = (config.get(name, SETTINGS[name].before) for name in TOLD)
-            key = (*values, record["ranks"]["world_size"])
+            key = (*(config[name] for name in TOLD), record["ranks"]["world_size"])
             groups[key].append(record)
     return {key: _newest(records) for key, records in groups.items()}
 
@@ -171,7 +169,7 @@ def compare_measured(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     """Yield a row for each configuration: the estimate of today's code, and the median peak."""
     for key, records in group_records(paths).items():
         first = records[0]
-        values = {name: first["config"].get(name) for name in SETTINGS}
+        values = {name: first["config"][name] for name in SETTINGS}
         config = BenchmarkConfig(**{name: it for name, it in values.items() if it is not None})
         world_size = first["ranks"]["world_size"]
         ranks = Ranks(0, world_size, 0, world_size // first["ranks"]["num_nodes"])

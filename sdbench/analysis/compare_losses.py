@@ -158,7 +158,7 @@ def _load(path: Path) -> tuple[list[Curve], list[str]]:
             failures.append(f"{record['run_id']}: {record['status']}")
             return None
         config = record["config"]
-        seed, weights_seed = config["seed"], config.get("weights_seed")
+        seed, weights_seed = config["seed"], config["weights_seed"]
         key = seed, seed if weights_seed is None else weights_seed
         settings = {"kind": kind_of(record), "max_duration": config.get("max_duration")}
         settings |= {
@@ -206,7 +206,7 @@ def _check_side(curves: Sequence[Curve], path: Path, *, least: int) -> None:
         _refuse("runs of a side have the same seeds", value, "other seeds", flag="--seed")
     names = {name for curve in curves for name in curve.settings}
     for name in sorted(names.difference(PLACES)):
-        # A record of an older version lacks a setting, which is then unknown.
+        # A setting that a record does not know may be that of the others.
         values = [curve.settings[name] for curve in curves if name in curve.settings]
         if any(value != values[0] for value in values):
             value = f"{path}: {name} {' and '.join(dict.fromkeys(map(str, values)))}"

@@ -149,7 +149,7 @@ def row_of_run(record: dict[str, Any]) -> Row:
         name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
     versions = {name: one or "not installed" for name, one in record["versions"].items()}
-    versions["driver"] = record["machine"].get("driver")
+    versions["driver"] = record["machine"]["driver"]
     gpu = (record["summary"] or {}).get("gpu") or {}
     time = read_time(record["started_utc"], of=record["run_id"])
     return {

@@ -166,8 +166,8 @@ def _configuration_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_samples(config: dict[str, Any]) -> str:
-    samples = "latents" if config.get("latents") == PRECOMPUTED else "images"
-    buckets = config.get("buckets")
+    samples = "latents" if config["latents"] == PRECOMPUTED else "images"
+    buckets = config["buckets"]
     return samples if buckets is None else f"{samples} in buckets {buckets}"
 
 

@@ -131,10 +131,10 @@ class Ladder:
 def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration]:
     """Group runs by configuration, in the order in which each was first seen.
 
-    A record of an older version that lacks one of the speed-ups is left out.
+    A record that does not know one of the speed-ups is left out.
     """
     groups = group(
-        (record for record in records if SEED.keys() <= record["config"].keys()),
+        (record for record in records if None not in map(record["config"].get, SEED)),
         key_of=lambda record: (as_key(_context_of(record)), as_key(_added_to_seed(record))),
     )
     return [

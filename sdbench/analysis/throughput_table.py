@@ -246,7 +246,7 @@ def _measured_row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mfu_percent": summary_cell(records, "mfu_percent", num_digits=3),
         "mfu_of_matmul_percent": summary_cell(records, "mfu_of_matmul_percent", num_digits=3),
         "power_w": median_cell(
-            (record["summary"].get("gpu") or {}).get("power_w") for record in records
+            (record["summary"]["gpu"] or {}).get("power_w") for record in records
         ),
         "notes": notes_cell(records),
         "source": f"{' and '.join(dates)}, code {' and '.join(commits)}",

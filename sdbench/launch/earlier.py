@@ -72,15 +72,16 @@ def _compare_training(command: Sequence[str], folder: Path) -> list[str]:
         return []
     try:
         facts = read_json_object(notes[-1])["facts"]
-        settings, of_data = dict(facts["config"]), facts["data"]
+        settings = {name: facts["config"][name] for name in declarations(TrainConfig)}
+        of_data = facts["data"]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # train.py names the damage
+        return []  # train.py names the damage, or the other version
     arguments = command[command.index("--config") :]
     config = parse_request(arguments, description="", epilog="").config
     changes = []
     for name, declared in declarations(TrainConfig).items():
         now = redact_values(getattr(config, name))
-        before = settings.get(name, now)
+        before = settings[name]
         if before != now and declared.identifies and not (now is None and name in CHOSEN):
             changes.append(f"{declared.flag} was {before}, and is {now}")
     if of_data and config.changed_inputs == "refuse":

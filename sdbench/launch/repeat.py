@@ -127,7 +127,7 @@ def describe(outcomes: Sequence[Outcome]) -> str:
             f"{format_number(interval.high)} (run to run the rate varies by "
             f"{variation_percent:.1f} %)"
         )
-    flags = sorted({flag for summary in summaries for flag in summary.get("flags", [])})
+    flags = sorted({flag for summary in summaries for flag in summary["flags"] or ()})
     if flags:
         lines.append(f"caution: {', '.join(flags)} in at least one run")
     return "\n".join(lines)

@@ -33,17 +33,13 @@ from sdbench.record.provenance import (
     package_versions,
     speed_environment,
 )
-from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
+from sdbench.record.store import BENCHMARK, FEED, SETTINGS_OF, TRAIN, kind_of
 from sdbench.report.runs import read_record
-from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.feed import FeedSettings
 from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.ray import RAY
-from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.request import parse
 from sdbench.settings.setting import (
     GPU,
-    NO_OLDER_RECORD,
     REQUIRED,
     declarations,
     of_device,
@@ -62,12 +58,8 @@ and weights, which a published record lacks. The exit code is that of the run; 2
 stopped.
 """
 
-# The program that makes records of a kind, and its settings.
-PROGRAMS: dict[str, tuple[str, type]] = {
-    BENCHMARK: ("benchmark.py", BenchmarkConfig),
-    FEED: ("data.py", FeedSettings),
-    TRAIN: ("train.py", TrainConfig),
-}
+# The program that makes records of a kind.
+PROGRAMS = {BENCHMARK: "benchmark.py", FEED: "data.py", TRAIN: "train.py"}
 # A rerun begins anew: it has its own folder, no copies, no older run to go on with, no scheduler.
 OF_THE_RUN = {"results_dir", "resume", "max_failures", "ray_storage_path", "stop_grace_s"}
 # For a record without ranks: data.py is one process, unless Ray starts its trainers.
@@ -143,14 +135,14 @@ def _find_command(
             allowed=" | ".join(PROGRAMS),
             flag="RECORD",
         )
-    program, config_type = PROGRAMS[kind]
+    program, config_type = PROGRAMS[kind], SETTINGS_OF[kind]
     check_suite_is_here(program)
     refuse_flag("--results_dir", rest, why="the new run has its own folder", flag="--folder")
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
     start, unknown = _find_launcher(record)
     kept, unknown_settings = _settings_to_give(record, config_type, without=replaced | OF_THE_RUN)
-    if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
+    if record["config"]["engine"] == RAY and "num_ray_workers" not in replaced:
         # A record of data.py has no ranks; its result tells how many there were.
         of_feed = (record["summary"] or {}).get("ray", {}).get("num_trainers")
         num_trainers = record["ranks"]["world_size"] if "ranks" in record else of_feed
@@ -167,8 +159,8 @@ def _find_command(
 def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The words before the program, and a sentence if the record does not name the launcher."""
     ranks = record.get("ranks", ONE_RANK)
-    num_ranks, launcher, unknown = ranks["world_size"], ranks.get("launcher"), []
-    if record["config"].get("engine") == RAY:  # the program itself has Ray start them
+    num_ranks, launcher, unknown = ranks["world_size"], ranks["launcher"], []
+    if record["config"]["engine"] == RAY:  # the program itself has Ray start them
         return ["python"], []
     if ranks["num_nodes"] > 1:
         raise ConfigError(
@@ -189,7 +181,7 @@ def _find_launcher(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def _settings_to_give(
     record: Mapping[str, Any], config_type: type, *, without: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings that the command line has to give, and sentences on settings unknown to a side.
+    """The settings that the command line has to give, and a sentence on settings that are unknown.
 
     Settings that this version's default or preset gives by itself are left out.
     """
@@ -197,26 +189,19 @@ def _settings_to_give(
     on_gpu = record["machine"]["device_type"] == GPU
     preset = {"preset": recorded["preset"]} if "preset" in declared else {}
     own = parse(config_type, to_flags(preset), description="", epilog="").config
-    kept, unknown, sentences = dict(preset), [], []
+    kept, unknown = dict(preset), []
     for name, one in declared.items():
         if name in without or name in preset:
             continue
-        if name not in recorded and one.before is NO_OLDER_RECORD:
-            unknown.append(name)
-            continue
-        value = recorded.get(name, one.before)
+        value = recorded[name]
         if value == of_device(getattr(own, name), on_gpu=on_gpu):
             continue
         is_elsewhere = _is_left_out(value, declared)
-        if name == "local" and is_elsewhere and recorded.get("remote"):
+        if name == "local" and is_elsewhere and recorded["remote"]:
             continue  # copies of the data go to the cache
         if value is None:
-            raise ConfigError(
-                "a setting of the record has no value, and in this version it always has one",
-                value=f"{name}: null",
-                allowed=f"{one.kind.allowed}, after --",
-                flag=one.flag,
-            )
+            unknown.append(name)
+            continue
         if is_elsewhere or (name == "ray_address" and value != "auto"):
             raise ConfigError(
                 f"a record does not say where {one.flag} is: places, commands and clusters are not "
@@ -226,12 +211,8 @@ def _settings_to_give(
                 flag=one.flag,
             )
         kept[name] = value
-    if unknown:
-        sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
-    if gone := sorted(recorded.keys() - declared.keys()):
-        values = ", ".join(f"{name} {recorded[name]}" for name in gone)
-        sentences.append(f"what this version has in the place of its settings {values}")
-    return kept, sentences
+    names = ", ".join(unknown)
+    return kept, [f"settings, which have this version's values: {names}"] if unknown else []
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -255,7 +236,7 @@ def _check_gpus(record: Mapping[str, Any]) -> str | None:
     nvml = open_nvml()
     num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
     needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
-    on_ray = record["config"].get("engine") == RAY  # its nodes may be others
+    on_ray = record["config"]["engine"] == RAY  # its nodes may be others
     if record["machine"]["device_type"] == GPU and num_gpus < needed and not on_ray:
         raise ConfigError(
             f"the run had {needed} x {record['machine']['device_name']}, and this machine has too "
@@ -292,7 +273,7 @@ def _check_inputs(record: Mapping[str, Any], config: Any) -> dict[str, Any] | No
 def _tell_how_made(record: Mapping[str, Any]) -> str:
     """The end of a sentence: how the data set was made, if the record says so."""
     sentence = ""
-    for facts in filter(None, (record.get("data") or {}).get("made_by", ())):
+    for facts in filter(None, (record["data"] or {}).get("made_by", ())):
         told = [f"{name} {value}" for name, value in facts.items() if name != "command" and value]
         sentence += f"; it was made by {facts['command']}: {', '.join(told)}"
     return sentence
@@ -325,11 +306,11 @@ def _compare(
 ) -> tuple[list[str], list[str]]:
     """Facts, other than settings, that the record lacks, and sentences on facts that differ."""
     machine, git, state = record["machine"], record["git"], git_state()
-    data_then, workload = record.get("data"), record.get("workload", {})
+    data_then, workload = record["data"], record.get("workload", {})
     then = {
         "machine": f"{machine['num_cpu_cores']} cores of {machine['cpu_name']}",
         **record["versions"],
-        **record.get("other_versions", {}),
+        **(record["other_versions"] or {}),
     }
     now = {
         "machine": f"{NUM_CPUS} cores of {read_cpu()[0]}",
@@ -342,8 +323,7 @@ def _compare(
         then["commit"], now["commit"] = git["commit"], state["commit"]
     if data_then is not None and data_then["sha256"] != (data_here or {}).get("sha256"):
         then["data set"], now["data set"] = map(_describe_data, (data_then, data_here))
-    # An older record does not name all packages.
-    names = {*then, *now} if "other_versions" in record else then
+    names = {*then, *now} if record["other_versions"] is not None else then
     differences = [
         f"{name} {then.get(name)} -> {now.get(name)}"
         for name in sorted(names)
@@ -354,7 +334,7 @@ def _compare(
     lacks = {
         "a hash of its data set": data_here is not None and data_then is None,
         "a hash of its weights": workload.get("weights") == "loaded" and not workload["revision"],
-        "the versions of its other packages": "other_versions" not in record,
+        "the versions of its other packages": record["other_versions"] is None,
         "its commit": git["commit"] is None,
         "the uncommitted changes that it ran with": git["dirty"],
     }

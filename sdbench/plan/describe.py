@@ -11,11 +11,18 @@ from sdbench.base.units import counted
 from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
 from sdbench.plan.resolve import Plan
+from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.launcher import launcher_name
 from sdbench.record.configuration import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
+
+# Facts of the field ``workload`` that the run finds out.
+FACTS_OF_WORK = (
+    *("num_parameters", "num_trainable_parameters", "flops_per_image", "num_images"),
+    *("num_bad_samples", "num_dropped_samples", "num_failed_blocks"),
+)
 
 
 def for_person(plan: Plan) -> str:
@@ -62,9 +69,8 @@ def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) ->
 
 
 def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
-    """The fields of a record that are known before the run."""
+    """The fields of a record before the run; what the run will find out is None."""
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
-    of_ray = plan.config.engine == RAY
     return {
         "config": dataclasses.asdict(plan.config),
         "origin": dict(plan.request.origin),
@@ -75,11 +81,19 @@ def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
             "revision": plan.architecture.revision,
             "num_steps": plan.num_steps,
             "drawing": DRAWING if plan.architecture.random_parts else None,
-            **({} if plan.mixture is None else {"buckets": plan.mixture.for_record()}),
+            "buckets": None if plan.mixture is None else plan.mixture.for_record(),
+            **dict.fromkeys(FACTS_OF_WORK),
         },
         "machine": hardware.as_dict(plan.machine),
-        "ranks": plan.ranks.for_record()
-        | {"restarts": num_restarts, "launcher": RAY if of_ray else launcher_name()},
+        "ranks": describe_ranks(plan.ranks, num_restarts=num_restarts, engine=plan.config.engine),
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),
+        "data": None,
     }
+
+
+def describe_ranks(ranks: Ranks, *, num_restarts: int, engine: str) -> dict[str, Any]:
+    """The field ``ranks`` of a record, without the network, which only some runs learn."""
+    launcher = RAY if engine == RAY else launcher_name()
+    facts = {"restarts": num_restarts, "launcher": launcher, "network": None}
+    return ranks.for_record() | facts

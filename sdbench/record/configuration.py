@@ -1,7 +1,7 @@
 """Groups runs into configurations: runs with the same settings are replicates.
 
-All settings that may change a step are compared, including settings of other versions of the suite:
-runs with an unknown difference must not be averaged.
+All settings that may change a step are compared, and a run that does not know one of them is not
+like a run that does: runs with an unknown difference must not be averaged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from sdbench.settings.config import SETTINGS
+from sdbench.settings.recipe import TrainConfig
+from sdbench.settings.setting import declarations
 from sdbench.settings.subject import DREAMBOOTH
 
 Item = TypeVar("Item")
@@ -21,6 +23,8 @@ BESIDE = "beside"
 # Latents of a subject, made when its run begins and never loaded.
 SUBJECT = "subject"
 
+# The settings of all runs that train.
+DECLARED = {**declarations(TrainConfig), **SETTINGS}
 # The columns of a row that say what is computed.
 WORK = ("model", "image_size", "latents")
 # Settings of how and how long to measure, and of where to write.
@@ -37,14 +41,14 @@ IN_COLUMNS = frozenset(
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
     """Where the latents of a step come from: the setting ``latents``, `BESIDE` or `SUBJECT`."""
-    if config.get("task") == DREAMBOOTH:
+    if config["task"] == DREAMBOOTH:
         return SUBJECT
-    return BESIDE if config.get("online_preprocessing") else config["latents"]
+    return BESIDE if config["online_preprocessing"] else config["latents"]
 
 
 def describe_place(config: Mapping[str, Any]) -> str:
     """`place_of_encoders`, with the buckets: pictures of other shapes are other work."""
-    place, buckets = place_of_encoders(config), config.get("buckets")
+    place, buckets = place_of_encoders(config), config["buckets"]
     if buckets is None:
         return place
     longest = config["max_aspect_ratio"]
@@ -56,7 +60,7 @@ def describe_model(record: Mapping[str, Any]) -> str:
 
     LoRA takes less work and memory than training all weights, so it counts as another model.
     """
-    name, rank = record["workload"]["architecture"], record["config"].get("lora_rank")
+    name, rank = record["workload"]["architecture"], record["config"]["lora_rank"]
     return name if rank is None else f"{name}, LoRA {rank}"
 
 
@@ -75,17 +79,18 @@ def count_devices(machine: Mapping[str, Any], ranks: Mapping[str, Any]) -> str:
 
 
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
-    """Every setting of a training run, and the size of its machines, by name.
+    """Every known setting of a training run, and the size of its machines, by name.
 
-    A setting that is switched off is ``none``; None would mean unknown.
+    A setting that is switched off is ``none``.
     """
     config = record["config"]
-    has_copies = config.get("remote") is not None or config.get("streams") is not None
+    has_copies = config["remote"] is not None or config["streams"] is not None
     settings = {
         name: _as_setting(value)
         for name, value in config.items()
         # Another folder for copies is not another data set.
-        if name not in HOW_MEASURED and not (name == "local" and has_copies)
+        if not (name in HOW_MEASURED or _is_unknown(name, value))
+        and not (name == "local" and has_copies)
     }
     machine, ranks = record["machine"], record["ranks"]
     return {
@@ -104,7 +109,7 @@ def hash_of_data(record: Mapping[str, Any]) -> dict[str, str]:
 
     It tells data sets apart in published records, whose paths are placeholders.
     """
-    described = record.get("data")
+    described = record.get("data")  # precompute keeps it beside what it has encoded
     return {"data_sha256": described["sha256"][:12]} if described else {}
 
 
@@ -122,6 +127,13 @@ def other_settings(record: dict[str, Any]) -> dict[str, Any]:
         for name, origin in record["origin"].items()
         if origin in ("flag", "file") and name in config and name not in HOW_MEASURED | IN_COLUMNS
     }
+
+
+def _is_unknown(name: str, value: Any) -> bool:
+    """Whether a record does not know a setting: it is None, and a run always has a value."""
+    declared = DECLARED.get(name)
+    has_value = declared is not None and (declared.presets or declared.default is not None)
+    return value is None and bool(has_value)
 
 
 def _as_setting(value: Any) -> str | int | float:

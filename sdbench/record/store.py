@@ -27,10 +27,13 @@ from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
 from sdbench.record.contradictions import find_contradictions
 from sdbench.record.row import format_csv
-from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import NO_OLDER_RECORD
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.feed import FeedSettings
+from sdbench.settings.recipe import TrainConfig
+from sdbench.settings.setting import declarations
 
-SCHEMA_VERSION = 1
+# Increased with every change of the keys or settings of a record: only this version is read.
+SCHEMA_VERSION = 2
 # Kinds of records, named as their tasks. Benchmark records have no key "kind".
 BENCHMARK = "benchmark"
 FEED = "feed"
@@ -44,11 +47,12 @@ SCHEMA_FILES = {
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
     TRAIN: SCHEMA_FILE.with_name("train.schema.json"),
 }
-# Settings that were added after some records were written, with their value in older records.
-CAME_LATER = {
-    name: declared.before
-    for name, declared in SETTINGS.items()
-    if declared.before is not NO_OLDER_RECORD
+# The settings of each kind of record. Its schema lists those of `PRECOMPUTE`, which a room above
+# declares.
+SETTINGS_OF: dict[str, type] = {
+    BENCHMARK: BenchmarkConfig,
+    FEED: FeedSettings,
+    TRAIN: TrainConfig,
 }
 
 OK = "ok"
@@ -147,9 +151,9 @@ class RunFolder:
 def load_record(path: Path) -> dict[str, Any]:
     """Read a record of any kind, given by its file or the folder of its run.
 
-    Settings added since then get the value of the behaviour before. ValueError: the file is not
-    JSON within bounds (`sdbench.base.outside`), has another schema version or an unknown kind, does
-    not match its schema, or contradicts itself.
+    ValueError: the file is not JSON within bounds (`sdbench.base.outside`), has another schema
+    version or an unknown kind, does not match its schema, has other settings than its program, or
+    contradicts itself.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:
@@ -162,13 +166,22 @@ def load_record(path: Path) -> dict[str, Any]:
                 reads = f"this version of the suite reads {', '.join(map(str, known))}"
                 raise ValueError(f"it has the {name} {reprlib.repr(value)}; {reads}")
         check_schema(record, SCHEMA_FILES[kind_of(record)])
+        _check_settings(record)
         for contradiction in find_contradictions(record, file.with_name(STEPS_NAME)):
             raise ValueError(f"it contradicts itself: {contradiction}")
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if kind_of(record) == BENCHMARK:
-        record["config"] = {**CAME_LATER, **record["config"]}
     return record
+
+
+def _check_settings(record: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a record lacks settings of its program, or has others."""
+    if (config_type := SETTINGS_OF.get(kind_of(record))) is None:
+        return
+    known, recorded = declarations(config_type).keys(), record["config"].keys()
+    for what, names in (("lacks", known - recorded), ("has unknown", recorded - known)):
+        if names:
+            raise ValueError(shorten(f"it {what} settings: {', '.join(sorted(names))}", length=300))
 
 
 def kind_of(record: Mapping[str, Any]) -> str:

@@ -54,7 +54,7 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> list[Plot]:
 
     Each device and kind of work has a panel.
     """
-    profiled = _latest([record for record in records if record["summary"].get("breakdown")])
+    profiled = _latest([record for record in records if record["summary"]["breakdown"]])
     panels = group(profiled[:MAX_BARS], key_of=_work_of).values()
     plots = []
     for index, bars in enumerate(panels):
@@ -147,7 +147,7 @@ def _draw_bar(
     origin = f"run: {record['run_id']}\n{shlex.join(record['command'])}"
     left = 0.0
     for (part, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
-        seconds = breakdown["seconds"].get(part, 0.0)
+        seconds = breakdown["seconds"][part] or 0.0
         percent = 100 * seconds / breakdown["step_time_s"]
         gid = f"{name}-{len(notes) + 1}"
         notes[gid] = [f"{label}\n{meaning}: {percent:.1f} %, {seconds:.3g} s\n{origin}"]
@@ -190,5 +190,5 @@ def _draw_trace(
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     ax.set_ylabel("step time, s")
-    notes = ", ".join(record["summary"].get("flags", ()))
+    notes = ", ".join(record["summary"]["flags"] or ())
     set_title(ax, f"{label} ({notes})" if notes else label)

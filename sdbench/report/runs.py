@@ -211,9 +211,8 @@ def peak_memory_cell(runs: Iterable[dict[str, Any]]) -> Cell:
 
 def notes_cell(runs: Sequence[dict[str, Any]]) -> Cell:
     """The flags of the runs in words, and whether their code had uncommitted changes."""
-    flags = dict.fromkeys(flag for run in runs for flag in run["summary"].get("flags", ()))
-    # A flag of another version of the suite has no meaning here and is shown as it is.
-    notes = [f"{flag}: {FLAG_MEANINGS.get(flag, flag)}" for flag in flags]
+    flags = dict.fromkeys(flag for run in runs for flag in run["summary"]["flags"] or ())
+    notes = [f"{flag}: {FLAG_MEANINGS[flag]}" for flag in flags]
     if any(run["git"]["dirty"] for run in runs):
         notes.append("the code had uncommitted changes")
     return make_cell("; ".join(notes) or None, unknown="")

@@ -101,7 +101,7 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         # Rule of three: n steps miss what happens in a share of 3 / n of all steps with 5 %.
         share = f"1 step in {summary['num_measured_steps'] // RULE_OF_THREE}"
         rows.append(("outliers", f"none seen; pauses rarer than {share} may have been missed"))
-    rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary["flags"]]
+    rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary["flags"] or ()]
     return rows
 
 
@@ -110,6 +110,7 @@ def format_breakdown(breakdown: dict[str, Any]) -> str:
     shares = {
         phase: 100 * seconds / breakdown["step_time_s"]
         for phase, seconds in breakdown["seconds"].items()
+        if seconds is not None
     }
     largest_first = sorted(shares.items(), key=lambda share: -share[1])
     return ", ".join(

@@ -76,6 +76,7 @@ class RunRecord:
             "command": [*task.program.split(), *command],
             **task.for_record(num_restarts=num_restarts),
             "versions": provenance.package_versions(),
+            "other_versions": None,
             "git": provenance.git_state(),
             "environment": provenance.speed_environment(),
             "summary": None,

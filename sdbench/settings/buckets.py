@@ -77,7 +77,6 @@ class BucketSettings:
     """Which shapes there are, and what is done with small pictures."""
 
     GROUP = "pictures of several shapes"
-    CAME_LATER = True
     IDENTIFIES = True
 
     buckets: str | None = setting(

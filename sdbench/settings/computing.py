@@ -119,7 +119,6 @@ class ComputingSpeedups:
         "number format of the products of linear layers in transformer blocks: that of "
         "--precision, or fp8 with a scale for each tensor; a CPU only rounds to it, more slowly",
         seed="same",
-        before="same",
         rules=(
             needs_package(("fp8",), "torchao"),
             Rule(
@@ -174,7 +173,6 @@ class ComputingSpeedups:
         "contiguous",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
-        before=False,
         rules=(
             only_with(
                 ON, "contiguous images have no layout to keep", memory_format=("channels_last",)
@@ -199,7 +197,6 @@ class ComputingSpeedups:
         "convolutions, and for gradients with at least as many channels as pixels",
         seed="torch",
         fast=PerDevice(gpu="torch", cpu="matmul_wide"),
-        before="torch",
         rules=(
             only_with(
                 PRODUCTS,
@@ -255,7 +252,6 @@ class ComputingSpeedups:
         "attention of the VAE, whose head size of 512 is too large for flash attention and cuDNN; "
         "same: eager with --attention eager, else sdpa",
         seed="same",
-        before="same",
         acts_with=ENCODERS,
         rungs=(Rung("eager", "this suite", SAME_FP32),),
     )
@@ -290,7 +286,6 @@ class ComputingSpeedups:
         "what torch.compile compiles at a time: a whole sub-model, or a block, whose code is "
         "shared by all blocks with the same shapes",
         seed="model",
-        before="model",
         acts_with=COMPILED,
         rules=(
             only_with(("block",), NOT_COMPILED, compile=IS_COMPILED),

@@ -56,7 +56,6 @@ class DataSettings(BucketSettings):
         COPY,
         "tars and parquet files at a URL: copy all of them before the first batch, or stream them "
         "without a copy; streamed tars need --tar_sizes",
-        before=COPY,
     )
     refresh: bool = setting(
         SWITCH,
@@ -64,14 +63,12 @@ class DataSettings(BucketSettings):
         "copy again, once a run, files whose source does not tell whether they have changed: "
         "output of pipe:COMMAND, and files of web servers without ETag and Last-Modified",
         only_measures=True,
-        before=False,
     )
     tar_sizes: str | None = setting(
         TEXT,
         None,
         'JSON file or URL with the number of samples of each streamed tar: {"00000.tar": 9876, '
         "...} (default: sizes.json beside each tar)",
-        before=None,
     )
     streams: str | None = setting(
         TEXT, None, "several MDS data sets with their shares of an epoch: PLACE=PROPORTION,..."
@@ -114,21 +111,18 @@ class DataSettings(BucketSettings):
         False,
         "read AVIF pictures too, not only JPEG, PNG and WebP; untrusted files then reach a video "
         "decoder",
-        before=False,
     )
     empty_captions: str = setting(
         one_of(KEEP, "bad"),
         KEEP,
         "keep empty captions, which train the model without a prompt, or treat them as bad "
         "samples; a missing caption is always a bad sample",
-        before="bad",
     )
     missing_latents: str = setting(
         one_of("error", "leave_out"),
         "error",
         "if MDS samples have no latents of this size, such as those of small pictures: stop the "
         "run before it begins, or leave them out and count them",
-        before="error",
     )
     data_timeout_s: float = setting(
         POSITIVE_NUMBER,

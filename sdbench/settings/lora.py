@@ -54,7 +54,6 @@ class LoraSettings:
 
     GROUP = ModelSettings.GROUP
     IDENTIFIES = True
-    CAME_LATER = True
 
     lora_rank: int | None = setting(
         POSITIVE,

@@ -52,7 +52,6 @@ class RunSettings:
         "seconds from the scheduler's SIGTERM to its SIGKILL: a step that still runs after 80 % "
         "of them is aborted (default: after 10 s and three times the longest step so far)",
         only_measures=True,
-        before=None,
     )
     results_dir: str = setting(
         TEXT, "runs", "folder that gets one folder per run", only_measures=True, is_everyday=True

@@ -20,7 +20,6 @@ class ActorSettings:
     """The actors of Ray Data that prepare batches."""
 
     GROUP = "Ray Data"
-    CAME_LATER = True
     ACTS_BESIDE = IN_ACTORS
 
     num_decoders: int = setting(
@@ -34,7 +33,7 @@ class ActorSettings:
         only_measures=True,
     )
     encoder_accelerator_type: str = setting(
-        TEXT, ANY, "kind of GPU of the encoders as Ray names it, e.g. A10G", before=ANY
+        TEXT, ANY, "kind of GPU of the encoders as Ray names it, e.g. A10G"
     )
 
 
@@ -43,7 +42,6 @@ class OnlineSettings(ActorSettings, DataSettings):
     """Encoding beside the training, and how batches come from there."""
 
     GROUP = ActorSettings.GROUP
-    CAME_LATER = True
 
     online_preprocessing: bool = setting(
         SWITCH,

@@ -136,7 +136,6 @@ class UpdatingSpeedups:
         "update each weight as soon as its gradient is there, and free the gradient: saves the "
         "memory of all gradients",
         seed=False,
-        before=False,
         rules=(
             Rule(
                 ON,
@@ -232,7 +231,6 @@ class UpdatingSpeedups:
         "weights; with --encoder_batch_size N",
         seed=False,
         acts_with=ENCODERS,
-        before=False,
         rules=(
             only_with(ON, "encoding during a step needs a separate stream", copy_stream=("side",)),
             only_with(
@@ -320,7 +318,6 @@ class UpdatingSpeedups:
         "grad_op | hybrid_grad_op",
         seed=False,
         acts_with=RANKS,
-        before=False,
         rules=(
             only_with(
                 ON,

@@ -265,19 +265,16 @@ class ObjectiveSettings:
         None,
         "rectified flow: distribution of the times of training, 0 to 1 (default: logit_normal for "
         "SD3, as arXiv 2403.03206; uniform for Flux.1, as in MLPerf Training)",
-        before=None,
     )
     time_mean: float | None = setting(
         FINITE_NUMBER,
         None,
         "mean of the logit of times that are logit-normal (default: 0)",
-        before=None,
     )
     time_std: float | None = setting(
         POSITIVE_NUMBER,
         None,
         "standard deviation of the logit of times that are logit-normal (default: 1)",
-        before=None,
     )
     time_shift: float | str | None = setting(
         number_or("resolution"),
@@ -285,7 +282,6 @@ class ObjectiveSettings:
         "rectified flow: move times s towards noise, to a s / (1 + (a - 1) s), by a number a, or "
         "by the resolution as Flux.1 draws: a = exp(0.5) at 256 image tokens and exp(1.15) at 4096 "
         "(default: 1, not moved)",
-        before=None,
     )
     flow_weighting: str | None = setting(
         one_of("none", "sigma_sqrt", "cosmap"),
@@ -293,14 +289,12 @@ class ObjectiveSettings:
         "rectified flow: weight of the squared error at time s (arXiv 2403.03206, and diffusers' "
         "compute_loss_weighting_for_sd3): sigma_sqrt: s^-2; cosmap: 2 / (pi (1 - 2 s + 2 s^2)) "
         "(default: none)",
-        before=None,
     )
     guidance_embedding: float | None = setting(
         NOT_NEGATIVE_NUMBER,
         None,
         "scale of guidance that Flux.1 dev is told in training (default: 1)",
         identifies=True,
-        before=None,
     )
 
 
@@ -337,14 +331,12 @@ class WatchSettings:
         "the schedule, or their starts k / 8, as MLPerf's Flux.1 has them",
         acts_beside=(Beside(("validate_every_batches",)),),
         identifies=True,
-        before="middles",
     )
     target_loss: float | None = setting(
         POSITIVE_NUMBER,
         None,
         "end the run when the validation loss is at most this, and record after how many samples",
         demands={"validate_every_batches": (GIVEN, "a target needs validations")},
-        before=None,
     )
     sample_every_batches: int | None = setting(
         POSITIVE,
@@ -366,7 +358,6 @@ class WatchSettings:
         "shapes of the pictures, which the prompts take in turn, e.g. 512x512,640x384 (default: "
         "squares of --image_size)",
         acts_beside=(SAMPLED,),
-        before=None,
     )
     num_sample_images: int = setting(
         POSITIVE,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sdbench.settings.config import BenchmarkConfig
 
 REQUIRED = dataclasses.MISSING
-NO_OLDER_RECORD = object()
 SPEED = "speed-ups (each preset sets these; a flag overrides one of them)"
 
 MLPERF = "NVIDIA's submissions to MLPerf Training"
@@ -200,7 +199,6 @@ class Setting:
         acts_with: The kind of run in which a speed-up has an effect; None: any.
         only_measures: It decides how and how long to measure, or where to write, not what a step
             does.
-        before: Its value in records older than the setting; `NO_OLDER_RECORD`: there are none.
         spelling: Its flag without the dashes, or its word in the usage, if that is not the name.
         is_positional: It is an argument without a flag.
         identifies: A resumed run must have the value that it started with.
@@ -222,7 +220,6 @@ class Setting:
     acts_beside: tuple[Beside, ...] = ()
     acts_with: str | None = None
     only_measures: bool = False
-    before: Any = NO_OLDER_RECORD
     spelling: str | None = None
     is_positional: bool = False
     identifies: bool = False
@@ -282,8 +279,7 @@ def declarations(config_type: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, in order.
 
     Attributes of a class hold for all its settings: ``GROUP``, their heading in the help;
-    ``ACTS_BESIDE``, their conditions; ``ONLY_MEASURES``; ``IDENTIFIES``; ``CAME_LATER``: older
-    records lack them, and behaved as with their defaults.
+    ``ACTS_BESIDE``, their conditions; ``ONLY_MEASURES``; ``IDENTIFIES``.
     """
     found = {}
     for field in dataclasses.fields(config_type):
@@ -301,7 +297,6 @@ def declarations(config_type: type) -> dict[str, Setting]:
             acts_beside=declared.acts_beside or of_all.get("ACTS_BESIDE", ()),
             only_measures=declared.only_measures or "ONLY_MEASURES" in of_all,
             identifies=declared.identifies or "IDENTIFIES" in of_all,
-            before=field.default if "CAME_LATER" in of_all else declared.before,
         )
     return found
 

@@ -20,7 +20,6 @@ class SubjectSettings:
     """What is learned, and the pictures of a subject's class."""
 
     GROUP = "what is learned"
-    CAME_LATER = True
 
     task: str = setting(
         one_of(PRETRAIN, DREAMBOOTH),

@@ -50,7 +50,6 @@ class ModelSettings:
         SWITCH,
         False,
         "draw the weights of a folder or hub id instead of loading them",
-        before=False,
     )
     image_size: int | None = setting(
         POSITIVE,
@@ -67,7 +66,6 @@ class ModelSettings:
         SWITCH,
         False,
         "train the text encoder of Stable Diffusion 1 or 2 with the U-Net",
-        before=False,
         demands=encodes_in_step("encoded captions cannot train the text encoder"),
     )
 
@@ -76,7 +74,6 @@ class ModelSettings:
         None,
         "new word of --instance_prompt, e.g. '<dog>', whose embedding is learned: alone (textual "
         "inversion), or with --lora_rank beside LoRA",
-        before=None,
         acts_beside=(OF_SUBJECT, OF_PICTURES),
         demands={
             "initial_token": (GIVEN, "a learned token starts from the embedding of another one"),
@@ -113,7 +110,6 @@ class ModelSettings:
         TEXT,
         None,
         "word whose embedding --learned_token starts from, e.g. dog: a single token",
-        before=None,
         acts_beside=(Beside(("learned_token",)),),
     )
 

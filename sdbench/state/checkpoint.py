@@ -37,9 +37,10 @@ from sdbench.base.files import crc32_of, write_json
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import ALONE, Ranks, gather
 
-# Increased with `models.architecture.DRAWING` too: checkpoints do not hold frozen random weights,
-# so only a version that draws the same ones may resume from them.
-SCHEMA_VERSION = 2
+# Increased with every change of the files and facts, and with `models.architecture.DRAWING`:
+# checkpoints do not hold frozen random weights, so only a version that draws the same ones may
+# resume from them.
+SCHEMA_VERSION = 3
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
 # Prefixes of weights, before `<module>.<parameter>`: trained, the fp32 copies that an optimizer
@@ -105,8 +106,13 @@ class Checkpoint:
             raise _damaged(path, f"it cannot be read ({error})") from None
         if crc32 != _crc32_of(content):
             raise _damaged(path, "its checksum is another one")
-        if content.pop("schema_version") != SCHEMA_VERSION:
-            raise _damaged(path, f"its schema_version is not {SCHEMA_VERSION}")
+        if (version := content.pop("schema_version")) != SCHEMA_VERSION:
+            raise ConfigError(
+                "The checkpoint was saved by another version of the suite",
+                value=f"{path}: schema_version {version}",
+                allowed=f"schema_version {SCHEMA_VERSION}, as this version saves",
+                flag="--resume",
+            )
         for name, described in content["files"].items():
             try:
                 size = (folder / name).stat().st_size

@@ -157,6 +157,7 @@ class Feed(Task):
         return {
             "config": dataclasses.asdict(self._settings),
             "machine": hardware.as_dict(self._machine),
+            "data": None,
         }
 
     def work(self, run: Run) -> dict[str, Any]:

@@ -242,8 +242,6 @@ class Generate(Task):
             earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
-        if "image_size" in earlier:  # of a job when all pictures were squares
-            earlier |= Shape.square(earlier["image_size"])._asdict()
         unlike = sorted(name for name, value in self._job.items() if earlier.get(name) != value)
         if unlike:
             raise ConfigError(

@@ -66,7 +66,7 @@ def test_files_that_were_added_taken_away_or_written_again_are_named(folder):
         "4 files were added: d.png, e.png, f.png, ..., 1 file was taken away: c\\udcff.png, "
         "1 file was written again: b.txt"
     )
-    # What an earlier version has noted does not name them.
+    # Of many files none is named.
     del before["files"]
     assert describe_change(before, identify_data([source(folder)])).startswith("the data set has 8")
 

@@ -33,7 +33,7 @@ SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--nu
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 FEED = ("--image_size", "64", "--batch_size", "2", "--num_workers", "0", "--num_batches", "3")
 
-# What an older record lacks.
+# What a record may not know.
 LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version's", re.MULTILINE)
 
 
@@ -95,7 +95,7 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
 @pytest.mark.usefixtures("plain_replay")
 def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     """On the machine of the record, as no other chooses the same; a sample of all."""
-    names = {field.name for field in dataclasses.fields(Machine)}
+    facts = {field.name for field in dataclasses.fields(Machine)}
     records = {path: load_record(path) for path in sorted(RUNS.glob("*/record.json"))[::54]}
     of_benchmark = {
         path: record
@@ -109,25 +109,28 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
         num_lacking += "The record does not say:\n" in told
         start = words.index("benchmark.py") + 1
         request = parse_request([*words[start:], "--no_check_memory"], description="", epilog="")
-        machine = Machine(**{name: record["machine"].get(name) for name in names})
+        machine = Machine(**{fact: record["machine"][fact] for fact in facts})
         num_ranks = record["ranks"]["world_size"]
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
         config = vars(resolve(request, machine=machine, ranks=ranks).config)
         another = {"results_dir", "check_memory"}
-        for name in record["config"].keys() - another:
+        names = record["config"].keys() - another
+        if "  settings, which have this version's values" in told:  # null may mean: not known
+            names = {name for name in names if record["config"][name] is not None}
+        for name in names:
             assert config[name] == record["config"][name], (path.parent.name, name)
-    assert num_lacking >= 2  # the older ones
+    assert num_lacking >= 2  # the first ones
 
 
 @pytest.mark.slow
-def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
+def test_a_record_is_repeated_and_what_it_does_not_know_is_said(run_of_folder, tmp_path, capsys):
     run, _ = run_of_folder
     two = {"world_size": 2, "ranks_per_node": 2}
     changes = {"git": {"commit": None, "dirty": True}, "environment": {"OMP_NUM_THREADS": "1"}}
     record = changed(run, tmp_path, ranks=two, **changes)
     content = json.loads(record.read_text())
-    del content["ranks"]["launcher"], content["config"]["dist_timeout"]
-    del content["other_versions"], content["data"]
+    content["ranks"]["launcher"] = content["config"]["dist_timeout"] = None
+    content["other_versions"] = content["data"] = None
     record.write_text(json.dumps(content))
     words, told = planned(capsys, record)
     start = words.index("composer")

@@ -91,6 +91,7 @@ def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, fold
     assert record["status"] == "ok"
     assert record["ranks"] == {
         "launcher": "composer",
+        "network": None,
         "world_size": 4,
         "num_nodes": 2,
         "ranks_per_node": 2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import shutil
@@ -21,8 +23,6 @@ from sdbench.record.history import cost_of_stops, read_history
 from sdbench.record.provenance import speed_environment
 from sdbench.record.store import FEED, OutputLog, RunFolder, load_record
 from sdbench.run.outcome import RunRecord, explain
-from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS
@@ -61,8 +61,8 @@ def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
 @pytest.mark.parametrize(
     ("content", "value", "known"),
     [
-        ('{"schema_version": 0}', "schema_version 0", "reads 1"),
-        ('{"schema_version": 1, "kind": "dream"}', "'dream'", "reads benchmark, feed, precompute"),
+        ('{"schema_version": 1}', "schema_version 1", "reads 2"),
+        ('{"schema_version": 2, "kind": "dream"}', "'dream'", "reads benchmark, feed, precompute"),
     ],
 )
 def test_a_record_that_this_version_does_not_know_is_refused(tmp_path, content, value, known):
@@ -74,6 +74,7 @@ def test_a_record_that_this_version_does_not_know_is_refused(tmp_path, content, 
 def test_a_record_of_another_kind_says_so_from_start_to_end(tmp_path):
     path = RunFolder.create(str(tmp_path), machine="2-core-cpu", name="feed-mds-512px")
     described = {"config": PUBLISHED["config"], "machine": as_dict(make_cpu_machine())}
+    described["data"] = None
     task = SimpleNamespace(
         kind=FEED,
         program="data.py",
@@ -148,18 +149,46 @@ def test_name_and_precisions_follow_from_the_device(machine, slug, precisions):
     assert (machine.slug, machine.supported_precisions()) == (slug, tuple(precisions.split()))
 
 
-def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
-    record = json.loads(min(RESULTS.glob("runs/*-seed/record.json")).read_text())
-    younger = {
-        name: one.before for name, one in SETTINGS.items() if one.before is not NO_OLDER_RECORD
-    }
-    assert younger["convolution"] == "torch" and younger["lora_rank"] is None
-    for name in younger:
-        record["config"].pop(name, None)
-    for known in ({}, {"convolution": "matmul"}):
-        record["config"] |= known
+def test_every_published_record_has_the_form_of_today():
+    """A new setting or key needs a new version, and the records the value that it had before."""
+    paths = sorted(RESULTS.rglob("record.json"))
+    assert len(paths) > 200
+    for path in paths:
+        load_record(path)
+
+
+@pytest.mark.parametrize("pattern", ["*_sd2-base-256px-seed", "*_feed-*", "*-dreambooth"])
+def test_a_record_with_a_setting_more_or_less_than_its_program_is_refused(tmp_path, pattern):
+    published = json.loads((min(RESULTS.glob(f"runs/{pattern}")) / "record.json").read_text())
+    for name, what in (("crop", "lacks settings: crop"), ("krop", "has unknown settings: krop")):
+        record = copy.deepcopy(published)
+        if name in record["config"]:
+            del record["config"][name]
+        else:
+            record["config"][name] = None
         (tmp_path / "record.json").write_text(json.dumps(record))
-        assert load_record(tmp_path)["config"] == younger | record["config"]
+        with pytest.raises(ValueError, match=what):
+            load_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("*_sd2-base-256px-seed", "summary.flags"),
+        ("*_sd2-base-256px-seed", "workload.drawing"),
+        ("*_sd2-base-256px-seed", "ranks.launcher"),
+        ("*_feed-*", "data"),
+        ("*_precompute-*", "config.buckets"),
+        ("*-dreambooth", "other_versions"),
+    ],
+)
+def test_a_record_that_lacks_a_key_that_is_always_written_is_refused(tmp_path, pattern, path):
+    record = json.loads((min(RESULTS.glob(f"runs/{pattern}")) / "record.json").read_text())
+    *parents, name = path.split(".")
+    del functools.reduce(dict.__getitem__, parents, record)[name]
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"'{name}' is a required property"):
+        load_record(tmp_path)
 
 
 def test_the_environment_in_a_record_is_what_changes_speed_without_secrets(monkeypatch):

@@ -26,6 +26,7 @@ PARTS_S = {
     "unet_forward": 0.9,
     "backward": 1.6,
     "gradient_communication": 0.2,
+    "rank_wait": 0.0,
     "optimizer": 0.3,
     "ema": 0.1,
     "other": 0.1,

@@ -149,7 +149,7 @@ def test_bars_and_traces_say_in_what_they_differ(tmp_path):
         {"config__attention": "eager", "origin__attention": "flag"},
         {"config__engine": "torch"},
         {},
-        {"config__lr_end_factor": 0.5, "git__commit": "abcdef12" * 5},
+        {"config__weight_decay": 0.5, "git__commit": "abcdef12" * 5},
         {"config__latents": "precomputed"},
     ]
     runs = [make_record(summary__breakdown=BREAKDOWN, **change) for change in changes]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.quoted import load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
 from sdbench.report.tables import to_captioned_markdown
-from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
+from tests.report.results_folder import (
+    RESULTS,
+    make_gpu_record,
+    make_recipe,
+    make_record,
+    rows_of,
+)
 
 
 def with_rate(rate, **changes):
@@ -81,13 +88,23 @@ def test_flags_are_told_in_words():
 
 
 def test_rows_with_the_same_settings_are_told_apart_by_their_code():
-    older = make_record(config__lr_end_factor=0.5, git__commit="abcdef1234")
+    older = make_record(config__weight_decay=0.5, git__commit="abcdef1234")
     (table,) = make_tables([make_record(), older, make_record(config__precision="fp32")])
     assert [rows_of(table)[row]["configuration"] for row in range(3)] == [
         "amp_bf16, code 977fb62",
         "amp_bf16, code abcdef1",
         "fp32",
     ]
+
+
+def test_a_run_that_does_not_know_a_speed_up_is_no_replicate_of_one_without_it():
+    """Its null is no "none", and it has no place on the ladder."""
+    unknown, without = make_recipe(), make_recipe(compile="none")
+    unknown["config"]["compile"] = None
+    (table,) = make_tables([unknown, without, without])
+    assert [row["runs"] for row in rows_of(table)] == ["1", "2"]
+    (known,) = read_configurations([unknown, without])
+    assert known.runs == [without]
 
 
 def test_a_figure_that_is_the_same_in_all_rows_stays_in_them():

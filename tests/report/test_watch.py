@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import csv
 import html
 import io
@@ -19,6 +20,7 @@ from sdbench.record.store import UNFINISHED_REASON
 from sdbench.report.training_run import MAX_GRIDS, draw_run, encode_grids, read_run
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
+from tests.report.test_training_times import PUBLISHED
 
 NUM_STEPS = 4000
 
@@ -53,19 +55,10 @@ def save(step, error=None):
 def make_run(folder, *, steps=(), events=(), status="failed", reason=UNFINISHED_REASON):
     """The folder of a run with global batch 4 of 5,000 steps."""
     folder.mkdir()
-    record = make_record(
-        kind="train",
-        status=status,
-        reason=reason,
-        duration_s=None,
-        summary=None,
-        config__max_duration="5000ba",
-        config__resume="auto",
-        config__save_every_batches=1000,
-        config__keep=2,
-        config__batch_size=4,
-        workload__num_steps=5000,
-    )
+    record = copy.deepcopy(PUBLISHED)
+    record |= {"status": status, "reason": reason, "duration_s": None, "summary": None}
+    record["config"] |= {"max_duration": "5000ba", "save_every_batches": 1000, "batch_size": 4}
+    record["workload"]["num_steps"] = 5000
     (folder / "record.json").write_text(json.dumps(record))
     with (folder / "steps.csv").open("w", newline="") as file:
         csv.writer(file).writerows([TRAIN_STEP_COLUMNS, *steps])

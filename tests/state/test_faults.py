@@ -144,7 +144,10 @@ def test_a_checkpoint_of_another_version_is_passed_over(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION - 1)
         save(checkpoints, 20)
-    assert checkpoints.newest().step == 10
+    newest = checkpoints.newest()
+    (reason,) = newest.passed_over
+    assert newest.step == 10
+    assert f"schema_version {checkpoint.SCHEMA_VERSION - 1}" in reason
 
 
 def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):

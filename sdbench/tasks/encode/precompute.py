@@ -26,10 +26,12 @@ from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.measure.summary import summarize_window
+from sdbench.plan import describe
 from sdbench.plan.draft import Draft
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
@@ -336,6 +338,7 @@ class Precompute(Task):
             "config": {
                 **dataclasses.asdict(self._config),
                 "cpu_allocator": "keep" if self._keeps_memory else "default",
+                "latents": SampleType.MOMENTS.value,
             },
             "workload": {
                 "architecture": architecture.name,
@@ -345,7 +348,9 @@ class Precompute(Task):
                 "num_shards": self._job.num_shards,
             },
             "machine": hardware.as_dict(self._machine),
-            "ranks": self._ranks.for_record(),
+            "ranks": describe.describe_ranks(
+                self._ranks, num_restarts=num_restarts, engine=self._config.engine
+            ),
         }
 
     def work(self, run: Run) -> dict[str, Any]:

@@ -16,9 +16,19 @@ from sdbench.settings.setting import declarations
 def compare_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path
 ) -> list[str]:
-    """Describe the settings that differ; a `ConfigError` refuses one that identifies the run."""
+    """Describe the settings that differ.
+
+    A `ConfigError` refuses one that identifies the run, and a checkpoint without today's settings.
+    """
     declared = declarations(TrainConfig)
-    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    if others := sorted(before.keys() ^ now.keys()):
+        raise ConfigError(
+            f"the checkpoint {folder} was saved by a version of the suite with other settings",
+            value=", ".join(others),
+            allowed="the version that saved it, or another --run_name for another run",
+            flag="--run_name",
+        )
+    changed = [name for name, value in now.items() if before[name] != value]
     for name in changed:
         if declared[name].identifies:
             raise ConfigError(
@@ -47,10 +57,6 @@ def compare_inputs(
         for part, weights in now["weights"].items()
         if before["weights"].get(part, weights) != weights
     ]
-    # Runs before 2026-11-25 that used the tokenizer of this suite did not record it.
-    exclamation_mark = before.get("exclamation_mark", [256])
-    if now.get("exclamation_mark", exclamation_mark) != exclamation_mark:
-        changes.append('each "!" of a caption was token 256 and is 0, as in Stable Diffusion 2')
     if changes and not accepts:
         raise ConfigError(
             f"the run of {folder} would go on with other inputs: {'; '.join(changes)}",

@@ -233,18 +233,12 @@ class Train(TrainingTask):
             of_data = None
         architecture = self.plan.architecture
         parts = [] if config.train == "vae" else [architecture.family.denoiser]
-        has_encoders = config.step_has_encoders or config.online_preprocessing
-        if has_encoders:
+        if config.step_has_encoders or config.online_preprocessing:
             parts += architecture.encoders
         if config.lora_rank is None and config.learned_token is None:
             trained = architecture.modules_of(config.trained_parts)
             parts = [part for part in parts if part not in trained]
-        inputs = {"data": of_data, "weights": architecture.identify_weights(parts)}
-        if has_encoders and architecture.captions[0].folder is None:
-            from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-
-            inputs["exclamation_mark"] = CaptionTokenizer.of(architecture).read_word("!")
-        return inputs
+        return {"data": of_data, "weights": architecture.identify_weights(parts)}
 
     def _settings(self) -> dict[str, Any]:
         """The settings as a checkpoint stores them: without secrets, and a hub model's commit."""
