@@ -76,6 +76,17 @@ def _take_names_of_its_own() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def gradients_after_a_fork() -> None:
+    """Start autograd's engine before a test of the memory estimate makes torch see a fake GPU.
+
+    The engine would begin a thread for that GPU, and no forked rank could compute gradients.
+    """
+    import torch
+
+    torch.ones(1, requires_grad=True).backward()
+
+
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in an empty folder: the repository's may have runs/ and results/."""

@@ -53,7 +53,8 @@ def spy(folder):
 
     def spied_forward(self, batch):
         prediction, target = forward(self, batch)
-        if not isinstance(target, FakeTensor):  # the memory estimate replays a step without numbers
+        # Estimates replay a step without numbers.
+        if not isinstance(target, FakeTensor) and not target.is_meta:
             now_s[0] += FORWARD_S[rank]
             sums = (target, batch["image"].double(), self.unet.conv_in.weight)
             with (folder / f"seen-by-{rank}.txt").open("a") as lines:

@@ -40,13 +40,13 @@ def torch_sees(monkeypatch):
     ("built_for", "capability", "word"),
     [
         (TORCH_2_7, (8, 9), None),  # by the code for 8.6
-        (TORCH_2_7, (10, 0), "TORCH=2.14"),
+        (TORCH_2_7, (10, 0), "TORCH=2.11"),
         (TORCH_2_14, (10, 3), None),
         (TORCH_2_14, (7, 0), "TORCH=2.7"),
         (["sm_80", "compute_90"], (12, 0), None),  # the driver compiles
-        (["sm_80", "compute_90"], (7, 5), "TORCH=2.14"),
+        (["sm_80", "compute_90"], (7, 5), "TORCH=2.11"),
         (["sm_90a"], (9, 0), None),
-        (["sm_100a"], (10, 3), "TORCH=2.14"),
+        (["sm_100a"], (10, 3), "TORCH=2.11"),
         (["sm_100f"], (10, 3), None),
         (["gfx90a", "gfx942"], (9, 4), None),
     ],
