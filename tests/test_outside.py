@@ -217,7 +217,8 @@ def test_what_a_record_or_a_table_holds_never_acts_on_a_terminal(
             f"got '{2 ** len(NUMBERS)} cells x 1'; allowed: at most 100,000 runs",
         ),
         ("list: [{seed: 1}]\nlist: [{seed: 2}]", "line 2: the key 'list' is there twice"),
-        ("base: " + DEEP + "\nlist: [{seed: 1}]", "nested more than 32 levels deep"),
+        ("base: " + DEEP[19_960:20_040] + "\nlist: [{seed: 1}]", "nested more than 32 levels deep"),
+        ("base: " + DEEP + "\nlist: [{seed: 1}]", "nest"),  # PyYAML's own limit
         ("list: [{lr: 1.0e+308}]", "$.list[0].lr: 1e+308 is no finite number"),
         ("list: [{lr: 1e308}]", "at most 3e+38"),
         ("list: [{encoder_batch_size: 99999999999999999999999}]", "at most 2,147,483,647"),

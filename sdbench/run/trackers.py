@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -111,14 +112,15 @@ class WandbLog(_Tracker):
         """
         import wandb
 
-        # Without a key wandb.init would ask at the terminal and wait.
-        has_key = "WANDB_API_KEY" in os.environ or wandb.api.api_key is not None
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        mode = os.environ.get("WANDB_MODE")
+        if not mode:
+            # Without a key wandb.init would ask at the terminal and wait.
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         same_run = {}
         if has_parts:
             file = folder / ID_NAME
             if not file.exists():
-                replace_file(file, wandb.util.generate_id())
+                replace_file(file, secrets.token_hex(4))
             same_run = {"id": file.read_text(encoding="utf-8"), "resume": "allow"}
         self._writer = wandb.init(
             name=self._name,
@@ -128,7 +130,7 @@ class WandbLog(_Tracker):
             mode=mode,
             # Neither the command line nor the output, which W&B would take as they are: the
             # config and stdout.log have them without secrets.
-            settings=wandb.Settings(init_timeout=30, console="off", _disable_meta=True),
+            settings=wandb.Settings(init_timeout=30, console="off", x_disable_meta=True),
             **same_run,
         )
         if has_parts:
