@@ -19,7 +19,7 @@ else ifeq ($(TORCH),2.7)
   VENV ?= .venv-torch-2.7
   PACKAGES := requirements-torch-2.7.txt
   # What the tests need is not pinned beside this set.
-  TESTS := --no-config -r $(PACKAGES) --group test
+  TESTS := -r $(PACKAGES) --group test
 else
   $(error no packages are pinned for this torch: got '$(TORCH)'; allowed: 2.11 (code for GPUs from sm_75 \
     to sm_120), 2.7 (sm_50 to sm_90, the versions that Composer asks for); change it with TORCH)
@@ -133,10 +133,12 @@ settings: $(STAMP) ## Make docs/settings.md again from the declarations of the s
 	mv docs/settings.md.new docs/settings.md
 
 lock: $(DEV_STAMP) ## Resolve pyproject.toml into requirements*.txt; to newest versions by ARGS=--upgrade
-	$(call compile,requirements-dev.txt,--all-extras --group dev $(ARGS))
-	cp requirements-dev.txt requirements-all.txt && $(call compile,requirements-all.txt,--all-extras)
-	cp requirements-dev.txt requirements.txt && $(call compile,requirements.txt)
-	$(call compile,requirements-torch-2.7.txt,--no-config $(ARGS))
+	$(call compile,requirements-dev.txt,--overrides overrides.txt --all-extras --group dev $(ARGS))
+	cp requirements-dev.txt requirements-all.txt
+	$(call compile,requirements-all.txt,--overrides overrides.txt --all-extras)
+	cp requirements-dev.txt requirements.txt
+	$(call compile,requirements.txt,--overrides overrides.txt)
+	$(call compile,requirements-torch-2.7.txt,$(ARGS))
 
 # Of x86-64 and Python 3.12. pip takes each tag alone.
 wheels: ## Download what a GPU host with torch 2.11 and no registry lacks into WHEELS=build/wheels

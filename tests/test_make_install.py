@@ -189,9 +189,9 @@ def test_the_files_of_packages_hold_one_set_and_all_that_is_declared(repository)
     everything = read_pins(repository / "requirements-all.txt")
     tests = read_pins(repository / "requirements-dev.txt")
     assert running.items() <= everything.items() <= tests.items()
-    overrides = {
-        pin.name: pin for pin in map(Requirement, declared["tool"]["uv"]["override-dependencies"])
-    }
+    lines = (repository / "overrides.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    overrides = {pin.name: pin for pin in pins}
     for lines, pins in (
         (project["dependencies"], running),
         (chain(*project["optional-dependencies"].values()), everything),
