@@ -86,7 +86,10 @@ def _(stored: list[Tensor], kind: str, shape: list[int], dtype: torch.dtype) -> 
 
 
 def _as_nf4(stored: list[Tensor], shape: list[int], dtype: torch.dtype) -> Any:
-    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (
+        NF4Tensor,
+        SubclassTensorArgs,
+    )
 
     data, mean, factor, scales, table = stored  # in the order of NF4Tensor.__tensor_flatten__
     form = SubclassTensorArgs(torch.Size(shape), (shape[1], 1), 0, dtype, data.device, False)
@@ -99,8 +102,8 @@ def reduce_bits(module: nn.Module, kind: str) -> None:
 
     Layers whose weights do not fill the blocks of NF4 stay as they are.
     """
-    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
     from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+    from torchao.quantization import to_nf4
 
     makers = {"int8": Int8QuantizedTrainingLinearWeight.from_float, "nf4": to_nf4}
     for layer in module.modules():
