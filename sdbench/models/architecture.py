@@ -50,7 +50,7 @@ REVISION_FLAG = "--model_revision"
 
 # Version of the random weights that a seed gives on a CPU. A change of them increases it, and
 # SCHEMA_VERSION of checkpoints, which do not hold frozen random weights. 1: one generator draws all
-# of a sub-model. 2: one for each block of 2^18 values. 3: the blocks are numbered by the names of the
+# of a sub-model. 2: one for each block of 2^18 values. 3: the blocks are numbered by the names of
 # weights, so that releases of transformers that draw in another order give the same.
 DRAWING = 3
 
