@@ -246,15 +246,16 @@ def test_a_network_that_is_none_is_refused(tmp_path, write, what) -> None:
     assert what in error.what
 
 
-@pytest.mark.parametrize("damage", ["folder", "merges.txt", "cut", "weight", "short"])
+@pytest.mark.parametrize("damage", ["folder", "tokenizer", "cut", "weight", "short"])
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     copy = Path(shutil.copytree(clip, tmp_path / "copy"))
     weights = copy / "model.safetensors"
     tensors = load_file(weights)
     if damage == "folder":
         shutil.rmtree(copy)
-    elif damage == "merges.txt":
-        (copy / damage).unlink()
+    elif damage == "tokenizer":
+        for name in ("merges.txt", "tokenizer.json"):  # one of them, or both
+            (copy / name).unlink(missing_ok=True)
     elif damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage == "weight":

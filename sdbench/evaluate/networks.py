@@ -181,7 +181,9 @@ class ClipNetwork(ImageNetwork):
         The first 77 tokens of each caption count.
         """
         tokens = torch.from_numpy(self._tokenize(captions))
-        of_captions = self._model.get_text_features(tokens.to(self._device))
+        # As `get_text_features`, whose output is another one in transformers 5.
+        pooled = self._model.text_model(tokens.to(self._device)).pooler_output
+        of_captions = self._model.text_projection(pooled)
         return (self.embeddings(pictures) * _unit_length(of_captions)).sum(1)
 
     @_whole_fp32()
@@ -192,7 +194,8 @@ class ClipNetwork(ImageNetwork):
             input_data_format="channels_last",
             return_tensors="pt",
         )["pixel_values"]
-        return _unit_length(self._model.get_image_features(pixels.to(self._device)))
+        pooled = self._model.vision_model(pixels.to(self._device)).pooler_output
+        return _unit_length(self._model.visual_projection(pooled))
 
 
 class DinoNetwork(ImageNetwork):

@@ -50,8 +50,9 @@ REVISION_FLAG = "--model_revision"
 
 # Version of the random weights that a seed gives on a CPU. A change of them increases it, and
 # SCHEMA_VERSION of checkpoints, which do not hold frozen random weights. 1: one generator draws all
-# of a sub-model. 2: one for each block of 2^18 values.
-DRAWING = 2
+# of a sub-model. 2: one for each block of 2^18 values. 3: the blocks are numbered by the names of
+# weights, so that releases of transformers that draw in another order give the same.
+DRAWING = 3
 
 # A built-in model of full width with fewer blocks, e.g. ``flux-dev-2+4-blocks``.
 FEWER_BLOCKS = re.compile(r"(?P<whole>.+)-(?P<numbers>[0-9]+(\+[0-9]+)*)-blocks")

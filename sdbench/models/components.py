@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-import transformers
 from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,
@@ -16,9 +16,11 @@ from diffusers.models.attention_processor import (
 )
 from torch.nn.attention import SDPBackend
 
-from sdbench.models.architecture import Architecture, refuse_errors
+from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import MODEL_FLAG, Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.family import Family
+from sdbench.models.text_encoders import KEY_MAPPING, class_of_text_encoder
 from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
 
 # diffusers' attention processors of a U-Net. The one head of the VAE is too wide, 512, for flash
@@ -38,8 +40,9 @@ SAFE = {"use_safetensors": True, "local_files_only": True}
 
 def class_of_part(part: str, family: Family) -> Any:
     """The class of a sub-model, of diffusers or transformers."""
-    library = transformers if part in family.text_encoders else diffusers
-    return getattr(library, family.parts[part])
+    name = family.parts[part]
+    is_text_encoder = part in family.text_encoders
+    return class_of_text_encoder(name) if is_text_encoder else getattr(diffusers, name)
 
 
 def make_part(
@@ -66,11 +69,14 @@ def make_part(
         options["attn_implementation"] = kind if model_class._supports_sdpa else "eager"
     if loads:
         if is_text_encoder:
-            options["dtype"] = torch.float32
+            options |= {"dtype": torch.float32, "key_mapping": KEY_MAPPING}
         else:
             # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
             options |= {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
-        model = model_class.from_pretrained(folder / part, **SAFE, **options)
+        model, report = model_class.from_pretrained(
+            folder / part, **SAFE, **options, output_loading_info=True
+        )
+        _check_names(report, part=part, folder=folder)
     else:
         config = architecture.parts[part]
         refusing = refuse_errors(
@@ -95,6 +101,21 @@ def make_part(
         fill_buffers = network.fill_buffers if is_denoiser else None
         draw_weights(model, weights, initialize=initialize, fill_buffers=fill_buffers)
     return model
+
+
+def _check_names(report: Mapping[str, Iterable[str]], *, part: str, folder: Path) -> None:
+    """Raise a ConfigError if a folder lacks weights, which would stay random, or has others."""
+    for kind in ("missing", "unexpected"):
+        names = sorted(report[f"{kind}_keys"])
+        if names:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            raise ConfigError(
+                f"the weights of the {part} are not those of its configuration: {kind} are "
+                f"{', '.join(names[:2])}{more}",
+                value=str(folder / part),
+                allowed="weights and config.json as they were saved together",
+                flag=MODEL_FLAG,
+            )
 
 
 def count_parameters(architecture: Architecture) -> dict[str, int]:

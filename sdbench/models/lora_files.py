@@ -19,6 +19,7 @@ from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import Family
 from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
 from sdbench.models.quiet import quiet_diffusers
+from sdbench.models.text_encoders import hub_name
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
@@ -78,6 +79,12 @@ def _parts_with_lora(family: Family) -> tuple[str, ...]:
     return (family.denoiser, *clips)
 
 
+def _hub_name(name: str) -> str:
+    """The name in a file, ``<sub-model>.<layer>.<matrix>``, as this suite's models have it."""
+    part, _, rest = name.partition(".")
+    return f"{part}.{hub_name(rest)}"
+
+
 def _load(file: LoraFile, parts: Mapping[str, nn.Module], family: Family) -> None:
     refusing = refuse_errors(
         "this LoRA cannot be used",
@@ -103,6 +110,7 @@ def _load_by_diffusers(path: Path, parts: Mapping[str, nn.Module], family: Famil
         return_lora_metadata=True,
         return_alphas=True,
     )
+    tensors = {_hub_name(name): tensor for name, tensor in tensors.items()}
     # kohya's scales; the pipeline of SD3 does not read its files, and has none.
     scales = {"network_alphas": alphas[0]} if alphas else {}
     strange = [

@@ -8,6 +8,7 @@ tensor: one core draws the 1.29 billion weights of SD2 in 4 s.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -101,12 +102,13 @@ def draw_weights(
     """Draw the weights of a model that was made under ``torch.device("meta")``, in place.
 
     Other types round the fp32 numbers that a seed gives. On a CPU these depend only on the seed,
-    not on the number of threads; `architecture.DRAWING` is their version. The caller's random
-    generators keep their state. `initialize` is called for each module after its children; None
+    not on the number of threads, nor on the order in which a library draws, or on a weight that it
+    draws twice; `architecture.DRAWING` is their version. The caller's random generators keep their
+    state. `initialize` is called for each module after its children; None
     calls `reset_parameters`, as the module's constructor does. `fill_buffers` is called with the
     model, for buffers beside the `position_ids` of transformers.
     """
-    shared = _shared_weights(model)
+    shared, first_blocks = _shared_weights(model), _number_blocks(model)
     parts = list(_distinct_parts(model))
     ours = {id(weight) for part in parts for weight in part.parameters()}
     outside = [name for name, weight in model.named_parameters() if id(weight) not in ours]
@@ -115,13 +117,16 @@ def draw_weights(
     with contextlib.ExitStack() as drawing:
         drawing.enter_context(torch.no_grad())
         drawing.enter_context(seeded_generator(weights.seed, device))
-        if weights.seed is not None and device.type == "cpu":
+        if weights.seed is not None:
             # The plan has set the number of threads of this rank.
             threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
-            drawing.enter_context(_DrawingByBlocks(weights.seed, threads))
+            by_blocks = drawing.enter_context(_DrawingByBlocks(weights.seed, threads))
         for part in parts:
             if weights.seed is not None:
+                numbers = [first_blocks[weight] for weight in part.parameters()]
                 part.to_empty(device=device)
+                pointers = (weight.data_ptr() for weight in part.parameters())
+                by_blocks.first_blocks = dict(zip(pointers, numbers, strict=True))
                 part.apply(initialize or _reset)
             weights.place(part)
     for first, *others in shared:
@@ -156,6 +161,18 @@ def _shared_weights(model: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
+def _number_blocks(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The number of the first block of each weight; the blocks are numbered by the weights' names.
+
+    transformers 5 draws all linear layers alike, and those of its models a second time.
+    """
+    numbers, next_number = {}, 0
+    for _, weight in sorted(model.named_parameters()):
+        numbers[weight] = next_number
+        next_number += math.ceil(weight.numel() / BLOCK_SIZE)
+    return numbers
+
+
 def _distinct_parts(model: nn.Module) -> Iterator[nn.Module]:
     """Those of `_parts` that have other weights than the parts before them."""
     seen: set[nn.Parameter] = set()
@@ -185,13 +202,17 @@ def _reset(module: nn.Module) -> None:
 class _DrawingByBlocks(TorchDispatchMode):
     """Draws the CPU tensors within the block by blocks, in several threads.
 
-    The blocks of all tensors are numbered. Each has its own generator, whose seed is a number of
-    the model plus that of the block: no two blocks of a model share one.
+    The blocks of all tensors are numbered, see `_number_blocks`. Each has its own generator, whose
+    seed is a number of the model plus that of the block: no two blocks of a model share one.
+
+    Attributes:
+        first_blocks: The number of the first block of each tensor that may be drawn, by its memory.
     """
 
     def __init__(self, seed: int, threads: Executor) -> None:
         super().__init__()
-        self._next_seed = random.Random(seed).getrandbits(SEED_BITS)
+        self.first_blocks: dict[int, int] = {}
+        self._seed = random.Random(seed).getrandbits(SEED_BITS)
         self._threads = threads
 
     def __torch_dispatch__(
@@ -209,8 +230,8 @@ class _DrawingByBlocks(TorchDispatchMode):
                 func(block, *distribution, **kwargs | {"generator": generator})
 
         blocks = tensor.detach().view(-1).split(BLOCK_SIZE)
-        seeds = [(self._next_seed + number) % 2**SEED_BITS for number in range(len(blocks))]
-        self._next_seed += len(blocks)
+        first = self._seed + self.first_blocks[tensor.data_ptr()]
+        seeds = [(first + number) % 2**SEED_BITS for number in range(len(blocks))]
         if len(blocks) == 1:
             draw(blocks[0], seeds[0])  # or a thread would take longer to begin than to draw
         else:

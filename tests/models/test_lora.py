@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sdbench.models.architecture import resolve_architecture
@@ -31,6 +32,7 @@ LORA = Lora(
     alpha=6.0,
     layers=(("unet", UNET_LAYERS), ("text_encoder", ("q_proj", "k_proj", "v_proj", "out_proj"))),
 )
+Q_PROJ = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.weight"
 IDS = torch.tensor([[49406, *range(300, 375), 49407]])
 
 
@@ -146,6 +148,32 @@ def test_a_file_is_added_to_the_weights_by_its_share_and_files_add_up(trained, f
         for name, weight in plain.items():
             expected = weight + sum(shares) * (whole[name] - weight)
             torch.testing.assert_close(fused[name], expected, msg=name)
+
+
+def test_a_file_may_name_text_encoder_layers_as_either_transformers(trained, tmp_path) -> None:
+    """transformers 5.6 and later have no level `text_model.`, and so have files made with it."""
+    stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
+    hub, other = tmp_path / "hub.safetensors", tmp_path / "other.safetensors"
+    write_for_diffusers(lora_weights(stored, LORA), hub, lora=LORA, family=TINY.family)
+    with safe_open(hub, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(hub)
+    renamed = {
+        name.replace("text_encoder.text_model.", "text_encoder."): tensor
+        for name, tensor in tensors.items()
+    }
+    # 2 layers with 4 projections, each with A and B.
+    assert len(renamed.keys() - tensors.keys()) == len(tensors.keys() - renamed.keys()) == 2 * 4 * 2
+    save_file(renamed, other, metadata=metadata)
+    fused = []
+    for file in (hub, other):
+        check_lora_files([LoraFile(str(file))], TINY)
+        model = build()
+        fuse_lora_files(model, [LoraFile(str(file))])
+        fused.append(weights_of(model))
+    plain = weights_of(build())
+    assert all(torch.equal(fused[0][name], weight) for name, weight in fused[1].items())
+    assert not torch.equal(fused[0][Q_PROJ], plain[Q_PROJ])
 
 
 @pytest.mark.slow

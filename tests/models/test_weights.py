@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import class_of_part, make_part
@@ -24,7 +23,8 @@ def make_by_constructor(part: str) -> nn.Module:
     """The sub-model as diffusers and transformers make it when nobody interferes."""
     torch.manual_seed(5)
     if part == "text_encoder":
-        return CLIPTextModel(CLIPTextConfig(**TINY.parts["text_encoder"]))
+        kind = class_of_part(part, TINY.family)
+        return kind(kind.config_class(**TINY.parts["text_encoder"]))
     return class_of_part(part, TINY.family).from_config(TINY.parts[part])
 
 
@@ -85,15 +85,42 @@ def test_the_numbers_depend_on_the_seed_alone() -> None:
     assert torch.equal(one.weight, three.weight) and torch.equal(one.bias, three.bias)
     assert not torch.equal(one.weight, make_wide_layer(1, seed=4).weight)
     assert torch.equal(torch.get_rng_state(), state)
-    # What DRAWING 2 is: a generator for each block, with seeds one after the other.
+    # What DRAWING 3 is: a generator for each block, with seeds one after the other, by the names of
+    # the weights.
     first = random.Random(3).getrandbits(32)
     blocks = one.weight.flatten().split(2**18)
     assert [len(block) for block in blocks] == [2**18, 2**18, 2**17]
     bound = 1 / 1024**0.5
-    for number, block in enumerate((*blocks, one.bias)):
+    for number, block in enumerate((one.bias, *blocks)):
         generator = torch.Generator().manual_seed((first + number) % 2**32)
         expected = torch.empty(len(block)).uniform_(-bound, bound, generator=generator)
         assert torch.equal(block, expected)
+
+
+def test_a_library_that_draws_weights_twice_or_in_another_order_draws_the_same() -> None:
+    def draw(initialize) -> nn.Sequential:
+        with torch.device("meta"):
+            layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        draw_weights(layers, Weights(seed=3), initialize=initialize)
+        return layers
+
+    def once(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(std=0.5)
+            module.bias.normal_()
+
+    def twice(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.normal_()
+        else:
+            for layer in reversed(module):
+                layer.bias.normal_()
+                layer.weight.normal_(std=0.5)
+
+    one, other = draw(once), draw(twice)
+    for name, weight in one.named_parameters():
+        assert torch.equal(weight, other.get_parameter(name)), name
+    assert len({weight.std().item() for weight in one.parameters()}) == 4
 
 
 def test_half_precision_rounds_the_same_numbers() -> None:

@@ -171,7 +171,8 @@ def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run,
 def test_latents_of_each_format_train_as_the_pictures_and_resume(family):
     write_folder(Path("data"), num_samples=6)
     argv = (*argv_of(family), "--no_use_synth_data", "--remote")
-    online = read_losses(trained("online", 3, *argv, "data"))
+    # On a processor with bf16 the preset's encoders have it in the step.
+    online = read_losses(trained("online", 3, *argv, "data", "--encoder_dtype", "fp32"))
     assert len(set(online)) == 3
     for out_format in ("mds", "parquet", "webdataset"):
         folder = Path(out_format)

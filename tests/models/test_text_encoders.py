@@ -1,0 +1,117 @@
+"""Weights of text encoders have the hub's names, whatever transformers calls them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import generate
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.diffusion import build_model
+from sdbench.models.text_encoders import hub_name
+from tests.refusals import refused
+from tests.train.tiny_model import write_tiny_model
+
+MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
+LAYER = r"(self_attn\.(q|k|v|out)_proj|mlp\.fc[12]|layer_norm[12])\.(weight|bias)"
+CLIP = (
+    r"text_model\.(embeddings\.(token|position)_embedding\.weight|"
+    rf"encoder\.layers\.\d+\.{LAYER}|final_layer_norm\.(weight|bias))"
+)
+# Names of weights as in the folders of the hub, by class.
+HUB_NAMES = {
+    "CLIPTextModel": CLIP,
+    "CLIPTextModelWithProjection": rf"{CLIP}|text_projection\.weight",
+    "T5EncoderModel": (
+        r"shared\.weight|encoder\.final_layer_norm\.weight|encoder\.block\.\d+\.layer\.[01]\."
+        r"(SelfAttention\.([qkvo]|relative_attention_bias)|DenseReluDense\.(wi_[01]|wo)|layer_norm)"
+        r"\.weight"
+    ),
+}
+
+
+def without_level(name: str) -> str:
+    """The name that transformers 5.6 and later save for a weight of a CLIPTextModel."""
+    return name.removeprefix("text_model.")
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {without_level(name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exports") / request.param
+    write_tiny_model(folder, name=request.param)
+    return folder
+
+
+def test_an_export_has_the_names_of_the_hub_and_transformers_reads_all_of_it(exported) -> None:
+    architecture = resolve_architecture(str(exported))
+    for part in architecture.text_encoders:
+        kind = architecture.family.parts[part]
+        stored = load_file(exported / part / "model.safetensors")
+        strange = [name for name in stored if not re.fullmatch(HUB_NAMES[kind], name)]
+        assert stored and not strange
+        model, report = getattr(transformers, kind).from_pretrained(
+            exported / part, output_loading_info=True
+        )
+        assert not [*report["missing_keys"], *report["unexpected_keys"]]
+        # By the translation of the names that this release of transformers has.
+        found = {hub_name(name): weight for name, weight in model.named_parameters()}
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
+        assert {hub_name(name) for name in stored} == stored.keys()
+        if kind != "T5EncoderModel":
+            assert {hub_name(without_level(name)) for name in stored} == stored.keys()
+
+
+def test_a_folder_of_either_form_has_the_same_weights(exported) -> None:
+    expected = {
+        name: weight.clone()
+        for name, weight in build_model(resolve_architecture(str(exported)), seed=1)
+        .state_dict()
+        .items()
+    }
+    for part in exported.glob("text_encoder*"):
+        rewrite(part / "model.safetensors", rename)
+    found = build_model(resolve_architecture(str(exported)), seed=2).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "missing are text_model.final_layer_norm.bias"),
+        ("unexpected", "unexpected are text_model.strange"),
+    ],
+)
+def test_a_weight_that_is_missing_or_strange_is_refused_and_not_drawn(
+    damage, said, tmp_path, capsys
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if damage == "missing":
+            return {name: one for name, one in tensors.items() if "final_layer_norm" not in name}
+        return tensors | {"text_model.strange": torch.zeros(1)}
+
+    model = tmp_path / "model"
+    write_tiny_model(model)
+    rewrite(model / "text_encoder" / "model.safetensors", change)
+    with refused("--model_name", value=str(model / "text_encoder")) as caught:
+        build_model(resolve_architecture(str(model)), seed=1)
+    assert "text_encoder" in caught.value.what and said in caught.value.what
+    argv = ["--model_name", str(model), "--prompts", "a cat", "--folder", str(tmp_path / "out")]
+    assert generate.main(argv) == 2
+    assert said in capsys.readouterr().err
