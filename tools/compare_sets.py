@@ -129,8 +129,8 @@ def read(folder: Path, side: Path) -> None:
                 content = value.detach().contiguous().numpy().tobytes()
                 facts["sums"][f"{source}/{weight}"] = hashlib.sha256(content).hexdigest()
             argv = ["--model_name", str(model), "--prompts", PROMPTS.get(way, "a cat")]
-            argv += ["--num_steps", "4", "--seed", "17", "--precision", "fp32"]
-            argv += ["--encoder_dtype", "fp32", "--folder", str(side / "drawn" / source)]
+            argv += ["--num_steps", "4", "--seed", "17", "--dtype", "fp32"]
+            argv += ["--folder", str(side / "drawn" / source)]
             if generate.main(argv + ([] if lora is None else ["--lora", str(lora)])) != 0:
                 sys.exit(f"{source} in {folder} cannot be drawn with")
         shutil.copytree(folder / "runs" / name, side / "runs" / name)

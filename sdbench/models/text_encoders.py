@@ -47,12 +47,16 @@ class CLIPTextModel(modeling_clip.CLIPPreTrainedModel):
     # Saved configurations, and pipelines of diffusers, name module and class.
     __module__ = modeling_clip.__name__
     config_class = transformers.CLIPTextConfig
-    base_model_prefix = "text_model"
 
     def __init__(self, config: transformers.CLIPTextConfig) -> None:
         super().__init__(config)
         self.text_model = transformers.CLIPTextModel._from_config(config)
         self.post_init()
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """True: transformers does not rename weights here as for its own class of this name."""
+        return True
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""

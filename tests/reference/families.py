@@ -93,7 +93,7 @@ def flux_loss(
 ) -> Tensor:
     """As `sd3_loss`, on squares of 2 x 2 latents; dev is told a `scale` of guidance."""
     _, last = clip_states(modules["text_encoder"], ids[0])
-    normed = modules["text_encoder"].text_model.final_layer_norm(last)
+    normed = text_model_of(modules["text_encoder"]).final_layer_norm(last)
     pooled = normed[torch.arange(len(last)), ends_of(ids[0])]
     share = shares.reshape(-1, 1, 1, 1)
     predicted = predict_flux(
@@ -141,7 +141,7 @@ def clip_states(encoder: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         seen["read"] = arguments[0]
         seen["given"] = result[0] if isinstance(result, tuple) else result
 
-    hook = encoder.text_model.encoder.layers[-1].register_forward_hook(note)
+    hook = text_model_of(encoder).encoder.layers[-1].register_forward_hook(note)
     try:
         encoder(ids)
     finally:
@@ -151,8 +151,13 @@ def clip_states(encoder: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def project_end(encoder: Any, last: Tensor, ids: Tensor) -> Tensor:
     """The projected state of the token that ends each caption."""
-    normed = encoder.text_model.final_layer_norm(last)
+    normed = text_model_of(encoder).final_layer_norm(last)
     return normed[torch.arange(len(ids)), ends_of(ids)] @ encoder.text_projection.weight.T
+
+
+def text_model_of(encoder: Any) -> Any:
+    """The layers of a CLIP text encoder, which transformers 5 has in the encoder itself."""
+    return getattr(encoder, "text_model", encoder)
 
 
 def ends_of(ids: Tensor) -> Tensor:
