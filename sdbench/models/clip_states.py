@@ -14,7 +14,8 @@ def encode_by_clip(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     states are what the last layer gets: transformers 5 records hidden states by hooks that
     torch.compile cannot trace.
     """
-    last = encoder.text_model.encoder.layers[-1]
+    # A CLIPTextModel of transformers 5.6 and later lacks this level.
+    last = getattr(encoder, "text_model", encoder).encoder.layers[-1]
     if not hasattr(last, "states"):
         last.states = None
         last.register_forward_pre_hook(_keep_states)

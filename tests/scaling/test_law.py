@@ -168,7 +168,11 @@ def test_the_work_of_the_figures_is_what_is_counted(key):
             shape=Shape.square(image_size),
             encodes_images=latents == "online",
         )
-        assert count_image(step) == pytest.approx(work._asdict(), rel=1e-3)
+        counted, stored = count_image(step), work._asdict()
+        # The table was counted with torch 2.7; torch 2.11 starts up to 2.1 % more or fewer.
+        operators = pytest.approx(stored.pop("num_operators"), rel=3e-2)
+        assert counted.pop("num_operators") == operators
+        assert counted == pytest.approx(stored, rel=1e-3)
 
 
 def test_a_table_of_runs_elsewhere_is_left_out(tmp_path, repository):
