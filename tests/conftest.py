@@ -150,6 +150,16 @@ def plain_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_compiling() -> Iterator[None]:
+    """Let torch.compile run the code that it was given: compiling takes minutes on two cores."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture
 def picture_folder(tmp_path: Path) -> Path:
     """A folder of ten pictures of different shapes, each with a caption in a text file."""
     from PIL import Image

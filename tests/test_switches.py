@@ -56,14 +56,6 @@ def plain(tmp_path_factory):
     return losses
 
 
-@pytest.fixture
-def without_compiling():
-    """Let torch.compile run the code that it was given: compiling takes minutes on two cores."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("switch", "tolerance"), SWITCHES.items())
 def test_a_switch_alone_gives_the_same_losses(
@@ -123,6 +115,7 @@ EARLY = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_compiling")
 @pytest.mark.parametrize(
     ("engine", "switch"),
     [(engine, switch) for switch in EARLY for engine in ("composer", "torch")],
@@ -205,12 +198,14 @@ def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
 
 # Whole micro-batches: each step has the same shapes.
 FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
-ONE_GRAPH = ["", "--attention flash", "--group_norm fused", "--activation_checkpointing full"]
+ONE_GRAPH = ["", "--attention flash --group_norm fused --activation_checkpointing full"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", ["model", "block"])
-@pytest.mark.parametrize(("family", "num_parts"), [("sdxl", 4), ("sd3", 5), ("flux", 4)])
+@pytest.mark.parametrize(
+    ("family", "num_parts", "unit"),
+    [("sdxl", 4, "model"), ("sd3", 5, "model"), ("sd3", 5, "block"), ("flux", 4, "model")],
+)
 def test_each_compiled_part_of_a_family_is_one_graph(
     family, num_parts, unit, tmp_path, monkeypatch
 ):

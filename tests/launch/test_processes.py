@@ -208,13 +208,12 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 @pytest.mark.parametrize(
     ("launcher", "send", "number", "exit_code", "reason"),
     [
-        (COMPOSER_2, os.killpg, signal.SIGINT, 130, ": Ctrl-C"),
         (COMPOSER_2, os.kill, signal.SIGTERM, 130, "SIGTERM: "),
         (TORCHRUN_2, os.killpg, signal.SIGINT, 1, ": Ctrl-C"),
         # The ranks hear of each other by torchrun: they cannot tell that its end was meant.
         (TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, which runs"),
     ],
-    ids=["composer-ctrl-c", "composer-kill", "torchrun-ctrl-c", "torchrun-kill-9"],
+    ids=["composer-kill", "torchrun-ctrl-c", "torchrun-kill-9"],
 )
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
     tmp_path, launcher, send, number, exit_code, reason

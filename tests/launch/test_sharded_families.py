@@ -23,8 +23,9 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = ("sdxl", "sd3", "flux")
 BATCH_SIZE, NUM_STEPS = 4, 2
-ON_ONE_NODE = ("none", "zero1", "grad_op", "full")
-ON_TWO_NODES = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
+# tests/launch/test_sharding.py has the others, with one family.
+ON_ONE_NODE = ("none", "full")
+ON_TWO_NODES = ("hybrid",)
 
 
 BF16 = "full, weights in bf16"

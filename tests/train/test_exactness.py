@@ -49,15 +49,11 @@ def losses(name: str) -> list[tuple[str, str, str]]:
 QUICK = ("torch", 0, "mds")
 CASES = [
     QUICK,
-    ("composer", 0, "synthetic"),
-    ("torch", 2, "mds"),
     ("torch", 0, "streamed tars"),
-    ("torch", 2, "parquet"),
     ("torch", 0, "subject"),
     ("torch", 0, "vae"),
     ("composer", 2, "folder"),
     ("ray", 0, "webdataset"),
-    ("ray", 2, "synthetic"),
 ]
 
 
@@ -88,8 +84,8 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
     # A crop or a flip of them changes the loss.
     monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
     argv = ["--engine", engine, "--num_workers", str(num_workers)]
-    if data_format in ("synthetic", "vae"):
-        argv += ["--use_synth_data", *(["--train", "vae"] if data_format == "vae" else [])]
+    if data_format == "vae":
+        argv += ["--use_synth_data", "--train", "vae"]
     elif data_format == "subject":
         argv += write_subject(tmp_path)
         argv += ["--horizontal_flip_probability", "0.5", "--caption_drop_probability", "0.2"]
@@ -108,19 +104,18 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
 
 
 UNCLIPPED = ("--use_synth_data", "--use_ema", "--engine", "torch", "--log_every_batches", "1")
-LOW_BIT_LORA = "--lora_rank 4 --frozen_bits int8"
-FP8 = "--precision amp_bf16 --linear_dtype fp8"
 LEVERS = [
     # With bf16 the rounding draws random numbers.
     "--optimizer adamw_8bit --precision bf16 --update_in_backward",
     "--optimizer adamw_4bit",
-    LOW_BIT_LORA,
+    "--lora_rank 4 --frozen_bits int8",
     "--lora_rank 4 --frozen_bits nf4 --model_name tiny-flux",
-    FP8,
+    "--precision amp_bf16 --linear_dtype fp8",
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_compiling")
 @pytest.mark.parametrize("lever", LEVERS)
 def test_resumed_with_a_lever_for_memory(lever):
     argv = (*TINY, *UNCLIPPED, *lever.split())
@@ -148,13 +143,9 @@ def test_engines_take_turns_in_one_run():
 @pytest.mark.parametrize(
     ("engine", "sharding", "what", "ranks_and_nodes"),
     [
-        ("torch", "full", LORA, {}),
-        ("torch", "grad_op", MASTERS, {}),
-        ("composer", "full", tuple(FP8.split()), {}),
+        ("composer", "full", LORA, {}),
         ("ray", "full", (), {}),
         ("torch", "hybrid_zero1", MASTERS, {"num_ranks": 4, "num_nodes": 2}),
-        ("torch", "zero1", ("--optimizer", "adamw_8bit"), {}),
-        ("torch", "none", (*LORA, "--frozen_bits", "int8"), {}),
     ],
     ids=str,
 )
