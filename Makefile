@@ -143,7 +143,7 @@ lock: $(DEV_STAMP) ## Resolve pyproject.toml into requirements*.txt; to newest v
 # Of x86-64 and Python 3.12. pip takes each tag alone.
 wheels: ## Download what a GPU host with torch 2.11 and no registry lacks into WHEELS=build/wheels
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
-	  $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1,--platform $(tag)_x86_64) \
+	  $(foreach tag,2_28 2_27 2_17 2_14 2_12 2_5 2014 1,--platform manylinux$(if $(findstring _,$(tag)),_)$(tag)_x86_64) \
 	  -d $(or $(WHEELS),build/wheels) -c requirements.txt -r single-node/gpu-host-lacks.txt
 
 clean: ## Remove the virtual environment and caches; runs/ and results/ stay
