@@ -152,12 +152,12 @@ clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 
 $(STAMP):
 	$(make_environment)
-	@echo "Installing $(PACKAGES): 3.3 GB to download"
+	@echo "Installing $(PACKAGES): 5.9 GB on disk"
 	$(call install,--no-deps -r $(PACKAGES))
 	@touch $@
 
 $(DEV_STAMP):
 	$(make_environment)
-	@echo "Installing what tests need: 3.3 GB to download if nothing is installed yet"
+	@echo "Installing what tests need: 6.4 GB on disk"
 	$(call install,$(TESTS))
 	@touch $(STAMP) $@
