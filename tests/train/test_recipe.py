@@ -26,8 +26,8 @@ def test_a_shortened_recipe_learns(repository):
     configs = repository / "configs"
     numbers = ("--num_train_images", "512", "--num_validation_images", "64")
     assert sdbench(["shapes", "--folder", "shapes", *numbers]) == 0
-    pictures = ("--sample_every_batches", "100", "--sample_steps", "2")
-    for name, num_steps, argv in (("shapes_vae", 150, ()), ("shapes", 100, pictures)):
+    pictures = ("--sample_every_batches", "70", "--sample_steps", "2")
+    for name, num_steps, argv in (("shapes_vae", 110, ()), ("shapes", 70, pictures)):
         shorten(configs, name, num_steps, *argv)
     assert len(list(Path("runs/shapes/samples").glob("*.png"))) == 1
     # A white picture has an error of 0.25, and a model that knows only the mean latent one of 1.
