@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,8 @@ def export(
     with in_one_piece(folder, card=card) as partial:
         with quiet_diffusers():  # it warns of each part that the model lacks
             pipeline.save_pretrained(partial, safe_serialization=True)
+        for file in partial.glob("*/tokenizer_config.json"):
+            _name_tokens_as_hub(file)
         if learned:
             rows = {token: convert(token, row, dtype=dtype) for token, row in learned.items()}
             save_file(rows, partial / LEARNED_FILE_NAME)
@@ -95,6 +98,17 @@ def _make_alike(module: Any, part: str, family: Family) -> nn.Module:
     """The module as its configuration says, without what training has changed in it."""
     kind = class_of_part(part, family)
     return kind(module.config) if part in family.text_encoders else kind.from_config(module.config)
+
+
+def _name_tokens_as_hub(file: Path) -> None:
+    """Name the further tokens of a tokenizer as the hub does; transformers 4 reads no other name.
+
+    transformers 5 saves them under a name that is that of a mapping in transformers 4.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        replace_file(file, json.dumps(config, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import generate
+from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.text_encoders import hub_name
@@ -77,7 +79,21 @@ def test_an_export_has_the_names_of_the_hub_and_transformers_reads_all_of_it(exp
             assert {hub_name(without_level(name)) for name in stored} == stored.keys()
 
 
-def test_a_folder_of_either_form_has_the_same_weights(exported) -> None:
+def test_an_export_names_the_tokens_of_t5_as_the_hub(exported) -> None:
+    names = {
+        key: type(value)
+        for file in exported.glob("tokenizer*/tokenizer_config.json")
+        for key, value in json.loads(file.read_text()).items()
+        if key.endswith("_special_tokens")
+    }
+    # transformers 4 reads `extra_special_tokens` as a mapping, and saves an empty one.
+    assert names.get("additional_special_tokens", list) is list
+    assert names.get("extra_special_tokens", dict) is dict
+
+
+def test_a_folder_of_either_form_has_the_same_weights_and_tokens(exported) -> None:
+    captions = ["a red circle", "<extra_id_0> ?"]
+    expected_ids = CaptionTokenizers.of(resolve_architecture(str(exported)))(captions)
     expected = {
         name: weight.clone()
         for name, weight in build_model(resolve_architecture(str(exported)), seed=1)
@@ -86,6 +102,14 @@ def test_a_folder_of_either_form_has_the_same_weights(exported) -> None:
     }
     for part in exported.glob("text_encoder*"):
         rewrite(part / "model.safetensors", rename)
+    for file in exported.glob("tokenizer*/tokenizer_config.json"):
+        config = json.loads(file.read_text())
+        if tokens := config.pop("additional_special_tokens", None):
+            file.write_text(json.dumps(config | {"extra_special_tokens": tokens}))
+    ids = CaptionTokenizers.of(resolve_architecture(str(exported)))(captions)
+    assert {name: some.tolist() for name, some in ids.items()} == {
+        name: some.tolist() for name, some in expected_ids.items()
+    }
     found = build_model(resolve_architecture(str(exported)), seed=2).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
@@ -95,7 +119,7 @@ def test_a_folder_of_either_form_has_the_same_weights(exported) -> None:
     ("damage", "said"),
     [
         ("missing", "missing are text_model.final_layer_norm.bias"),
-        ("unexpected", "unexpected are text_model.strange"),
+        ("unexpected", "unexpected are strange.weight"),
     ],
 )
 def test_a_weight_that_is_missing_or_strange_is_refused_and_not_drawn(
@@ -104,7 +128,7 @@ def test_a_weight_that_is_missing_or_strange_is_refused_and_not_drawn(
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if damage == "missing":
             return {name: one for name, one in tensors.items() if "final_layer_norm" not in name}
-        return tensors | {"text_model.strange": torch.zeros(1)}
+        return tensors | {"strange.weight": torch.zeros(1)}
 
     model = tmp_path / "model"
     write_tiny_model(model)

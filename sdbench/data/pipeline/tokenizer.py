@@ -142,11 +142,24 @@ def _load_t5(folder: Path | None, pad_token_id: int) -> ByT5Tokenizer | T5Tokeni
     """
     if folder is None:
         return ByT5Tokenizer()
+    options = {"local_files_only": True, **_further_tokens(folder)}
     if names_byt5(folder):
-        return ByT5Tokenizer.from_pretrained(folder, local_files_only=True)
+        return ByT5Tokenizer.from_pretrained(folder, **options)
     # tokenizer.json says what precedes a caption. If the option were set, transformers would make
     # the tokenizer anew, of another file, with a package that nothing else needs.
-    return T5TokenizerFast.from_pretrained(folder, local_files_only=True, add_prefix_space=None)
+    return T5TokenizerFast.from_pretrained(folder, add_prefix_space=None, **options)
+
+
+def _further_tokens(folder: Path) -> dict[str, Any]:
+    """T5's further tokens by the hub's name, if transformers 5 has saved them by a name of its own.
+
+    In transformers 4 that is the name of a mapping.
+    """
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens = config.get("extra_special_tokens")
+    if not isinstance(tokens, list):
+        return {}
+    return {"additional_special_tokens": tokens, "extra_special_tokens": {}}
 
 
 @functools.cache
