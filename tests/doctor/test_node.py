@@ -23,6 +23,8 @@ def install(folder, package: str, version: str | None) -> None:
 
 
 OLD = {"torch": "2.7.0", "torchvision": "0.22.0", "transformers": "4.57.6", "diffusers": "0.39.0"}
+OLD |= {"numpy": "2.1.3", "pillow": "11.3.0"}
+# numpy is pinned for each Python, and the one of these tests has its own.
 NEW = {"torch": "2.11.0", "torchvision": "0.26.0", "transformers": "5.24.0", "diffusers": "0.42.1"}
 
 
