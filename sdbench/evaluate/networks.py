@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImagePro
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
+from sdbench.models.quiet import without_progress_bars
 from sdbench.settings.similarity import missing_files
 
 # Types of transformers' models whose first token represents the whole picture.
@@ -143,9 +144,10 @@ class ImageNetwork(Network):
 
     def _load_model(self, kind: Any, folder: Path) -> None:
         """Load a model by its class in transformers, which draws missing weights at random."""
-        model, report = kind.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, local_files_only=True
-        )
+        with without_progress_bars():
+            model, report = kind.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True, local_files_only=True
+            )
         # The pooling layer is not used: DINO's own files lack its weights.
         absent = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
         if absent:

@@ -20,6 +20,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import MODEL_FLAG, Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.family import Family
+from sdbench.models.quiet import without_progress_bars
 from sdbench.models.text_encoders import KEY_MAPPING, class_of_text_encoder
 from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
 
@@ -73,9 +74,10 @@ def make_part(
         else:
             # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
             options |= {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
-        model, report = model_class.from_pretrained(
-            folder / part, **SAFE, **options, output_loading_info=True
-        )
+        with without_progress_bars():
+            model, report = model_class.from_pretrained(
+                folder / part, **SAFE, **options, output_loading_info=True
+            )
         _check_names(report, part=part, folder=folder)
     else:
         config = architecture.parts[part]

@@ -23,7 +23,7 @@ from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_pipeline, make_sampler
 from sdbench.models.family import Family
 from sdbench.models.learned_token import LEARNED_FILE_NAME
-from sdbench.models.quiet import quiet_diffusers
+from sdbench.models.quiet import quiet_diffusers, without_progress_bars
 from sdbench.models.weights import ENCODER_DTYPES
 
 CARD_NAME = "README.md"
@@ -85,7 +85,8 @@ def export(
     scheduler = make_sampler(sampler, model.objective.config)
     pipeline = make_pipeline(family, {**modules, **tokenizers}, sampler=scheduler)
     with in_one_piece(folder, card=card) as partial:
-        with quiet_diffusers():  # it warns of each part that the model lacks
+        # diffusers warns of each part that the model lacks.
+        with quiet_diffusers(), without_progress_bars():
             pipeline.save_pretrained(partial, safe_serialization=True)
         for file in partial.glob("*/tokenizer_config.json"):
             _name_tokens_as_hub(file)

@@ -1,4 +1,4 @@
-"""`quiet_diffusers`: what diffusers warns of is told by this suite in its own way."""
+"""Context managers that keep lines of diffusers and transformers out of the output of a program."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def quiet_diffusers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Have transformers draw no progress bars within the block; 5 has one for each folder."""
+    from transformers.utils import logging as of_transformers
+
+    were_enabled = of_transformers.is_progress_bar_enabled()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_enabled:
+            of_transformers.enable_progress_bar()

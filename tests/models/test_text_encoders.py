@@ -139,3 +139,9 @@ def test_a_weight_that_is_missing_or_strange_is_refused_and_not_drawn(
     argv = ["--model_name", str(model), "--prompts", "a cat", "--folder", str(tmp_path / "out")]
     assert generate.main(argv) == 2
     assert said in capsys.readouterr().err
+
+
+def test_to_write_and_to_load_a_folder_prints_no_line_of_a_library(tmp_path, capfd):
+    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    build_model(resolve_architecture(str(tmp_path / "model")), seed=1)
+    assert capfd.readouterr() == ("", "")
