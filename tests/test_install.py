@@ -112,13 +112,16 @@ def refused_without(tmp_path, repository):
     return run
 
 
+LORA = ("--lora_rank", "4", "--max_duration", "1ba")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "flag", "argv"),
     [
         (("ray", "lightning"), "--engine", ("--engine", "ray")),
         (("torchao",), "--optimizer", ("--optimizer", "adamw_8bit")),
-        (("torchao",), "--frozen_bits", ("--lora_rank", "4", "--frozen_bits", "int8")),
+        (("torchao",), "--frozen_bits", (*LORA, "--frozen_bits", "int8")),
     ],
     ids=str,
 )
