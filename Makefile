@@ -19,7 +19,7 @@ else ifeq ($(TORCH),2.7)
   VENV ?= .venv-torch-2.7
   PACKAGES := requirements-torch-2.7.txt
   # What the tests need is not pinned beside this set.
-  TESTS := -r $(PACKAGES) --group test
+  TESTS := -r pyproject.toml --extra ray --group test -c $(PACKAGES)
 else
   $(error no packages are pinned for this torch: got '$(TORCH)'; allowed: 2.11 (code for GPUs from sm_75 \
     to sm_120), 2.7 (sm_50 to sm_90, the versions that Composer asks for); change it with TORCH)
@@ -29,7 +29,7 @@ endif
 UV := uv==0.13.9
 # Named after what they installed, so that any change of these files installs again.
 STAMP := $(VENV)/.installed-$(shell cat $(PACKAGES) | cksum | cut -d ' ' -f 1)
-DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-dev.txt | cksum | cut -d ' ' -f 1)
+DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-dev.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 SITE := $(abspath $(OUT))/site-packages
 WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # There while pip and uv work. Found at the start, it means that an installation was cut off, which
