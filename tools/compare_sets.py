@@ -153,12 +153,13 @@ def names_in(model: Path) -> dict[str, list[str]]:
 
 def pixel_difference(one: Path, other: Path, name: str) -> int:
     """The largest difference of the pictures of two sides, of 255."""
-    largest = 0
-    for picture in sorted(one.glob(f"{name}*/pictures/*.png")):
-        pair = [picture, other / picture.relative_to(one)]
-        first, second = (np.asarray(Image.open(file)).astype(int) for file in pair)
-        largest = max(largest, int(abs(first - second).max()))
-    return largest
+    differences = []
+    for source in (name, f"{name}-alone"):
+        for picture in one.glob(f"{source}/pictures/*.png"):
+            pair = [picture, other / picture.relative_to(one)]
+            first, second = (np.asarray(Image.open(file)).astype(int) for file in pair)
+            differences.append(int(abs(first - second).max()))
+    return max(differences)
 
 
 def compare(folder: Path) -> tuple[list[dict[str, Any]], bool]:
