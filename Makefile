@@ -71,7 +71,7 @@ define install_wheels
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help lock wheels benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish results page-picture settings clean
+.PHONY: help lock wheels benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish needs-run results page-picture settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.11|2.7] [VENV=.venv]"
@@ -158,6 +158,6 @@ $(STAMP):
 
 $(DEV_STAMP):
 	$(make_environment)
-	@echo "Installing what tests need: 6.4 GB on disk"
+	@echo "Installing what tests need: 6.8 GB on disk"
 	$(call install,$(TESTS))
 	@touch $(STAMP) $@

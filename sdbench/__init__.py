@@ -12,7 +12,5 @@ __version__ = "0.1.0"
 # CPUs that this process may run on, read before torch is imported: with OMP_PLACES or OMP_PROC_BIND
 # its OpenMP then binds the first thread to one of them, and the process seems to have no other.
 NUM_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-# diffusers and transformers import torchao, and tell of parts that need a newer torch. They are not
-# used here.
-for _name in ("torchao", "diffusers.quantizers.torchao"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+# diffusers warns that it cannot import all of torchao's tensors, which are not used here.
+logging.getLogger("diffusers.quantizers.torchao").setLevel(logging.ERROR)

@@ -169,8 +169,8 @@ def read_time(started_utc: str | None, *, of: str | Path) -> Time:
     if started_utc is None:
         return Time(None)
     try:
-        # Python 3.10 reads no Z. A time without a zone is in UTC.
-        started = datetime.datetime.fromisoformat(started_utc.removesuffix("Z"))
+        # A time without a zone is in UTC.
+        started = datetime.datetime.fromisoformat(started_utc)
         if started.tzinfo is None:
             started = started.replace(tzinfo=datetime.UTC)
         return Time(started.timestamp())
