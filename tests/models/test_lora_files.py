@@ -92,7 +92,7 @@ def by_numpy(layers: Iterable[Layer]) -> dict[str, np.ndarray]:
     for layer in layers:
         down, up = layer.down.double().numpy(), layer.up.double().numpy()
         strength = 1.0 if layer.alpha is None else layer.alpha / down.shape[0]
-        whole = strength * np.einsum("or,r...->o...", up.reshape(up.shape[:2]), down)
+        whole = strength * np.tensordot(up.reshape(up.shape[:2]), down, 1)
         for name, rows in zip(layer.names, np.split(whole, len(layer.names)), strict=True):
             expected[f"{layer.part}.{name}"] = rows
     return expected
@@ -113,8 +113,8 @@ def layers_of(family: str, pattern: str, *, kind: type = nn.Linear) -> list[Laye
     for part, module in model_of(family).named_children():
         found = [(name, one) for name, one in module.named_modules() if isinstance(one, kind)]
         for number, (name, inner) in enumerate(found if part not in ("vae", "objective") else ()):
-            # Some of the many layers, so that the patterns meet layers of each kind.
-            if number % 5 > 1:
+            # Some of the many layers, of each kind.
+            if number % 7:
                 continue
             rank, alpha = PATTERNS[pattern][len(layers) % len(PATTERNS[pattern])]
             rows, *inside = inner.weight.shape
@@ -206,7 +206,6 @@ def made_by(maker: Callable, layers: Iterable[Layer], family: str, path: Path) -
 def test_each_layer_has_its_own_strength(family, maker, pattern, tmp_path) -> None:
     layers = layers_of(family, pattern)
     file = made_by(MAKERS[maker], layers, family, tmp_path / "lora.safetensors")
-    check_lora_files([file], architecture_of(family))
     assert_same(added(family, [file]), by_numpy(layers))
 
 
@@ -291,7 +290,7 @@ def test_layers_by_the_names_of_the_authors_get_their_rows(family, begin, tmp_pa
         tensors[f"{place}.lora_down.weight"] = down
         tensors[f"{place}.lora_up.weight"] = up.view(*up.shape, *(1 for _ in down.shape[2:]))
         tensors[f"{place}.alpha"] = torch.tensor(alpha)
-        whole = alpha / rank * np.einsum("or,r...->o...", up.numpy(), down.numpy())
+        whole = alpha / rank * np.tensordot(up.numpy(), down.numpy(), 1)
         if ours.startswith("halves "):
             whole = np.concatenate([whole[len(whole) // 2 :], whole[: len(whole) // 2]])
         first = 0
@@ -497,6 +496,7 @@ EXPORTS = {
     "flux-more": ("flux", "x_embedder context_embedder proj_mlp proj_out norm.linear linear_1", ""),
     "flux-one-name": ("flux", "transformer_blocks.1.attn.to_q", ""),
 }
+SLOW_EXPORTS = ("sd-default", "sdxl-default")
 
 
 def trained_lora(family: str, layers: str, text_layers: str) -> tuple[Lora, dict[str, Tensor]]:
@@ -539,7 +539,13 @@ def by_diffusers(family: str, folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("case", EXPORTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in SLOW_EXPORTS else ())
+        for case in EXPORTS
+    ],
+)
 def test_what_is_written_is_read_by_diffusers_and_here_whatever_the_layers(case, tmp_path):
     family, *lists = EXPORTS[case]
     lora, weights = trained_lora(family, *lists)
