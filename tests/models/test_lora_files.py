@@ -113,8 +113,8 @@ def layers_of(family: str, pattern: str, *, kind: type = nn.Linear) -> list[Laye
     for part, module in model_of(family).named_children():
         found = [(name, one) for name, one in module.named_modules() if isinstance(one, kind)]
         for number, (name, inner) in enumerate(found if part not in ("vae", "objective") else ()):
-            # Some of the many layers, of each kind.
-            if number % 7:
+            # Some of the layers, of each kind.
+            if number % (7 if len(found) > 60 else 3):
                 continue
             rank, alpha = PATTERNS[pattern][len(layers) % len(PATTERNS[pattern])]
             rows, *inside = inner.weight.shape
