@@ -205,6 +205,10 @@ class Family:
         """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""
         return False
 
+    def original_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        """The denoiser's layers by their names in the code of its authors, see `original_names`."""
+        raise NotImplementedError
+
     def size_multiple(self, architecture: Architecture) -> int:
         """The number of pixels that a side of a picture is a multiple of."""
         raise NotImplementedError

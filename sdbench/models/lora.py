@@ -137,15 +137,13 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
     return {name: inner for name, inner in module.named_modules() if isinstance(inner, LoraLayer)}
 
 
-def merge_lora(module: nn.Module, *, weight: float = 1.0) -> None:
-    """Add `weight` times LoRA to the weights of an fp32 module, and remove it, in place."""
+def merge_lora(module: nn.Module) -> None:
+    """Add LoRA to the weights of an fp32 module, and remove it, in place."""
     for name, layer in lora_layers(module).items():
-        layer.set_scale(ADAPTER, weight)
         layer.merge()
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, layer.get_base_layer())
-    for attribute in ("peft_config", "_hf_peft_config_loaded"):  # by which libraries look for LoRA
-        vars(module).pop(attribute, None)
+    vars(module).pop("peft_config", None)  # by which libraries look for LoRA
 
 
 def is_lora(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind, one_of
@@ -27,6 +28,12 @@ class LoraFile(NamedTuple):
 
     path: str
     weight: float = 1.0
+
+    @property
+    def files(self) -> list[Path]:
+        """The file, and if it is there the file of PEFT beside it, which has alpha."""
+        places = (Path(self.path), Path(self.path).with_name("adapter_config.json"))
+        return [places[0], *filter(Path.is_file, places[1:])]
 
 
 def _parse_file(value: Any) -> LoraFile:

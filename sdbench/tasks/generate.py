@@ -67,8 +67,8 @@ class GenerateFlags:
     lora: tuple[LoraFile, ...] = setting(
         list_of(LORA_FILE),
         (),
-        "LoRA that is added to the model's weights: safetensors in diffusers' or kohya's format, "
-        "each with a weight (default: 1); several add up",
+        "LoRA that is added to the model's weights: safetensors of diffusers, PEFT, kohya, LyCORIS "
+        "(LoCon) or ComfyUI, each with a weight (default: 1); several add up",
     )
     prompts: str | None = shared(WatchSettings, "sample_prompts", acts_beside=())
     prompt_file: str | None = setting(
@@ -264,7 +264,10 @@ class Generate(Task):
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
             "weights": architecture.identify_weights(parts),
-            "lora": [[zlib.crc32(Path(path).read_bytes()), share] for path, share in flags.lora],
+            "lora": [
+                [zlib.crc32(b"".join(part.read_bytes() for part in one.files)), one.weight]
+                for one in flags.lora
+            ],
             "prompts_crc32": zlib.crc32(json.dumps(self._pictures).encode()),
             **{name: getattr(flags, name) for name in names},
         }

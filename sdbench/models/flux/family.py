@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
 from sdbench.models.family import FLOW, Fact, Family
+from sdbench.models.original_names import OriginalNames, names_by_table
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
 if TYPE_CHECKING:
@@ -16,6 +17,44 @@ if TYPE_CHECKING:
 PACK_SIZE = 2
 # Tokens of T5 that schnell and dev read.
 NUM_T5_TOKENS, NUM_T5_TOKENS_WITH_GUIDANCE = 256, 512
+# See `names_by_table`.
+ORIGINAL_NAMES = {
+    ("", ""): {
+        "img_in": "x_embedder",
+        "txt_in": "context_embedder",
+        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+        "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+        "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+        "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+        "final_layer.adaLN_modulation.1": "norm_out.linear",
+        "final_layer.linear": "proj_out",
+    },
+    ("double_blocks.*.", "transformer_blocks.*."): {
+        "img_attn.qkv": "attn.to_q attn.to_k attn.to_v",
+        "img_attn.proj": "attn.to_out.0",
+        "img_mlp.0": "ff.net.0.proj",
+        "img_mlp.2": "ff.net.2",
+        "img_mod.lin": "norm1.linear",
+        "txt_attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+        "txt_attn.proj": "attn.to_add_out",
+        "txt_mlp.0": "ff_context.net.0.proj",
+        "txt_mlp.2": "ff_context.net.2",
+        "txt_mod.lin": "norm1_context.linear",
+        "processor.qkv_lora1": "attn.to_q attn.to_k attn.to_v",
+        "processor.proj_lora1": "attn.to_out.0",
+        "processor.qkv_lora2": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+        "processor.proj_lora2": "attn.to_add_out",
+    },
+    ("single_blocks.*.", "single_transformer_blocks.*."): {
+        "linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
+        "linear2": "proj_out",
+        "modulation.lin": "norm.linear",
+        "processor.qkv_lora": "attn.to_q attn.to_k attn.to_v",
+        "processor.proj_lora": "proj_out",
+    },
+}
 
 
 class Flux(Family):
@@ -79,6 +118,10 @@ class Flux(Family):
     def takes_guidance(self, architecture: Architecture) -> bool:
         """Whether the transformer is told a scale of guidance, as that of dev is."""
         return bool(architecture.parts["transformer"].get("guidance_embeds"))
+
+    def original_names(self, layers: Iterable[str]) -> OriginalNames:
+        """Those of Black Forest Labs' transformer, and of XLabs' LoRA beside it."""
+        return names_by_table(ORIGINAL_NAMES, layers)
 
     def size_multiple(self, architecture: Architecture) -> int:
         """8 (VAE) x 2 (a pack of latents) = 16."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, Captions, Condition
 from sdbench.models.family import DDPM, Fact, Family
+from sdbench.models.original_names import OriginalNames, names_in_unet
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
@@ -68,6 +69,10 @@ class StableDiffusion(Family):
         (captions,) = self.captions(architecture)
         width = architecture.parts["unet"]["cross_attention_dim"]
         return (Condition(shape=(captions.num_tokens, width)),)
+
+    def original_names(self, layers: Iterable[str]) -> OriginalNames:
+        """Those of CompVis' U-Net, which Stability has kept."""
+        return names_in_unet(layers)
 
     def size_multiple(self, architecture: Architecture) -> int:
         """8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""

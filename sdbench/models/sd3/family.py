@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
 from sdbench.models.family import FLOW, Family, FlowSettings
+from sdbench.models.original_names import OriginalNames, names_by_table
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
 if TYPE_CHECKING:
@@ -16,6 +17,32 @@ if TYPE_CHECKING:
 NUM_T5_TOKENS = 77
 # Width of the zeros that stand for T5's states in a model without T5, that of T5-XXL.
 T5_WIDTH = 4096
+# See `names_by_table`.
+ORIGINAL_NAMES = {
+    ("", ""): {
+        "x_embedder.proj": "pos_embed.proj",
+        "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+        "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+        "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+        "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+        "final_layer.adaLN_modulation.1": "norm_out.linear",
+        "final_layer.linear": "proj_out",
+    },
+    ("joint_blocks.*.", "transformer_blocks.*."): {
+        "x_block.attn.qkv": "attn.to_q attn.to_k attn.to_v",
+        "x_block.attn.proj": "attn.to_out.0",
+        "x_block.attn2.qkv": "attn2.to_q attn2.to_k attn2.to_v",
+        "x_block.attn2.proj": "attn2.to_out.0",
+        "x_block.mlp.fc1": "ff.net.0.proj",
+        "x_block.mlp.fc2": "ff.net.2",
+        "x_block.adaLN_modulation.1": "norm1.linear",
+        "context_block.attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+        "context_block.attn.proj": "attn.to_add_out",
+        "context_block.mlp.fc1": "ff_context.net.0.proj",
+        "context_block.mlp.fc2": "ff_context.net.2",
+        "context_block.adaLN_modulation.1": "norm1_context.linear",
+    },
+}
 
 
 class StableDiffusion3(Family):
@@ -76,6 +103,10 @@ class StableDiffusion3(Family):
             Condition(shape=states, dtype="float32" if t5 else "float16"),
             Condition(name=POOLED_EMBEDDING, shape=(transformer["pooled_projection_dim"],)),
         )
+
+    def original_names(self, layers: Iterable[str]) -> OriginalNames:
+        """Those of Stability's transformer."""
+        return names_by_table(ORIGINAL_NAMES, layers)
 
     def size_multiple(self, architecture: Architecture) -> int:
         """8 (VAE) x 2 (a patch of latents) = 16."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdbench.base.conditions import CLIP, NUM_SIZES, POOLED_EMBEDDING, Captions, Condition
 from sdbench.models.family import DDPM, Fact, Family
+from sdbench.models.original_names import OriginalNames, names_in_unet
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class StableDiffusionXL(Family):
             Condition(shape=(first.num_tokens, width)),
             Condition(name=POOLED_EMBEDDING, shape=(pooled,)),
         )
+
+    def original_names(self, layers: Iterable[str]) -> OriginalNames:
+        """Those of CompVis' U-Net, which Stability has kept."""
+        return names_in_unet(layers)
 
     def size_multiple(self, architecture: Architecture) -> int:
         """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""

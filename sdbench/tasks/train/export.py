@@ -82,8 +82,8 @@ class ExportFlags:
     lora_format: str | None = setting(
         one_of("diffusers"),
         None,
-        "write the LoRA of the run alone, as diffusers has it (default: a whole model, to whose "
-        "weights it is added)",
+        "write the LoRA of the run alone, for diffusers and programs that read its files (default: "
+        "a whole model, to whose weights it is added)",
     )
     ema: bool = setting(SWITCH, True, "take the averaged weights where the run kept some")
     dtype: str = setting(one_of("fp32", "fp16", "bf16"), "fp32", "type of the weights")
@@ -218,8 +218,8 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
 def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
     """Write the LoRA alone; return the file."""
     from sdbench.models.export import convert, in_one_piece
-    from sdbench.models.lora import Lora, is_lora
-    from sdbench.models.lora_files import DIFFUSERS_NAME, lora_weights, write_for_diffusers
+    from sdbench.models.lora import Lora
+    from sdbench.models.lora_files import DIFFUSERS_NAME, named_for_file, write_lora
     from sdbench.plan.resolve import find_model
 
     config = trained.config
@@ -237,22 +237,16 @@ def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
         )
     folder = Path(flags.folder or trained.folder / LORA_NAME)
     check_folder(folder)
-    weights = {
-        name: convert(name, weight, dtype=flags.dtype)
-        for name, weight in trained.weights.items()
-        if is_lora(name)
+    tensors = {
+        name: convert(name, tensor, dtype=flags.dtype)
+        for name, tensor in named_for_file(trained.weights, lora).items()
     }
-    if len(weights) < len(trained.weights):
+    if len(tensors) < len(trained.weights):
         source = trained.config.init_from
         print(f"It goes with the model that `python -m sdbench export {source}` writes.")
     card = _make_card(trained, architecture=architecture, lora_file=DIFFUSERS_NAME)
     with in_one_piece(folder, card=card) as partial:
-        write_for_diffusers(
-            lora_weights(weights, lora),
-            partial / DIFFUSERS_NAME,
-            lora=lora,
-            family=architecture.family,
-        )
+        write_lora(tensors, partial / DIFFUSERS_NAME, architecture=architecture)
     return folder / DIFFUSERS_NAME
 
 
