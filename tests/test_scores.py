@@ -246,7 +246,7 @@ def test_a_network_that_is_none_is_refused(tmp_path, write, what) -> None:
     assert what in error.what
 
 
-@pytest.mark.parametrize("damage", ["folder", "tokenizer", "cut", "weight", "short"])
+@pytest.mark.parametrize("damage", ["folder", "tokenizer", "cut", "weight", "more", "shape", "zeros", "short"])
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     copy = Path(shutil.copytree(clip, tmp_path / "copy"))
     weights = copy / "model.safetensors"
@@ -261,6 +261,11 @@ def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     elif damage == "weight":
         del tensors["visual_projection.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
+    elif damage in ("more", "shape", "zeros"):
+        projection = tensors["visual_projection.weight"]
+        changed = {"more": projection, "shape": projection[:-1], "zeros": 0 * projection}[damage]
+        name = "visual_projection.weight2" if damage == "more" else "visual_projection.weight"
+        save_file(tensors | {name: changed.clone()}, weights, metadata={"format": "pt"})
     else:
         name = "text_model.embeddings.position_embedding.weight"
         tensors[name] = tensors[name][:16].clone()
