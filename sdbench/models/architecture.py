@@ -331,7 +331,7 @@ def _single_file(path: str) -> ConfigError:
 
 @contextlib.contextmanager
 def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG) -> Iterator[None]:
-    """Make a ConfigError of any other error of the block: diffusers and transformers raise all kinds."""
+    """Make a ConfigError of each error of the block: diffusers and transformers raise all kinds."""
     try:
         yield
     except ConfigError:

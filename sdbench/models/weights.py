@@ -1,8 +1,8 @@
 """The number formats of weights, and what fills a model: `draw_weights` and `load_weights`.
 
-A model is made on the meta device, which holds shapes only, and cannot be computed with. Each part is drawn
-in fp32, and moved to its final device and type before the next one. On a CPU all threads draw, each
-a block of a tensor: one core draws the 1.29 billion weights of SD2 in 4 s.
+A model is made on the meta device, which holds shapes only, and cannot be computed with. Each part
+is drawn in fp32, and moved to its final device and type before the next one. On a CPU all threads
+draw, each a block of a tensor: one core draws the 1.29 billion weights of SD2 in 4 s.
 """
 
 from __future__ import annotations

@@ -136,7 +136,10 @@ def plan_step(
 
 
 def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None) -> Architecture:
-    """The model that settings name, with `parts` as `replace_parts` takes them; its files are whole."""
+    """The model that settings name, with `parts` as `replace_parts` takes them.
+
+    A ConfigError refuses folders that do not have exactly its weights.
+    """
     architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
