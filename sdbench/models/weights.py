@@ -2,8 +2,8 @@
 
 A model is made on the meta device, which holds shapes only, and cannot be computed with. Each part
 is drawn in fp32, and moved to its final device and type before the next one. On a CPU all threads
-draw, each a block of a tensor: one core draws the 1.29 billion weights of SD2 in 4 s,
-and takes a fifth of that more to set them to NaN before and to look for it afterwards.
+draw, each a block of a tensor: one core draws the 1.29 billion weights of SD2 in 4 s, and takes a
+fifth of that more to set them to NaN before and to look for NaN afterwards.
 """
 
 from __future__ import annotations
