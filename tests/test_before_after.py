@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, CLIPModel, Dinov2Model
 
 from sdbench.cli import main as sdbench
-from tests.refusals import refusal_of
+from sdbench.evaluate.networks import DinoNetwork
+from tests.refusals import refusal_of, refused
 from tests.score_networks import make_pictures, write_clip, write_dino, write_pictures
 
 SUBJECT, CLASS = "photo of a unqtkn dog", "photo of a dog"
@@ -143,3 +145,23 @@ def test_what_cannot_be_compared_is_refused(drawn, clip, dino, tmp_path) -> None
     shutil.rmtree(drawn / "after")
     write_pictures(drawn / "after", make_pictures(2, 5), CAPTIONS[:5])
     assert refusal_of(*own, "--prompt", SUBJECT).flag == "FOLDER"
+
+
+def test_a_dino_with_a_head_is_compared_without_it_and_one_that_lacks_weights_is_refused(
+    dino, tmp_path
+) -> None:
+    folder = Path(shutil.copytree(dino, tmp_path / "copy"))
+    file, metadata = folder / "model.safetensors", {"format": "pt"}
+    tensors = load_file(file)
+    named = {f"dinov2.{name}": one for name, one in tensors.items()}
+    save_file(named | {"classifier.weight": torch.ones(2, 2)}, file, metadata=metadata)
+    pictures = torch.from_numpy(np.stack(make_pictures(3))).permute(0, 3, 1, 2)
+    found, expected = (
+        DinoNetwork(one, device="cpu").embeddings(pictures) for one in (folder, dino)
+    )
+    assert np.array_equal(found, expected)
+    del tensors["embeddings.cls_token"]
+    save_file(tensors, file, metadata=metadata)
+    with refused("--dino_network", value=str(folder)) as caught:
+        DinoNetwork(folder, device="cpu")
+    assert "1 missing (embeddings.cls_token)" in caught.value.what

@@ -246,7 +246,20 @@ def test_a_network_that_is_none_is_refused(tmp_path, write, what) -> None:
     assert what in error.what
 
 
-@pytest.mark.parametrize("damage", ["folder", "tokenizer", "cut", "weight", "short"])
+# What is said of each damage of a folder with a CLIP.
+DAMAGES = {
+    "folder": "the folder has no",
+    "tokenizer": "the folder has no",
+    "cut": "is damaged or cut off",
+    "weight": "1 missing (visual_projection.weight)",
+    "more": "1 left over (visual_projection.more)",
+    "shape": "1 of another shape (visual_projection.weight, [3, 8] in place of [4, 8])",
+    "zeros": "visual_projection.weight is a matrix of zeros",
+    "short": "fails on pictures",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     copy = Path(shutil.copytree(clip, tmp_path / "copy"))
     weights = copy / "model.safetensors"
@@ -261,6 +274,11 @@ def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
     elif damage == "weight":
         del tensors["visual_projection.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
+    elif damage in ("more", "shape", "zeros"):
+        projection = tensors["visual_projection.weight"]
+        changed = {"more": projection, "shape": projection[:-1], "zeros": 0 * projection}[damage]
+        name = "visual_projection.more" if damage == "more" else "visual_projection.weight"
+        save_file(tensors | {name: changed.clone()}, weights, metadata={"format": "pt"})
     else:
         name = "text_model.embeddings.position_embedding.weight"
         tensors[name] = tensors[name][:16].clone()
@@ -270,7 +288,8 @@ def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
         (copy / "config.json").write_text(json.dumps(config))
     folder = write_pictures(tmp_path / "drawn", make_pictures(1), captions_of(9))
     error = refusal_of("score", folder, "--clip_network", copy)
-    assert (error.flag, error.value) == ("--clip_network", str(copy))
+    assert error.flag == "--clip_network" and str(error.value).startswith(str(copy))
+    assert DAMAGES[damage] in error.what
 
 
 def test_bad_input_of_the_command_is_refused(tmp_path, fid, clip) -> None:

@@ -14,18 +14,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImageProcessor, CLIPModel
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
-from sdbench.models.quiet import without_progress_bars
+from sdbench.models.architecture import refuse_errors
+from sdbench.models.quiet import quiet_transformers
+from sdbench.models.stored import compare_weights, read_headers
+from sdbench.models.weights import check_content
 from sdbench.settings.similarity import missing_files
 
 # Types of transformers' models whose first token represents the whole picture.
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
+# Weights that do not enter the scores: the pooling layer, which DINO's own files lack, and a head.
+UNUSED = ("pooler.", "classifier.")
 
 
 @contextlib.contextmanager
@@ -134,24 +138,49 @@ class ImageNetwork(Network):
         missing = missing_files(folder, reads_text=self.reads_text)
         if missing:
             raise self._refusal(f"the folder has no {' and no '.join(missing)}")
-        try:
-            # transformers draws random numbers while it loads, which belong to the training.
-            with torch.random.fork_rng(devices=[]):
-                self._load(folder)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise self._refusal(f"the network in the folder cannot be loaded ({reason})") from None
+        refusing = refuse_errors(
+            "the network in the folder cannot be loaded",
+            value=str(folder),
+            allowed=self.allowed,
+            flag=self.flag,
+        )
+        # transformers draws random numbers while it loads, which belong to the training.
+        with torch.random.fork_rng(devices=[]), refusing:
+            self._load(folder)
 
     def _load_model(self, kind: Any, folder: Path) -> None:
         """Load a model by its class in transformers, which draws missing weights at random."""
-        with without_progress_bars():
+        stored = read_headers(folder, "model", flag=self.flag)
+        with quiet_transformers():
             model, report = kind.from_pretrained(
-                folder, use_safetensors=True, output_loading_info=True, local_files_only=True
+                folder,
+                use_safetensors=True,
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
             )
-        # The pooling layer is not used: DINO's own files lack its weights.
-        absent = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
-        if absent:
-            raise ValueError(f"{len(absent)} weights are missing")
+        # transformers 4 reports names alone, and 5 both shapes with each.
+        misshapen = {one if isinstance(one, str) else one[0] for one in report["mismatched_keys"]}
+        missing, left_over = (
+            {name for name in report[f"{fault}_keys"] if not name.startswith(UNUSED)} - misshapen
+            for fault in ("missing", "unexpected")
+        )
+        shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        in_file = {name: one.shape for name, one in stored.items()}
+        compare_weights(
+            shapes,
+            {
+                **{name: shape for name, shape in shapes.items() if name not in missing},
+                **{name: in_file.get(name, ()) for name in left_over | misshapen},
+            },
+            what=f"the weights of the {type(model).__name__} are not those of its config.json",
+            value=str(folder),
+            allowed=self.allowed,
+            flag=self.flag,
+        )
+        for name, weight in model.named_parameters():
+            if not name.startswith(UNUSED):
+                check_content(weight.detach(), name, file=self._weights, flag=self.flag)
         self._model = model.eval().float().to(self._device)
 
     def _forward(self, pictures: Tensor) -> np.ndarray:

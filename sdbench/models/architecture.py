@@ -43,6 +43,7 @@ from sdbench.models.families import (
     said_pipeline,
 )
 from sdbench.models.family import Fact, Family
+from sdbench.models.stored import StoredWeight, by_own_names, read_headers
 from sdbench.settings.training import DENOISER
 
 MODEL_FLAG = "--model_name"
@@ -122,6 +123,14 @@ class Architecture:
     def weights_folder_of(self, part: str) -> Path | None:
         """The diffusers folder with the weights of a part; None: random weights."""
         return self.part_folders.get(part, self.weights_folder)
+
+    def stored_weights(self, part: str) -> dict[str, StoredWeight]:
+        """The weights of a part in its files, by the part's own names; none if they are random."""
+        folder = self.weights_folder_of(part)
+        if folder is None:
+            return {}
+        stored = read_headers(folder / part, self.family.weights_stem(part), flag=MODEL_FLAG)
+        return by_own_names(stored, self.family.parts[part])
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -322,9 +331,11 @@ def _single_file(path: str) -> ConfigError:
 
 @contextlib.contextmanager
 def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG) -> Iterator[None]:
-    """Make a ConfigError of any error of the block: diffusers and transformers raise all kinds."""
+    """Make a ConfigError of each error of the block: diffusers and transformers raise all kinds."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         said = shorten(" ".join(str(error).split()), length=200)
         raise ConfigError(f"{what} ({said})", value=value, allowed=allowed, flag=flag) from error
@@ -369,18 +380,8 @@ def _load_folder(
     files = {part: file for part, file in family.config_files.items() if part not in absent}
     parts = {part: _read_part(folder, file, files.values()) for part, file in files.items()}
     for part in family.parts if not random_weights else ():
-        if part not in parts:
-            continue
-        stem = family.weights_stem(part)
-        weights = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
-        if not any((folder / part / file).is_file() for file in weights):
-            raise _refusal(
-                "the model folder has no safetensors weights, and other formats can carry code",
-                str(folder / part),
-                " or ".join(weights),
-            )
-        for file in (folder / part).glob("*.safetensors"):
-            _check_whole(file)
+        if part in parts:
+            read_headers(folder / part, family.weights_stem(part), flag=MODEL_FLAG)
     tokenizers = {part: kind for part, kind in family.tokenizers.items() if part in parts}
     pad_tokens = {part: _pad_token(parts[part]) for part in tokenizers}
     with refuse_errors(
@@ -451,21 +452,6 @@ def _read_part(folder: Path, file: str, files: Iterable[str]) -> dict[str, Any]:
             str(folder),
             f"a folder as diffusers saves it, with {', '.join(files)}",
         ) from error
-
-
-def _check_whole(file: Path) -> None:
-    """Read the header of a file of weights, which says how long the file is."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise _refusal(
-            f"a file of weights is damaged or cut off ({error})",
-            str(file),
-            "the whole file: copy or download it again",
-        ) from None
 
 
 def _check_facts(facts: Iterable[Fact], *, family: Family, folder: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import diffusers
@@ -14,15 +13,23 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     XFormersAttnProcessor,
 )
+from torch import nn
 from torch.nn.attention import SDPBackend
 
 from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import MODEL_FLAG, Architecture, refuse_errors
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.family import Family
-from sdbench.models.quiet import without_progress_bars
-from sdbench.models.text_encoders import KEY_MAPPING, class_of_text_encoder
-from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
+from sdbench.models.parts import PARTS_FLAG
+from sdbench.models.stored import FLOATS, StoredWeight, compare_weights
+from sdbench.models.text_encoders import class_of_text_encoder
+from sdbench.models.weights import (
+    Weights,
+    draw_weights,
+    initialize_text_encoder,
+    load_weights,
+    own_weights,
+)
 
 # diffusers' attention processors of a U-Net. The one head of the VAE is too wide, 512, for flash
 # attention and cuDNN: VAE and text encoder have eager attention, or the kernel that torch chooses.
@@ -35,8 +42,6 @@ ATTENTION: dict[str, Callable[[], Any]] = {
     "efficient": functools.partial(KernelAttnProcessor, SDPBackend.EFFICIENT_ATTENTION),
     "xformers": XFormersAttnProcessor,
 }
-# How weights are read from a folder.
-SAFE = {"use_safetensors": True, "local_files_only": True}
 
 
 def class_of_part(part: str, family: Family) -> Any:
@@ -56,48 +61,39 @@ def make_part(
     """Make a sub-model, one of `Architecture.modules`, with an attention of `ATTENTION`.
 
     Its weights are loaded from the folder of the architecture, or drawn if it has none; without a
-    seed neither is done. Without `weights` it has shapes only, on the meta device.
+    seed neither is done. Without `weights` it has shapes only, on the meta device. In any case the
+    files in the folder have all its weights and no others, or a ConfigError says how they differ.
     """
-    folder = architecture.weights_folder_of(part)
-    loads = weights is not None and weights.seed is not None and folder is not None
     is_denoiser = part == architecture.family.denoiser
     is_text_encoder = part in architecture.text_encoders
     kind = attention if is_denoiser or attention == "eager" else "sdpa"
     model_class = class_of_part(part, architecture.family)
-    options: dict[str, Any] = {}
-    if is_text_encoder:
-        # T5 adds a bias to the scores, and transformers has it in eager attention alone.
-        options["attn_implementation"] = kind if model_class._supports_sdpa else "eager"
-    if loads:
+    config = architecture.parts[part]
+    refusing = refuse_errors(
+        f"no {part} can be made from the configuration of the model",
+        value=architecture.name,
+        allowed="a model whose config.json files are as they were saved",
+    )
+    with torch.device("meta"), refusing:
         if is_text_encoder:
-            options |= {"dtype": torch.float32, "key_mapping": KEY_MAPPING}
+            # T5 adds a bias to the scores, and transformers has it in eager attention alone.
+            own_kind = kind if model_class._supports_sdpa else "eager"
+            options = {"attn_implementation": own_kind, "dtype": torch.float32}
+            model = model_class(model_class.config_class(**{**config, **options}))
         else:
-            # low_cpu_mem_usage=True, diffusers' default, needs accelerate.
-            options |= {"torch_dtype": torch.float32, "low_cpu_mem_usage": False}
-        with without_progress_bars():
-            model, report = model_class.from_pretrained(
-                folder / part, **SAFE, **options, output_loading_info=True
-            )
-        _check_names(report, part=part, folder=folder)
-    else:
-        config = architecture.parts[part]
-        refusing = refuse_errors(
-            f"no {part} can be made from the configuration of the model",
-            value=architecture.name,
-            allowed="a model whose config.json files are as they were saved",
-        )
-        with torch.device("meta"), refusing:
-            if is_text_encoder:
-                model = model_class(model_class.config_class(**config, **options))
-            else:
-                model = model_class.from_config(config)
+            model = model_class.from_config(config)
+    folder = architecture.weights_folder_of(part)
+    stored = architecture.stored_weights(part)
+    flag = PARTS_FLAG if part in architecture.part_folders else MODEL_FLAG
+    if folder is not None:
+        _check_stored(stored, model, part=part, place=str(folder / part), flag=flag)
     network = architecture.family.load_network()
     if is_denoiser:
         network.set_attention(model, kind)
     elif not is_text_encoder:
         model.set_attn_processor(ATTENTION[kind]())
-    if loads:
-        weights.place(model)
+    if folder is not None and weights is not None and weights.seed is not None:
+        load_weights(model, weights, stored, flag=flag)
     elif weights is not None:
         initialize = initialize_text_encoder(model) if is_text_encoder else None
         fill_buffers = network.fill_buffers if is_denoiser else None
@@ -105,19 +101,33 @@ def make_part(
     return model
 
 
-def _check_names(report: Mapping[str, Iterable[str]], *, part: str, folder: Path) -> None:
-    """Raise a ConfigError if a folder lacks weights, which would stay random, or has others."""
-    for kind in ("missing", "unexpected"):
-        names = sorted(report[f"{kind}_keys"])
-        if names:
-            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            raise ConfigError(
-                f"the weights of the {part} are not those of its configuration: {kind} are "
-                f"{', '.join(names[:2])}{more}",
-                value=str(folder / part),
-                allowed="weights and config.json as they were saved together",
-                flag=MODEL_FLAG,
-            )
+def _check_stored(
+    stored: Mapping[str, StoredWeight], model: nn.Module, *, part: str, place: str, flag: str
+) -> None:
+    """Raise a ConfigError unless files have the weights of a model, as numbers."""
+    compare_weights(
+        {name: tuple(weight.shape) for name, weight in own_weights(model).items()},
+        {name: one.shape for name, one in stored.items()},
+        what=f"the weights of the {part} are not those of its config.json",
+        value=place,
+        allowed="weights and config.json as they were saved together",
+        flag=flag,
+    )
+    integers = [name for name, one in stored.items() if one.dtype not in FLOATS]
+    if integers:
+        raise ConfigError(
+            f"{len(integers)} of {len(stored)} weights of the {part} are no floating-point numbers",
+            value=f"{place}: {integers[0]} is {stored[integers[0]].dtype}",
+            allowed="weights of a model that is not quantized",
+            flag=flag,
+        )
+
+
+def check_folders(architecture: Architecture) -> None:
+    """Raise a ConfigError unless all parts that come from folders have exactly their weights."""
+    for part in architecture.modules:
+        if part not in architecture.random_parts:
+            make_part(part, architecture)
 
 
 def count_parameters(architecture: Architecture) -> dict[str, int]:

@@ -23,7 +23,7 @@ from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_pipeline, make_sampler
 from sdbench.models.family import Family
 from sdbench.models.learned_token import LEARNED_FILE_NAME
-from sdbench.models.quiet import quiet_diffusers, without_progress_bars
+from sdbench.models.quiet import quiet_diffusers, quiet_transformers
 from sdbench.models.weights import ENCODER_DTYPES
 
 CARD_NAME = "README.md"
@@ -86,7 +86,7 @@ def export(
     pipeline = make_pipeline(family, {**modules, **tokenizers}, sampler=scheduler)
     with in_one_piece(folder, card=card) as partial:
         # diffusers warns of each part that the model lacks.
-        with quiet_diffusers(), without_progress_bars():
+        with quiet_diffusers(), quiet_transformers():
             pipeline.save_pretrained(partial, safe_serialization=True)
         for file in partial.glob("*/tokenizer_config.json"):
             _name_tokens_as_hub(file)

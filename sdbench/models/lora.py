@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.weights import Weights, change_class, seeded_generator
+from sdbench.models.weights import (
+    Weights,
+    change_class,
+    check_filled,
+    fill_with_nan,
+    seeded_generator,
+)
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -85,8 +91,10 @@ class Lora:
                 matrices = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
                 if seed is not None:
                     for matrix in matrices:
-                        matrix.to_empty(device="cpu")
+                        fill_with_nan(matrix, "cpu")
                     layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+                    for matrix in matrices:
+                        check_filled(matrix)
                 for matrix in matrices:
                     weights.place(matrix)
                     matrix.requires_grad_()

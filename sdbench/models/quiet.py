@@ -20,14 +20,16 @@ def quiet_diffusers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Have transformers draw no progress bars within the block; 5 has one for each folder."""
+def quiet_transformers() -> Iterator[None]:
+    """Have transformers log errors alone within the block, and draw no progress bars."""
     from transformers.utils import logging as of_transformers
 
-    were_enabled = of_transformers.is_progress_bar_enabled()
+    level, had_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
+    of_transformers.set_verbosity_error()
     of_transformers.disable_progress_bar()
     try:
         yield
     finally:
-        if were_enabled:
+        of_transformers.set_verbosity(level)
+        if had_bars:
             of_transformers.enable_progress_bar()

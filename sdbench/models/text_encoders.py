@@ -7,30 +7,18 @@ transformers, so that only the names in a folder or file of others are translate
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers.models.clip import modeling_clip
 
-# How names of weights begin that transformers 5.6 and later save, and how the hub's begin. T5's
-# names, and those of a CLIPTextModelWithProjection, are the same everywhere.
-HUB_BEGINNINGS = {
-    "embeddings.": "text_model.embeddings.",
-    "encoder.layers.": "text_model.encoder.layers.",
-    "final_layer_norm.": "text_model.final_layer_norm.",
-}
-# The same for `from_pretrained`, which leaves names that have the level as they are.
-KEY_MAPPING = {f"^{re.escape(own)}": hub for own, hub in HUB_BEGINNINGS.items()}
+from sdbench.models.stored import CLIP_NAMING
 
 
 def hub_name(name: str) -> str:
-    """The hub's name of a weight of a text encoder, or of LoRA beside it, from either form."""
-    for own, hub in HUB_BEGINNINGS.items():
-        if name.startswith(own):
-            return hub + name.removeprefix(own)
-    return name
+    """The hub's name of a weight of a CLIP text encoder, or of LoRA beside it, from either form."""
+    return CLIP_NAMING.own_name(name)
 
 
 def class_of_text_encoder(name: str) -> Any:

@@ -1,8 +1,9 @@
-"""The number formats of weights, and `draw_weights`, which draws them part by part.
+"""The number formats of weights, and what fills a model: `draw_weights` and `load_weights`.
 
-A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and moved
-to its final device and type before the next one. On a CPU all threads draw, each a block of a
-tensor: one core draws the 1.29 billion weights of SD2 in 4 s.
+A model is made on the meta device, which holds shapes only, and cannot be computed with. Each part
+is drawn in fp32, and moved to its final device and type before the next one. On a CPU all threads
+draw, each a block of a tensor: one core draws the 1.29 billion weights of SD2 in 4 s, and takes a
+fifth of that more to set them to NaN before and to look for NaN afterwards.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.models.normalization import RMSNorm
+from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.models.low_bit import other_buffers, reduce_bits
+from sdbench.models.stored import StoredWeight
 
 # Values that a generator draws, 1 MiB in fp32: few enough for a core's cache, and so many that
 # seeding a generator, 5 us, is little beside the 0.7 ms of drawing them.
@@ -86,8 +91,10 @@ class Weights:
         for part in module.modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
             for name, tensor in own:
-                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-                place = torch.empty_like(tensor, device=self.device, dtype=dtype)
+                is_float = tensor.is_floating_point()
+                dtype = self.dtype if is_float else tensor.dtype
+                nothing = math.nan if is_float else 0
+                place = torch.full_like(tensor, nothing, device=self.device, dtype=dtype)
                 is_weight = isinstance(tensor, nn.Parameter)
                 setattr(part, name, nn.Parameter(place) if is_weight else place)
 
@@ -124,21 +131,92 @@ def draw_weights(
         for part in parts:
             if weights.seed is not None:
                 numbers = [first_blocks[weight] for weight in part.parameters()]
-                part.to_empty(device=device)
+                fill_with_nan(part, device)
                 pointers = (weight.data_ptr() for weight in part.parameters())
                 by_blocks.first_blocks = dict(zip(pointers, numbers, strict=True))
                 part.apply(initialize or _reset)
+                check_filled(part)
             weights.place(part)
-    for first, *others in shared:
-        for owner, _, name in (other.rpartition(".") for other in others):
-            setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    for name, buffer in other_buffers(model).items():
-        if name.endswith("position_ids"):  # 0, 1, 2, ...
-            buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
-        else:
-            assert fill_buffers is not None, f"the content of the buffer {name} is not known"
+    _share(model, shared)
+    others = _fill_position_ids(model)
     if fill_buffers is not None:
         fill_buffers(model)
+    else:
+        assert not others, f"the content of these buffers is not known: {others}"
+
+
+def load_weights(
+    model: nn.Module, weights: Weights, stored: Mapping[str, StoredWeight], *, flag: str
+) -> None:
+    """Load the weights of a model that was made under ``torch.device("meta")``, in place.
+
+    `stored` has them all, see `stored.compare_weights`. A ConfigError names one that is not finite,
+    and a matrix of zeros, which a file has that got its length before its content.
+    """
+    shared, tensors = _shared_weights(model), {}
+    with contextlib.ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, "pt"))
+            for file in {one.file for one in stored.values()}
+        }
+        for name, one in stored.items():
+            # A copy: the tensor itself is the content of the file, whatever becomes of it.
+            tensors[name] = files[one.file].get_tensor(one.name).to(torch.float32, copy=True)
+            check_content(tensors[name], one.name, file=one.file, flag=flag)
+    for first, *others in shared:
+        tensors |= dict.fromkeys(others, tensors[first])
+    model.load_state_dict(tensors, assign=True)
+    _share(model, shared)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    others = set(_fill_position_ids(model)) - stored.keys()
+    assert not others, f"the content of these buffers is not known: {others}"
+    weights.place(model)
+
+
+def check_content(tensor: torch.Tensor, name: str, *, file: Path, flag: str) -> None:
+    """Raise a ConfigError for a weight of a file that no training can have left like this."""
+    if not tensor.numel():
+        return
+    smallest, largest = (end.item() for end in torch.aminmax(tensor))
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        what = "is not finite"
+    elif tensor.ndim > 1 and smallest == largest == 0:
+        what = "is a matrix of zeros, as in a file whose content has not come"
+    else:
+        return
+    raise ConfigError(
+        f"the weight {name} {what}",
+        value=str(file),
+        allowed="weights of a trained model: copy or download the file again",
+        flag=flag,
+    )
+
+
+def own_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model, where a weight that has several names is there by the first."""
+    others = {name for _, *more in _shared_weights(model) for name in more}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in others}
+
+
+def fill_with_nan(module: nn.Module, device: str | torch.device) -> None:
+    """Give a module memory on a device, in which each weight is NaN until something sets it."""
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.fill_(math.nan)
+
+
+def check_filled(module: nn.Module) -> None:
+    """Raise a RunError for a weight that nothing has set since `fill_with_nan`."""
+    for name, weight in module.named_parameters():
+        if weight.numel() and weight.detach().aminmax().min.isnan():
+            raise RunError(
+                f"the weight {name} of a {type(module).__name__} was not drawn: the library does "
+                "not initialise it as this suite expects"
+            )
 
 
 def initialize_text_encoder(encoder: Any) -> Callable[[nn.Module], object]:
@@ -159,6 +237,22 @@ def _shared_weights(model: nn.Module) -> list[list[str]]:
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(weight, []).append(name)
     return [several for several in names.values() if len(several) > 1]
+
+
+def _share(model: nn.Module, shared: list[list[str]]) -> None:
+    """Give weights the names of `_shared_weights` again."""
+    for first, *others in shared:
+        for owner, _, name in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
+
+
+def _fill_position_ids(model: nn.Module) -> list[str]:
+    """Fill the buffers of transformers that are 0, 1, 2, ...; return the names of the others."""
+    buffers = other_buffers(model)
+    others = [name for name in buffers if not name.endswith("position_ids")]
+    for name in buffers.keys() - set(others):
+        buffers[name].copy_(torch.arange(buffers[name].shape[-1], device=buffers[name].device))
+    return others
 
 
 def _number_blocks(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -136,11 +136,20 @@ def plan_step(
 
 
 def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None) -> Architecture:
-    """The model that settings name, with `parts` as `replace_parts` takes them."""
+    """The model that settings name, with `parts` as `replace_parts` takes them.
+
+    A ConfigError refuses folders that do not have exactly its weights.
+    """
     architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
-    return architecture if parts is None else replace_parts(architecture, parts)
+    if parts is not None:
+        architecture = replace_parts(architecture, parts)
+    if len(architecture.random_parts) < len(architecture.modules):
+        from sdbench.models.components import check_folders
+
+        check_folders(architecture)
+    return architecture
 
 
 def check_ahead(

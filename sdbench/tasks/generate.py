@@ -172,10 +172,13 @@ class Generate(Task):
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Read the prompts, and check the model."""
+        from sdbench.models.components import check_folders
+
         self._machine, self._ranks = machine, ranks
         flags, _ = settle(self.request, machine=machine, ranks=ranks)
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
+        check_folders(self._architecture)
         schedule = self._architecture.parts["scheduler"]
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)

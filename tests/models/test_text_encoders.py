@@ -13,12 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import generate
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.text_encoders import hub_name
-from tests.refusals import refused
 from tests.train.tiny_model import write_tiny_model
 
 MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
@@ -113,32 +111,6 @@ def test_a_folder_of_either_form_has_the_same_weights_and_tokens(exported) -> No
     found = build_model(resolve_architecture(str(exported)), seed=2).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ("missing", "missing are text_model.final_layer_norm.bias"),
-        ("unexpected", "unexpected are strange.weight"),
-    ],
-)
-def test_a_weight_that_is_missing_or_strange_is_refused_and_not_drawn(
-    damage, said, tmp_path, capsys
-) -> None:
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if damage == "missing":
-            return {name: one for name, one in tensors.items() if "final_layer_norm" not in name}
-        return tensors | {"strange.weight": torch.zeros(1)}
-
-    model = tmp_path / "model"
-    write_tiny_model(model)
-    rewrite(model / "text_encoder" / "model.safetensors", change)
-    with refused("--model_name", value=str(model / "text_encoder")) as caught:
-        build_model(resolve_architecture(str(model)), seed=1)
-    assert "text_encoder" in caught.value.what and said in caught.value.what
-    argv = ["--model_name", str(model), "--prompts", "a cat", "--folder", str(tmp_path / "out")]
-    assert generate.main(argv) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_to_write_and_to_load_a_folder_prints_no_line_of_a_library(tmp_path, capfd):

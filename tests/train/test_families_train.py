@@ -19,6 +19,7 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.drawing import DrawingSettings, draw
 from tests.data.datasets import write_folder
+from tests.refusals import printed_refusal
 from tests.train.written import exported, read_events, read_losses, trained
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,14 @@ def test_the_export_trains_with_the_losses_of_the_model(family, run):
     begun = trained("begun", 1, *argv_of(family), "--init_from", run)
     exports = trained("export", 1, *argv_of(family), "--model_name", run / "model")
     assert read_losses(exports) == pytest.approx(read_losses(begun))
+
+
+@pytest.mark.parametrize("family", ["flux"], indirect=True)
+def test_a_model_of_fewer_blocks_does_not_begin_with_those_of_the_whole(run, capsys):
+    fewer = ("--model_name", "tiny-flux-1+2-blocks", "--init_from", run)
+    assert not trained("fewer", 1, *argv_of("flux"), *fewer, code=2).exists()
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert refusal.flag == "--init_from" and "larger model" in refusal.what
 
 
 def test_lora_of_an_export_draws_the_same_beside_and_in_its_weights(family, run, tmp_path):

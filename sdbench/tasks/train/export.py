@@ -298,6 +298,7 @@ def _make_card(
 
 def _find_architecture(config: TrainConfig, encoders: str | None) -> Architecture:
     """The architecture of a run, with the encoders of --encoders."""
+    from sdbench.models.components import check_folders
     from sdbench.models.parts import replace_parts
     from sdbench.plan.resolve import find_model
 
@@ -314,6 +315,7 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
         parts = {part: {"pretrained": encoders} for part in replaced}
         with blamed_on("--encoders"):
             architecture = replace_parts(architecture, parts)
+            check_folders(architecture)
     if config.wants_latents and not set(architecture.encoders).isdisjoint(
         architecture.random_parts
     ):

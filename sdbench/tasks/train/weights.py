@@ -16,6 +16,7 @@ from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
+from sdbench.models.stored import compare_weights
 from sdbench.state.checkpoint import (
     AVERAGED_PREFIX,
     DESCRIPTION_NAME,
@@ -92,26 +93,30 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
 def check_weights(
     checkpoint: Checkpoint, architecture: Architecture, *, parts: Sequence[str]
 ) -> None:
-    """Check by names and shapes that a model can begin with the weights of a checkpoint."""
+    """Check that a checkpoint has one of the parts, and of each that it has exactly the weights."""
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    shapes = {
-        f"{part}.{name}": weight.shape
-        for part in parts
-        for name, weight in make_part(part, architecture).named_parameters()
-    }
-    shared = [name for name in shapes if name in there]
-    unlike = [name for name in shared if there[name].shape != shapes[name]]
-    allowed = "a run with a model of the same architecture"
+    refusal = {"value": str(checkpoint.folder), "flag": "--init_from"}
     if any(map(_is_beside, there)):
-        what = "the checkpoint has LoRA or a token without the weights that they belong to"
-        allowed = "its export, which has both, as --model_name"
-    elif unlike:
-        what = f"the checkpoint is of another model: {unlike[0]} has another shape"
-    elif not shared:
-        what = "the checkpoint has none of this run's weights"
-    else:
-        return
-    raise ConfigError(what, value=str(checkpoint.folder), allowed=allowed, flag="--init_from")
+        raise ConfigError(
+            "the checkpoint has LoRA or a token without the weights that they belong to",
+            allowed="its export, which has both, as --model_name",
+            **refusal,
+        )
+    allowed = "a run with a model of the same architecture"
+    shared = [part for part in parts if part in parts_in(checkpoint)]
+    if not shared:
+        raise ConfigError(
+            "the checkpoint has none of this run's weights", allowed=allowed, **refusal
+        )
+    for part in shared:
+        own = make_part(part, architecture).named_parameters()
+        compare_weights(
+            {f"{part}.{name}": tuple(weight.shape) for name, weight in own},
+            {n: tuple(one.shape) for n, one in there.items() if n.startswith(f"{part}.")},
+            what=f"the {part} in the checkpoint is not that of this run",
+            allowed=allowed,
+            **refusal,
+        )
 
 
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
