@@ -30,7 +30,7 @@ from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_pipeline, make_sampler
 from sdbench.models.family import Family
 from sdbench.models.lora import ADAPTER, TEXT_ENCODER, Lora, lora_layers
-from sdbench.models.quiet import quiet_diffusers, without_progress_bars
+from sdbench.models.quiet import quiet_diffusers, quiet_transformers
 from sdbench.settings.lora import LoraFile
 
 # diffusers' own name.
@@ -345,7 +345,7 @@ def _matrices_by_diffusers(
     """The matrices that diffusers' pipeline loads with strength 1, by PEFT's names."""
     sampler = make_sampler(None, architecture.parts["scheduler"])
     pipeline = make_pipeline(architecture.family, modules, sampler=sampler)
-    with quiet_diffusers(), without_progress_bars():
+    with quiet_diffusers(), quiet_transformers():
         pipeline.load_lora_weights(
             str(file.parent),
             weight_name=file.name,

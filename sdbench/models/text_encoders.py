@@ -13,13 +13,6 @@ import transformers
 from torch import nn
 from transformers.models.clip import modeling_clip
 
-from sdbench.models.stored import CLIP_NAMING
-
-
-def hub_name(name: str) -> str:
-    """The hub's name of a weight of a CLIP text encoder, or of LoRA beside it, from either form."""
-    return CLIP_NAMING.own_name(name)
-
 
 def class_of_text_encoder(name: str) -> Any:
     """The class of transformers with this name, or one that adds the level of the hub's names."""

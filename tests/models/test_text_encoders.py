@@ -16,7 +16,7 @@ from torch import Tensor
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
-from sdbench.models.text_encoders import hub_name
+from sdbench.models.stored import CLIP_NAMING
 from tests.train.tiny_model import write_tiny_model
 
 MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
@@ -69,12 +69,12 @@ def test_an_export_has_the_names_of_the_hub_and_transformers_reads_all_of_it(exp
         )
         assert not [*report["missing_keys"], *report["unexpected_keys"]]
         # By the translation of the names that this release of transformers has.
-        found = {hub_name(name): weight for name, weight in model.named_parameters()}
+        found = {CLIP_NAMING.own_name(name): weight for name, weight in model.named_parameters()}
         assert found.keys() == stored.keys()
         assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
-        assert {hub_name(name) for name in stored} == stored.keys()
+        assert {CLIP_NAMING.own_name(name) for name in stored} == stored.keys()
         if kind != "T5EncoderModel":
-            assert {hub_name(without_level(name)) for name in stored} == stored.keys()
+            assert {CLIP_NAMING.own_name(without_level(name)) for name in stored} == stored.keys()
 
 
 def test_an_export_names_the_tokens_of_t5_as_the_hub(exported) -> None:
