@@ -212,13 +212,9 @@ def change(path: Path) -> None:
     elif path.suffix == ".pt":
         write_fid_network(path, OnRequest())
     elif path.suffix == ".npz":
-        np.savez(
-            path,
-            **{
-                name: values if values.dtype.kind == "U" else values + 1
-                for name, values in np.load(path).items()
-            },
-        )
+        stored = dict(np.load(path))
+        numbers = {name for name, values in stored.items() if values.dtype.kind != "U"}
+        np.savez(path, **stored | {name: stored[name] + 1 for name in numbers})
     elif path.name in ("prompts.txt", "merges.txt"):
         path.write_text(path.read_text() + "\n")
     else:
@@ -279,7 +275,7 @@ def prepare_subject(inputs) -> str:
 @pytest.mark.parametrize(
     "prepare", [prepare_pictures, prepare_latents, prepare_buckets, prepare_subject]
 )
-def test_each_file_that_a_run_opens_is_missed_if_it_changes_before_the_resume(
+def test_each_file_that_a_run_opens_is_named_if_it_changes_before_the_resume(
     tmp_path, prepare, capsys
 ):
     inputs = tmp_path / "inputs"
