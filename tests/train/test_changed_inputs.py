@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 import train
 from sdbench.cli import main as sdbench
+from sdbench.data.formats import listing
 from sdbench.data.prepare import convert
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import write_description
 from sdbench.tasks.encode import precompute
 from tests.data.datasets import flip_a_bit, make_png, write_folder, write_tar
 from tests.opened import opened_below
-from tests.refusals import refused
+from tests.refusals import printed_refusal, refused
 from tests.score_networks import OnRequest, write_clip, write_fid_network
 from tests.train.tiny_model import write_tiny_model
 
@@ -196,16 +197,34 @@ def test_a_data_set_has_latents_of_one_model(model, part, told, capsys):
         assert told in error and "--folder" in error
 
 
-# Files that a resumed run opens although they decide nothing in it.
+# What messages call the files at a place.
+NAMES = {
+    "data": ("data", "what belongs to the data"),
+    "classes.json": ("what belongs to the data", "what belongs to the held-out samples"),
+    "held-out": ("held-out samples",),
+    "class": ("class pictures",),
+    "model": ("model",),
+    "fid.pt": ("--fid_network",),
+    "clip": ("--clip_network",),
+    "prompts.txt": ("--sample_prompts",),
+}
+# Files that a run opens although they decide nothing in it when it is resumed.
 DECIDE_NOTHING = {
     "model/unet/diffusion_pytorch_model.safetensors": "the checkpoint has the trained weights",
     "data/.picture_sizes.npz": "each is compared with that of the decoded picture",
+    "data/.made_by.json": "the record quotes it; of latents it is compared (tests/data)",
+}
+OF_LATENTS = {
+    "model/vae/diffusion_pytorch_model.safetensors": "compared with the VAE that made the latents",
+    "model/text_encoder/model.safetensors": "its header is checked, and nothing is loaded",
 }
 
 
 def change(path: Path) -> None:
     """Change what a file says, or its time, so that it can be read as before."""
-    if path.suffix == ".json":
+    if path.name in ("prompts.txt", "merges.txt", "tokenizer.json"):
+        path.write_text(path.read_text() + "\n")
+    elif path.suffix == ".json":
         path.write_text(json.dumps({**json.loads(path.read_text()), "999": "changed"}))
     elif path.suffix == ".safetensors":
         flip_a_bit(path, position=-1)
@@ -215,8 +234,6 @@ def change(path: Path) -> None:
         stored = dict(np.load(path))
         numbers = {name for name, values in stored.items() if values.dtype.kind != "U"}
         np.savez(path, **stored | {name: stored[name] + 1 for name in numbers})
-    elif path.name in ("prompts.txt", "merges.txt"):
-        path.write_text(path.read_text() + "\n")
     else:
         os.utime(path)  # as it is when a file was copied into its place
 
@@ -276,7 +293,7 @@ def prepare_subject(inputs) -> str:
     "prepare", [prepare_pictures, prepare_latents, prepare_buckets, prepare_subject]
 )
 def test_each_file_that_a_run_opens_is_named_if_it_changes_before_the_resume(
-    tmp_path, prepare, capsys
+    tmp_path, prepare, monkeypatch, capsys
 ):
     inputs = tmp_path / "inputs"
     write_tiny_model(inputs / "model")
@@ -286,25 +303,27 @@ def test_each_file_that_a_run_opens_is_named_if_it_changes_before_the_resume(
         assert train.main([*line.split(), "1ba"]) == 0
     argv = [*line.split(), "2ba", "--dry_run"]
     assert train.main(argv) == 0
-    decide_nothing = set(DECIDE_NOTHING)
-    if prepare is prepare_subject:  # it has LoRA, beside which the weights are not saved
-        decide_nothing.remove("model/unet/diffusion_pytorch_model.safetensors")
     assert {"model/scheduler/scheduler_config.json", "model/model_index.json"} < opened
+    decide_nothing = {} if prepare is prepare_subject else {**DECIDE_NOTHING}  # it has LoRA
+    if prepare is prepare_latents:
+        decide_nothing |= OF_LATENTS
+    deciding = opened - decide_nothing.keys()
+    for name in deciding:
+        change(inputs / name)
+    monkeypatch.setattr(listing, "NUM_NAMES_TOLD", 1000)
+    capsys.readouterr()
+    assert train.main(argv) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert error.flag == "--changed_inputs"
+    told = dict(one.split(": ", 1) for one in error.what.split("other inputs: ")[1].split("; "))
     unseen = set()
-    for name in sorted(opened):
-        path = inputs / name
-        content, times = path.read_bytes(), path.stat()
-        change(path)
-        capsys.readouterr()
-        code, told = train.main(argv), capsys.readouterr().err
-        named = "--class_prompts" if path.name == "classes.json" else path.name
-        # The weights of a VAE that has not made the latents are refused as such.
-        if code != 2 or not (named in told or "--model_name" in told):
+    for name in deciding:
+        place, _, inner = name.partition("/")
+        shown = "--class_prompts" if place == "classes.json" else inner or place
+        sentences = " ".join(told.get(group, "") for group in NAMES[place])
+        if f" {shown} (" not in sentences:
             unseen.add(name)
-        path.write_bytes(content)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert unseen == opened & decide_nothing
-    assert train.main(argv) == 0
+    assert unseen == set()
 
 
 @pytest.mark.slow
