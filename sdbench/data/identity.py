@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -179,7 +180,7 @@ def identify_data(source: SourceConfig) -> dict[str, Any] | None:
     files = _describe_files([source], asks_stores=True)
     facts = _sum_up(files)
     states = [state for file in files for state in file.states]
-    named = [one for file in files for one in file.named()]
+    named = [*itertools.islice((one for file in files for one in file.named()), MAX_NAMED + 1)]
     return {
         "names": digest([file.fact.get("name", file.fact.get("index")) for file in files]),
         "names_and_sizes": facts.pop("sha256"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from PIL import Image
 
 import data as data_script
 from sdbench.base.errors import RunError
+from sdbench.data import remote
 from sdbench.data.identity import describe_changes, identify
 from sdbench.data.remote import find_object, read_part
 from sdbench.data.remote_files import RemoteFile, fetch
@@ -253,3 +255,29 @@ def test_a_web_file_is_known_by_its_length_and_what_its_server_tells(server, giv
         "data: 1 file was written again: file.tar (1048576 bytes before, 5 bytes now)"
     ]
     assert "a change of 1 file of the data will not be seen" in capsys.readouterr().err
+
+
+def test_an_object_of_googles_store_is_known_by_its_generation(monkeypatch):
+    """By its own protocol, as a server with one object has it."""
+    stored = {"0.tar": {"size": "10240", "generation": "7"}}
+
+    @werkzeug.Request.application
+    def answer(request: werkzeug.Request) -> werkzeug.Response:
+        found = stored.get(request.path.removeprefix("/storage/v1/b/pictures/o/"))
+        return werkzeug.Response(json.dumps(found), 404 if found is None else 200)
+
+    http = werkzeug.serving.make_server("127.0.0.1", 0, answer, threaded=True)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{http.server_port}")
+    try:
+        config = datasets.make_source("webdataset", "gs://pictures/0.tar")
+        before = identify({"data": config})
+        stored["0.tar"]["generation"] = "8"
+        (told,) = describe_changes(before, identify({"data": config})).values()
+        assert told.endswith("0.tar (10240 bytes, 7 before, 10240 bytes, 8 now)")
+        with pytest.raises(RunError, match=r"gs://pictures/1\.tar cannot be read: there is no such"):
+            find_object("gs://pictures/1.tar")
+    finally:
+        http.shutdown()
+        http.server_close()
+        remote._make_google_client.cache_clear()
