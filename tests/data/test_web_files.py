@@ -275,7 +275,9 @@ def test_an_object_of_googles_store_is_known_by_its_generation(monkeypatch):
         stored["0.tar"]["generation"] = "8"
         (told,) = describe_changes(before, identify({"data": config})).values()
         assert told.endswith("0.tar (10240 bytes, 7 before, 10240 bytes, 8 now)")
-        with pytest.raises(RunError, match=r"gs://pictures/1\.tar cannot be read: there is no such"):
+        with pytest.raises(
+            RunError, match=r"gs://pictures/1\.tar cannot be read: there is no such"
+        ):
             find_object("gs://pictures/1.tar")
     finally:
         http.shutdown()

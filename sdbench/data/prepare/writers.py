@@ -29,6 +29,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.data.identity import MODEL, describe_changes, write_provenance
 from sdbench.data.latent_columns import find_image_columns
+from sdbench.data.maker import VAE_TENSORS, WEIGHTS
 from sdbench.data.prepare.chunk_formats import FORMATS, Chunk, Columns, Row, Rows, remove, to_json
 from sdbench.data.source import IN_BUCKETS, VAE_FACTOR
 
@@ -237,6 +238,8 @@ def open_output(
             replace_file(path, to_json(facts))
         found = json.loads(path.read_bytes())
     wanted = json.loads(to_json(facts))
+    # `inputs` say more of a model than what the note of the data set has of it.
+    _check_same_job(output, found=found, wanted=wanted, without=(WEIGHTS, VAE_TENSORS))
     _check_same_inputs(output, found=found, wanted=wanted, accepts=accepts_changes)
     _check_same_job(output, found=found, wanted=wanted)
     return output
@@ -268,9 +271,12 @@ def _check_place(output: Output) -> None:
         )
 
 
-def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
+def _check_same_job(
+    output: Output, *, found: dict, wanted: dict, without: Sequence[str] = ()
+) -> None:
     before, now = ({**one, **one["job"], "job": None, "inputs": None} for one in (found, wanted))
-    differing = sorted(key for key in before | now if before.get(key) != now.get(key))
+    names = (before.keys() | now.keys()) - {*without}
+    differing = sorted(key for key in names if before.get(key) != now.get(key))
     if differing:
         key = differing[0]
         raise ConfigError(
