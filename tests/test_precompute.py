@@ -24,7 +24,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.convert import main as convert
 from sdbench.data.prepare.writers import Output
 from sdbench.data.source import SourceConfig
-from sdbench.models.architecture import resolve_architecture
+from sdbench.models.architecture import DRAWING, resolve_architecture
 from sdbench.models.diffusion import make_encoder
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
@@ -272,7 +272,8 @@ def test_latents_of_stable_diffusion_say_their_family_and_their_random_weights(r
     run("latents", "--seed", "5")
     note = read_note(tmp_path / "latents")
     assert note["family"] == "sd"
-    assert note["weights"] == {"vae": "random, seed 5", "text_encoder": "random, seed 5"}
+    drawn = f"random, seed 5, drawing {DRAWING}"
+    assert note["weights"] == {"vae": drawn, "text_encoder": drawn}
     assert "encoded" not in note
 
 
@@ -404,8 +405,8 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
     note = read_note(place)
     vae = note["vae_tensors"]
     (file,) = (model / "vae").glob("*.safetensors")
-    files = f"{zlib.crc32(file.read_bytes()):08x}:{file.stat().st_size}"
-    assert note["weights"]["vae"] == files
+    known = [file.stat().st_size, f"crc32 {zlib.crc32(file.read_bytes()):08x}"]
+    assert note["weights"][f"vae/{file.name}"] == known
 
     def train_dry(name: object, **changes: object) -> ConfigError | None:
         (place / ".made_by.json").write_text(json.dumps({**note, **changes}))
@@ -424,7 +425,7 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
     assert "00000000" in other.allowed
     # The same tensors in another file, as after an export.
     save_file(load_file(file), file, metadata={"saved": "again"})
-    assert zlib.crc32(file.read_bytes()) != int(files[:8], 16)
+    assert zlib.crc32(file.read_bytes()) != int(known[1].removeprefix("crc32 "), 16)
     assert train_dry(model) is None
     other = train_dry("tiny", family="flux")
     assert (other.flag, other.value) == ("--model_name", "sd")

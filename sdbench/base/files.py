@@ -120,6 +120,12 @@ def crc32_of(path: Path) -> tuple[int, int]:
         return crc32, file.tell()
 
 
+def fingerprint(path: Path) -> list[Any]:
+    """Size and checksum of a file's content, as JSON has them."""
+    crc32, num_bytes = crc32_of(path)
+    return [num_bytes, f"crc32 {crc32:08x}"]
+
+
 def append_bytes(file: int, content: bytes) -> None:
     """Append all of the content to a file descriptor, or raise OSError and append nothing."""
     size = os.fstat(file).st_size

@@ -10,7 +10,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import ENDINGS, ends_as
-from sdbench.data.identity import places_of
+from sdbench.data.formats.mds_index import places_of
 from sdbench.data.latent_columns import check_array, check_finite, find_captions, widen_bits
 from sdbench.data.remote import file_beside, path_of
 from sdbench.data.remote_files import open_stream

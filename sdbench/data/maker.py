@@ -10,13 +10,14 @@ from typing import Any
 from sdbench.base.conditions import BFLOAT16, NUM_CLIP_TOKENS, Condition, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import bad_place
-from sdbench.data.identity import PROVENANCE_NAME, places_of, read_provenance
+from sdbench.data.formats.mds_index import places_of
+from sdbench.data.identity import PROVENANCE_NAME, read_provenance
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import DataSettings
 
-# What is said of the model that encoded the samples: the name of its family, the checksum of the
-# files of each of its parts, or that they were random, and that of the tensors of its VAE.
-FAMILY, WEIGHTS, RANDOM, VAE_TENSORS = "family", "weights", "random", "vae_tensors"
+# What is said of the model that encoded the samples: the name of its family, size and checksum of
+# its files of weights, or that a part was random, and the checksum of the tensors of its VAE.
+FAMILY, WEIGHTS, VAE_TENSORS = "family", "weights", "vae_tensors"
 # And the arrays of a sample, where they are not those of Stable Diffusion 1 or 2.
 ENCODED = "encoded"
 # Types that conditions may have.

@@ -27,7 +27,8 @@ from sdbench.base.units import counted
 from sdbench.data.buckets import REASONS, UNREADABLE, UNSERVED, Mixture, fill_buckets
 from sdbench.data.empty_caption import load_beside
 from sdbench.data.formats.checks import tell_once
-from sdbench.data.identity import identify_data, places_of
+from sdbench.data.formats.mds_index import places_of
+from sdbench.data.identity import identify_data
 from sdbench.data.latent_columns import check_array
 from sdbench.data.remote import is_url
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
@@ -133,13 +134,13 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
     """Return widths and heights, (N, 2); 0 for what cannot be read."""
     from filelock import FileLock
 
-    identity = identify_data([config])
+    identity = identify_data(config)
     sizes = None if config.filters else _read_kept(config, identity)
     if sizes is not None and len(sizes) == len(samples):
         return sizes
     facts = {
         "version": SIZES_VERSION,
-        # At a URL only names are known: the addresses are told apart as well.
+        # At a URL perhaps only names are known: the addresses are told apart as well.
         "data": [identity, data.list_files(config) if is_url(places_of(config)[0]) else None],
         "num_samples": len(samples),
         "read": [samples.sample_type.value, dict(samples.columns), config.read_avif],
@@ -172,7 +173,7 @@ def keep_sizes(folder: str, sizes: Sequence[Sequence[int]], *, data_format: str)
             device_batch_size=1,
             seed=0,
         )
-        identity = {name: identify_data([config])[name] for name in IDENTITIES}
+        identity = {name: identify_data(config)[name] for name in IDENTITIES}
         np.savez(content, sizes=np.array(sizes, dtype=np.int32), **identity)
         with new_file(Path(folder, SIZES_NAME), is_private=False) as new:
             new.write_bytes(content.getvalue())
@@ -184,7 +185,7 @@ def _read_kept(config: SourceConfig, identity: Mapping[str, Any]) -> np.ndarray 
     try:
         content = load_beside(place, SIZES_NAME, max_bytes=MAX_SIZES_BYTES)
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            # At a URL the sizes of files are not known.
+            # The sizes of files at URLs are not always known.
             name = IDENTITIES[identity["num_bytes"] is None]
             is_same = str(file[name]) == identity[name]
             return file["sizes"].astype(np.int32).reshape(-1, 2) if is_same else None

@@ -16,10 +16,15 @@ from urllib.parse import unquote, urlsplit
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.progress import show_progress
+from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
 
-S3 = "s3://"
+S3, GS = "s3://", "gs://"
 WEB = ("http://", "https://")
+# What stores and servers of these places tell of a file: its length and its version.
+TELLING = (S3, GS, *WEB)
+# Google's store by the protocol of S3.
+GOOGLE_URL = "https://storage.googleapis.com"
 
 # How long a server may be silent, and how often boto3 and urllib3 try, with growing pauses: a store
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
@@ -74,13 +79,21 @@ def cache_folder(place: str, local: str | None) -> Path:
     return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
 
 
-def identify(place: str) -> str:
-    """Return a name of a place that may be stored: a path, or a digest of a URL.
+def lasting_name(file: str) -> str:
+    """Return a name that stays the same: a path, or a URL without its signature."""
+    if not is_url(file):
+        return os.path.abspath(file)
+    # Without the prefix, because `redact` cuts a ``pipe:`` command to its program.
+    return redact(file.removeprefix(PIPE))
+
+
+def storable_name(place: str) -> str:
+    """Return a lasting name of a place that may be stored: a path, or a digest of a URL.
 
     A URL may hold a password.
     """
     if is_url(place):
-        return hashlib.sha256(place.encode()).hexdigest()
+        return hashlib.sha256(lasting_name(place).encode()).hexdigest()
     return str(Path(place).resolve()) if Path(place).exists() else place
 
 
@@ -119,11 +132,12 @@ def list_urls(folder: str) -> list[str]:
 
 
 class RemoteObject(NamedTuple):
-    """A file of S3 or the web, as it was found."""
+    """A file of a store or the web, as it was found."""
 
     url: str
-    num_bytes: int | None  # None where the server does not serve ranges
+    num_bytes: int | None  # None where the server does not tell it
     version: str  # the store's name for this content (its ETag), empty if there is none
+    has_parts: bool = True  # whether the server gives ranges of bytes
 
     @property
     def source(self) -> str:
@@ -135,8 +149,10 @@ class RemoteObject(NamedTuple):
 
 
 def find_object(url: str) -> RemoteObject:
-    """Ask for the length and version of a file of S3 or the web."""
+    """Ask for the length and version of a file at one of the places of `TELLING`."""
     with errors_named(f"{url} cannot be read"):
+        if url.startswith(GS):
+            return _find_google_object(url)
         if url.startswith(S3):
             bucket, key = _split_s3(url)
             found = _s3_client().head_object(Bucket=bucket, Key=key)
@@ -145,6 +161,20 @@ def find_object(url: str) -> RemoteObject:
         found, body = _open_part(url, 0, 1)
         body.close()
         return found
+
+
+def _find_google_object(url: str) -> RemoteObject:
+    """Ask Google's store, with the credentials that Streaming copies files with."""
+    bucket, _, key = url.removeprefix(GS).partition("/")
+    if {"GCS_KEY", "GCS_SECRET"} <= os.environ.keys():
+        account = os.environ["GCS_KEY"], os.environ["GCS_SECRET"], None, "auto"
+        client = _make_s3_client(GOOGLE_URL, os.getpid(), *account)
+        found = client.head_object(Bucket=bucket, Key=key)
+        return RemoteObject(url, found["ContentLength"], found["ETag"])
+    blob = _make_google_client(os.getpid()).bucket(bucket).get_blob(key)
+    if blob is None:
+        raise RunError(f"{url} cannot be read: there is no such object")
+    return RemoteObject(url, blob.size, str(blob.generation))
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
@@ -188,7 +218,9 @@ def _open_part(url: str, begin: int, end: int) -> tuple[RemoteObject, Any]:
         body = get_web_file(url, part=part)
         version = body.headers.get("ETag") or body.headers.get("Last-Modified") or ""
         if body.status == 200:
-            return RemoteObject(url, None, version), body
+            length = body.headers.get("Content-Length") or ""
+            num_bytes = int(length) if length.isdecimal() else None
+            return RemoteObject(url, num_bytes, version, has_parts=False), body
         content_range = body.headers.get("Content-Range")
     # E.g. "bytes 0-99/1234" (RFC 9110, 14.4).
     given, _, num_bytes = (content_range or "").partition("/")
@@ -248,7 +280,7 @@ def _s3_client() -> Any:
 
 
 @functools.cache
-def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
+def _make_s3_client(endpoint_url: str | None, process: int, *account: str | None) -> Any:
     import boto3
     from botocore.config import Config
 
@@ -258,7 +290,15 @@ def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
         retries={"mode": "standard", "total_max_attempts": NUM_ATTEMPTS},
         max_pool_connections=NUM_CONNECTIONS,
     )
-    return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+    session = boto3.session.Session(*account)
+    return session.client("s3", endpoint_url=endpoint_url, config=config)
+
+
+@functools.cache
+def _make_google_client(process: int) -> Any:
+    from google.cloud.storage import Client
+
+    return Client()
 
 
 def explain(error: Exception) -> str:

@@ -29,6 +29,7 @@ from sdbench.data import remote
 from sdbench.data.command_output import PIPE, CommandOutput
 from sdbench.data.remote import (
     S3,
+    TELLING,
     WEB,
     RemoteObject,
     errors_named,
@@ -60,7 +61,7 @@ class RemoteFile(io.RawIOBase):
 
     def __init__(self, found: RemoteObject, *, reads_ahead: bool = False) -> None:
         """Set up; with `reads_ahead` the next part is fetched while one is used."""
-        if found.num_bytes is None:
+        if not found.has_parts:
             raise RunError(f"{found} cannot be streamed: the server gives no byte ranges.")
         self._found = found
         self._position = 0
@@ -165,8 +166,7 @@ def open_stream(place: str) -> BinaryIO:
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
     elif is_url(place):
         found = find_object(place)
-        has_parts = found.num_bytes is not None
-        raw = RemoteFile(found, reads_ahead=True) if has_parts else get_web_file(place)
+        raw = RemoteFile(found, reads_ahead=True) if found.has_parts else get_web_file(place)
         stream = io.BufferedReader(raw, PART_BYTES)
     else:
         stream = open(place, "rb")  # noqa: SIM115
@@ -253,7 +253,7 @@ def _version(place: str) -> tuple[str, bool]:
     if not is_url(place):
         stat = os.stat(place)
         return f"{Path(place).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
-    if not place.startswith((S3, *WEB)):
+    if not place.startswith(TELLING):
         return "", False
     found = find_object(place)
     return (found.version, True) if found.version else (f"{found.num_bytes} bytes", False)

@@ -12,7 +12,7 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact_values
-from sdbench.data.identity import describe_change, identify_data, sources_of
+from sdbench.data.identity import describe_changes, identify, sources_of
 from sdbench.data.pictures import BEFORE, PICTURES_NAME
 from sdbench.launch.child import values_of
 from sdbench.settings.recipe import TrainConfig, parse_request
@@ -73,7 +73,7 @@ def _compare_training(command: Sequence[str], folder: Path) -> list[str]:
     try:
         facts = read_json_object(notes[-1])["facts"]
         settings = {name: facts["config"][name] for name in declarations(TrainConfig)}
-        of_data = facts["data"]
+        inputs = facts["inputs"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # train.py names the damage, or the other version
     arguments = command[command.index("--config") :]
@@ -84,11 +84,11 @@ def _compare_training(command: Sequence[str], folder: Path) -> list[str]:
         before = settings[name]
         if before != now and declared.identifies and not (now is None and name in CHOSEN):
             changes.append(f"{declared.flag} was {before}, and is {now}")
-    if of_data and config.changed_inputs == "refuse":
+    if config.changed_inputs == "refuse":
         config = dataclasses.replace(config, data_format=data.detect_format(config.remote))
         try:
-            change = describe_change(of_data, identify_data(sources_of(config)))
+            found = describe_changes(inputs, identify(sources_of(config)))
         except (ConfigError, RunError):
             return changes  # pictures of the class are gone: they are drawn again
-        changes += [] if change is None else [f"since the training {change}"]
+        changes += [f"since the training, {change}" for change in found.values()]
     return changes

@@ -29,11 +29,12 @@ from sdbench.base.conditions import (
     ModelInputs,
 )
 from sdbench.base.errors import ConfigError
-from sdbench.base.files import crc32_of
+from sdbench.base.files import fingerprint
 from sdbench.base.names import nearest
 from sdbench.base.outside import shorten
 from sdbench.base.shape import Shape
 from sdbench.models.families import (
+    PIPELINE_FILE,
     built_in_files,
     detect_family,
     families,
@@ -57,6 +58,9 @@ DRAWING = 3
 
 # A built-in model of full width with fewer blocks, e.g. ``flux-dev-2+4-blocks``.
 FEWER_BLOCKS = re.compile(r"(?P<whole>.+)-(?P<numbers>[0-9]+(\+[0-9]+)*)-blocks")
+
+# Files that transformers may read of the folder of a tokenizer.
+ENDINGS_OF_TOKENIZERS = (".json", ".txt", ".model")
 
 # How long the hub may take to say whether it has a model.
 HUB_TIMEOUT_S = 5.0
@@ -91,16 +95,37 @@ class Architecture:
     revision: str | None = field(default=None, repr=False)
     parts: Mapping[str, dict[str, Any]]
 
-    def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
-        """Checksums of the weight files of parts; parts with random weights are left out."""
-        known = {}
-        for part in parts:
-            folder = self.weights_folder_of(part)
-            if folder is not None:
-                files = sorted((folder / part).glob("*.safetensors"))
-                sums = ["{:08x}:{}".format(*crc32_of(file)) for file in files]
-                known[part] = " ".join(sums)
+    def identify(self, loaded: Iterable[str], *, seed: int) -> dict[str, Any]:
+        """Facts by which the model is known again, by names of files in its folder.
+
+        Of configurations the settings, without what says who wrote them; size and checksum of the
+        files of tokenizers, and of the weights of the parts that are `loaded`; of those that are
+        drawn, by part, the seed and the version of the drawing.
+        """
+        known = {
+            self.family.config_files[part]: _settings_in(config)
+            for part, config in self.parts.items()
+        }
+        for part, folder in self.tokenizer_folders.items():
+            for file in sorted(folder.iterdir()):
+                if file.suffix in ENDINGS_OF_TOKENIZERS:
+                    known[f"{part}/{file.name}"] = fingerprint(file)
+        if self.weights_folder is not None:
+            index = self.weights_folder / PIPELINE_FILE
+            known[PIPELINE_FILE] = fingerprint(index) if index.is_file() else None
+        for part in loaded:
+            for file in self._weight_files(part):
+                known[f"{part}/{file.name}"] = fingerprint(file)
+            if self.weights_folder_of(part) is None:
+                known[part] = f"random, seed {seed}, drawing {DRAWING}"
         return known
+
+    def _weight_files(self, part: str) -> list[Path]:
+        """The files in fp32 that the weights of a part are loaded from; none: they are drawn."""
+        folder = self.weights_folder_of(part)
+        stem = self.family.weights_stem(part)
+        files = [] if folder is None else sorted((folder / part).glob(f"{stem}*.safetensors*"))
+        return [file for file in files if ".fp16" not in file.name and ".bf16" not in file.name]
 
     def identify_tensors(self, part: str) -> str | None:
         """Checksum of the tensors of a part, whatever their names; None: random weights.
@@ -109,13 +134,12 @@ class Architecture:
         """
         from safetensors import deserialize
 
-        folder = self.weights_folder_of(part)
-        if folder is None:
+        if self.weights_folder_of(part) is None:
             return None
         sums = [
             zlib.crc32(tensor["data"])
-            for file in (folder / part).glob(f"{self.family.weights_stem(part)}*.safetensors")
-            if ".fp16." not in file.name and ".bf16." not in file.name
+            for file in self._weight_files(part)
+            if file.suffix == ".safetensors"
             for _, tensor in deserialize(file.read_bytes())
         ]
         return f"{zlib.crc32(repr(sorted(sums)).encode()):08x}"
@@ -316,6 +340,15 @@ def resolve_architecture(
     )
 
 
+def _settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration, as JSON has them, without what says who wrote it."""
+    return {
+        key: value if isinstance(value, str | int | None) else json.dumps(value, sort_keys=True)
+        for key, value in config.items()
+        if not key.startswith("_") and key != "transformers_version"
+    }
+
+
 def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
 
@@ -422,7 +455,7 @@ def _find_family(folder: Path) -> Family:
     if found in (None, named) or (not has_all_parts(folder, named) and has_denoiser(folder, named)):
         return named
     raise _refusal(
-        f"the parts of {folder} are not those of the pipeline that its model_index.json names",
+        f"the parts of {folder} are not those of the pipeline that its {PIPELINE_FILE} names",
         said,
         f"{found.pipeline}, or the parts of a {said}",
     )
@@ -481,7 +514,7 @@ def _download(
         stems = [] if random_weights else [f"{p}/{family.weights_stem(p)}" for p in family.parts]
         ends = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
         wanted += [f"{stem}{end}" for stem in stems for end in ends]
-    wanted = [*dict.fromkeys(["model_index.json", *wanted])]
+    wanted = [*dict.fromkeys([PIPELINE_FILE, *wanted])]
     try:
         return _fetch(model_name, revision=revision, allow_patterns=wanted)
     except RevisionNotFoundError as error:

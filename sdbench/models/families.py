@@ -11,6 +11,8 @@ from sdbench.base.outside import read_json_object
 from sdbench.models.family import Family
 
 SIZES_FOLDER = "sizes"
+# Of a folder of diffusers, the file that names the pipeline.
+PIPELINE_FILE = "model_index.json"
 
 
 @functools.cache
@@ -60,7 +62,7 @@ def has_denoiser(folder: Path, family: Family) -> bool:
 
 def said_pipeline(folder: Path) -> str | None:
     """The class of diffusers that the folder's model_index.json names, if it has one."""
-    return _say(folder / "model_index.json", "_class_name")
+    return _say(folder / PIPELINE_FILE, "_class_name")
 
 
 def _say(file: Path, key: str) -> Any:

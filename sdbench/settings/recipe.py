@@ -113,8 +113,8 @@ class LengthSettings:
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
         "refuse",
-        "if data or frozen weights have changed since the run was saved: refuse to continue, or "
-        "continue with them as they are now",
+        "if data, files of the model or other inputs have changed since the run was saved: refuse "
+        "to continue, or continue with them as they are now",
         acts_beside=(Beside(("resume",)),),
     )
     init_from: str | None = setting(

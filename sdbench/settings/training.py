@@ -114,6 +114,11 @@ class ModelSettings:
     )
 
     @property
+    def seed_of_weights(self) -> int:
+        """The seed of random weights."""
+        return self.seed if self.weights_seed is None else self.weights_seed
+
+    @property
     def trained_parts(self) -> tuple[str, ...]:
         """The sub-models that are trained, or some of whose weights are."""
         has_token = self.learned_token is not None

@@ -40,7 +40,7 @@ from sdbench.ranks.distributed import ALONE, Ranks, gather
 # Increased with every change of the files and facts, and with `models.architecture.DRAWING`:
 # checkpoints do not hold frozen random weights, so only a version that draws the same ones may
 # resume from them.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
 # Prefixes of weights, before `<module>.<parameter>`: trained, the fp32 copies that an optimizer

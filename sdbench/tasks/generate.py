@@ -20,6 +20,7 @@ from sdbench.base.progress import Progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
+from sdbench.data.identity import describe_changes, identify
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -245,10 +246,15 @@ class Generate(Task):
             earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
-        unlike = sorted(name for name, value in self._job.items() if earlier.get(name) != value)
+        unlike = {
+            name: f"{name} differs" for name, now in self._job.items() if earlier.get(name) != now
+        }
+        if "inputs" in unlike and "inputs" in earlier:
+            changes = describe_changes(earlier["inputs"], self._job["inputs"])
+            unlike["inputs"] = "; ".join(changes.values())
         if unlike:
             raise ConfigError(
-                f"the folder has pictures of another job: {', '.join(unlike)} differ",
+                f"the folder has pictures of another job: {', '.join(unlike.values())}",
                 value=str(folder),
                 allowed="a new folder, or the same job",
                 flag="--folder",
@@ -260,13 +266,14 @@ class Generate(Task):
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
         parts = architecture.modules if self._ranks.rank == 0 else ()
+        model = architecture.identify(parts, seed=flags.seed)
         names = ("num_images_per_prompt", "width", "height", "scheduler", "num_steps")
         names += ("guidance_scale", "negative_prompt", "guidance_embedding")
         names += ("seed", "batch_size", "dtype")
         return {
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
-            "weights": architecture.identify_weights(parts),
+            "inputs": identify({}, model=model),
             "lora": [
                 [zlib.crc32(b"".join(part.read_bytes() for part in one.files)), one.weight]
                 for one in flags.lora

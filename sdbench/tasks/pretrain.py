@@ -34,7 +34,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
         (initial_token_id,) = CaptionTokenizer.of(plan.architecture).read_word(config.initial_token)
     model = build_model(
         plan.architecture,
-        seed=seed_of_weights(config),
+        seed=config.seed_of_weights,
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
@@ -108,11 +108,6 @@ def _count_flops_per_image(plan: Plan) -> float:
     return plan.mixture.mean([flops[shape.num_pixels] for shape in plan.mixture.shapes])
 
 
-def seed_of_weights(config: Any) -> int:
-    """The seed of random weights: --weights_seed, or --seed."""
-    return config.seed if config.weights_seed is None else config.weights_seed
-
-
 def _build_loader(plan: Plan) -> CheckedLoader:
     config = plan.config
     if config.has_subject:
@@ -129,7 +124,7 @@ def _build_loader(plan: Plan) -> CheckedLoader:
         plan.source,
         config,
         architecture=plan.architecture,
-        weights_seed=seed_of_weights(config),
+        weights_seed=config.seed_of_weights,
         ranks=plan.ranks,
         num_batches=plan.max_num_steps,
     )

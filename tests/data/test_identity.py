@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import shutil
 
 import pytest
 
 from sdbench import data
-from sdbench.data.identity import describe_change, find_overlap, identify_data
+from sdbench.data import identity
+from sdbench.data.identity import (
+    describe_change,
+    describe_changes,
+    find_overlap,
+    identify,
+    identify_data,
+)
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 
@@ -53,22 +63,23 @@ def test_a_copy_of_a_folder_is_known_again_and_other_captions_are_another_data_s
 
 def test_files_that_were_added_taken_away_or_written_again_are_named(folder):
     (folder / "c\udcff.png").write_bytes(datasets.make_png(2))  # no UTF-8
-    before = identify_data([source(folder)])
+    before = identify_data(source(folder))
     path = folder / "a.png"
     assert before["files"]["a.png"] == [path.stat().st_size, path.stat().st_mtime_ns]
     assert list(before["files"]) == ["a.png", "a.txt", "b.png", "b.txt", "c\\udcff.png"]
-    assert describe_change(before, identify_data([source(folder)])) is None
+    assert describe_change(before, identify_data(source(folder))) is None
     (folder / "b.txt").write_text("another")
     for name in "edfg":
         (folder / f"{name}.png").write_bytes(datasets.make_png(3))
     (folder / "c\udcff.png").unlink()
-    assert describe_change(before, identify_data([source(folder)])) == (
+    told = describe_change(before, identify_data(source(folder)))
+    assert re.sub(r"20\S+ \S+", "TIME", told) == (
         "4 files were added: d.png, e.png, f.png, ..., 1 file was taken away: c\\udcff.png, "
-        "1 file was written again: b.txt"
+        "1 file was written again: b.txt (9 bytes of TIME before, 7 bytes of TIME now)"
     )
     # Of many files none is named.
     del before["files"]
-    assert describe_change(before, identify_data([source(folder)])).startswith("the data set has 8")
+    assert describe_change(before, identify_data(source(folder))).startswith("the data set has 8")
 
 
 def test_pictures_that_are_missing_have_no_size(folder):
@@ -127,3 +138,78 @@ def test_folders_within_one_another_overlap_and_files_of_another_size_do_not(tmp
         source(f"https://store/{braces}.tar", "webdataset") for braces in ("{0..3}", "{2..5}")
     )
     assert find_overlap(trained, held_out) == ["https://store/2.tar", "https://store/3.tar"]
+
+
+def changes_of(config: SourceConfig, change) -> list[str]:
+    """What `describe_changes` says of a data set before and after a change of it."""
+    before = identify({"data": config})
+    assert json.loads(json.dumps(before)) == before
+    assert identify({"data": config}) == before
+    change()
+    return [*describe_changes(before, identify({"data": config})).values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "is_told"),
+    [
+        ({}, {}, False),  # the run itself compares the hashes
+        ({}, {"validate_hash": "none"}, True),
+        ({"hashes": ()}, {}, True),
+        ({"hashes": (), "compression": "zstd"}, {}, True),
+    ],
+)
+def test_a_shard_without_a_checked_hash_is_known_by_its_size_and_time(
+    tmp_path, options, changes, is_told
+):
+    datasets.write_mds(tmp_path, **options)
+    shard = sorted(tmp_path.glob("shard.00001.mds*"))[-1]
+    config = datasets.make_source("mds", tmp_path, **changes)
+    told = changes_of(config, lambda: os.utime(shard, (0, 0)))
+    if is_told:
+        (sentence,) = told
+        assert sentence.startswith(f"data: 1 file was written again: {shard.name} (")
+        assert sentence.endswith(
+            f" before, {shard.stat().st_size} bytes of 1970-01-01 00:00:00 now)"
+        )
+    else:
+        assert told == []
+    index = tmp_path / "index.json"
+    (told,) = changes_of(config, lambda: index.write_text(index.read_text() + "\n"))
+    assert told.startswith("data: 1 file was written again: index.json (")
+
+
+def test_streams_are_told_apart(tmp_path):
+    for name in "ab":
+        datasets.write_mds(tmp_path / name, hashes=())
+    config = datasets.make_source("mds", None, streams=f"{tmp_path}/a=0.5,{tmp_path}/b=0.5")
+    (told,) = changes_of(config, lambda: os.utime(tmp_path / "b" / "shard.00002.mds", (0, 0)))
+    assert "1 file was written again: stream 2: shard.00002.mds (" in told
+
+
+def test_what_lies_beside_samples_and_what_settings_name_is_a_part_of_them(tmp_path):
+    datasets.write_mds_latents(tmp_path / "latents")
+    config = source(tmp_path / "latents", "mds latents")
+    for name in (".empty_caption.npz", ".made_by.json"):
+        path = tmp_path / "latents" / name
+        write = functools.partial(path.write_text, '{"a": 1}')
+        (told,) = changes_of(config, write)
+        assert told.startswith(f"what belongs to the data: 1 file was written again: {name} (none")
+        assert changes_of(config, write) == []
+        (told,) = changes_of(config, functools.partial(path.write_text, "{}"))
+        assert f"{name} (8 bytes, " in told and " before, 2 bytes, " in told
+    datasets.write_tars(tmp_path / "tars")
+    prompts = tmp_path / "classes.json"
+    prompts.write_text('["a cat"]')
+    config = datasets.make_source("webdataset", tmp_path / "tars", class_prompts=str(prompts))
+    (told,) = changes_of(config, lambda: prompts.write_text('["a dog"]'))
+    assert "--class_prompts (9 bytes, crc32 " in told
+
+
+def test_names_sizes_and_other_facts_of_many_files_are_told_in_numbers(folder, monkeypatch):
+    monkeypatch.setattr(identity, "MAX_NAMED", 3)
+    told = changes_of(source(folder), lambda: os.utime(folder / "a.txt", (0, 0)))
+    assert told == [
+        "data: files of the data set have been written again, under the same names and sizes"
+    ]
+    told = changes_of(source(folder), (folder / "a.txt").unlink)
+    assert told[0].startswith("data: the data set has 3 files, ")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import select
 
 import pytest
@@ -11,7 +13,9 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data import command_output
+from sdbench.data import command_output, remote
+from sdbench.data.identity import describe_changes, identify
+from sdbench.data.prepare import convert
 from sdbench.data.remote import cache_folder, list_urls
 from sdbench.data.remote_files import fetch
 from tests.data import datasets
@@ -181,3 +185,72 @@ def test_a_server_that_dies_ends_the_run(upload, running_s3):
     running_s3.die()
     with pytest.raises(RunError, match=r"Shard shard.0000\d.mds cannot be had from s3://"):
         list(batches)
+
+
+def replace(s3: S3Server, url: str) -> None:
+    """Put an object of the same length into the place of another."""
+    place = {"Bucket": BUCKET, "Key": url.split("/", 3)[3]}
+    content = s3.client().get_object(**place)["Body"].read()
+    s3.client().put_object(**place, Body=content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet", "mds"])
+def test_an_object_that_is_replaced_by_one_of_its_length_is_known_by_its_version(
+    kind, s3, upload, tmp_path
+):
+    place = upload(kind)
+    name = {"webdataset": "00001.tar", "parquet": "1.parquet", "mds": "shard.00001.mds"}[kind]
+    # The hashes of shards are compared with index.json, unless that is switched off.
+    config = make_config(kind, place, validate_hash="none")
+    before = identify({"data": config})
+    assert (
+        before["data"]["num_bytes"]
+        == identify({"data": make_config(kind, tmp_path / kind, validate_hash="none")})["data"][
+            "num_bytes"
+        ]
+    )
+    replace(s3, f"{place}/{name}")
+    (told,) = describe_changes(before, identify({"data": config})).values()
+    facts = r'\((\d+) bytes, "\w+" before, \1 bytes, "\w+" now\)'
+    assert re.fullmatch(f"data: 1 file was written again: {name} {facts}", told)
+
+
+def test_what_lies_beside_streamed_tars_is_known_by_what_it_says(s3, upload, tmp_path):
+    place = upload("webdataset")
+    put = functools.partial(s3.client().put_object, Bucket=BUCKET, Key=f"{place[14:]}/sizes.json")
+    put(Body=json.dumps(datasets.TAR_SIZES))
+    config = make_config("webdataset", f"{place}/{{00000..00002}}.tar", remote_files="stream")
+    before = identify({"data": config})
+    put(Body=json.dumps({**datasets.TAR_SIZES, "00001.tar": 29}))
+    (told,) = describe_changes(before, identify({"data": config})).values()
+    assert "--tar_sizes (" in told and "00001.tar 30 before, 29 now)" in told
+
+
+def test_an_object_of_googles_store_is_known_by_its_version(s3, upload, monkeypatch):
+    """By the protocol of S3, which the store speaks with such keys."""
+    url = f"{upload('webdataset')}/00001.tar"
+    monkeypatch.setenv("GCS_KEY", "key")
+    monkeypatch.setenv("GCS_SECRET", "secret")
+    monkeypatch.setattr(remote, "GOOGLE_URL", s3.url)
+    config = make_config("webdataset", url.replace("s3://", "gs://"))
+    before = identify({"data": config})
+    replace(s3, url)
+    (told,) = describe_changes(before, identify({"data": config})).values()
+    assert told.startswith("data: 1 file was written again: 00001.tar (")
+
+
+def test_a_conversion_does_not_go_on_from_an_object_that_was_replaced(s3, tmp_path):
+    line = ["s3://pictures/one.tar", "--folder", str(tmp_path / "out")]
+
+    def put(content: bytes) -> None:
+        members = [("0.png", datasets.make_png(0)), ("0.txt", b"a"), ("1.png", content)]
+        tar = datasets.write_tar(tmp_path / "one.tar", [*members, ("1.txt", b"b")])
+        s3.client().put_object(Bucket=BUCKET, Key="one.tar", Body=tar.read_bytes())
+
+    put(b"no picture")
+    with pytest.raises(RunError, match=r"one\.tar: 1: "):
+        convert.main(line)
+    put(b"of no sort")
+    with refused("--changed_inputs") as caught:
+        convert.main(line)
+    assert "data: 1 file was written again: one.tar (" in caught.value.what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from PIL import Image
 
 import data as data_script
 from sdbench.base.errors import RunError
+from sdbench.data import remote
+from sdbench.data.identity import describe_changes, identify
 from sdbench.data.remote import find_object, read_part
 from sdbench.data.remote_files import RemoteFile, fetch
 from sdbench.record.store import load_record
@@ -231,3 +234,52 @@ def test_ranks_refresh_once_a_run(tmp_path, repository):
         subprocess.run(command, cwd=repository, check=True)
         assert (tmp_path / "log").read_text() == num_runs * "copied\n"
         time.sleep(1.1)  # the kernel tells the start of a process from whole seconds of the boot
+
+
+@pytest.mark.parametrize("gives_parts", [True, False])
+def test_a_web_file_is_known_by_its_length_and_what_its_server_tells(server, gives_parts, capsys):
+    server.gives_parts = gives_parts
+    config = datasets.make_source("webdataset", server.url)
+
+    def told_after(etag: str | None, content: bytes) -> list[str]:
+        before = identify({"data": config})
+        server.etag, server.content = etag, content
+        return [*describe_changes(before, identify({"data": config})).values()]
+
+    start = "data: 1 file was written again: file.tar (1048576 bytes, "
+    assert told_after('"2"', CONTENT) == [f'{start}"1" before, 1048576 bytes, "2" now)']
+    assert told_after('"2"', CONTENT) == []
+    assert "will not be seen" not in capsys.readouterr().err
+    assert told_after(None, CONTENT) == [f'{start}"2" before, 1048576 bytes now)']
+    assert told_after(None, b"short") == [
+        "data: 1 file was written again: file.tar (1048576 bytes before, 5 bytes now)"
+    ]
+    assert "a change of 1 file of the data will not be seen" in capsys.readouterr().err
+
+
+def test_an_object_of_googles_store_is_known_by_its_generation(monkeypatch):
+    """By its own protocol, as a server with one object has it."""
+    stored = {"0.tar": {"size": "10240", "generation": "7"}}
+
+    @werkzeug.Request.application
+    def answer(request: werkzeug.Request) -> werkzeug.Response:
+        found = stored.get(request.path.removeprefix("/storage/v1/b/pictures/o/"))
+        return werkzeug.Response(json.dumps(found), 404 if found is None else 200)
+
+    http = werkzeug.serving.make_server("127.0.0.1", 0, answer, threaded=True)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{http.server_port}")
+    try:
+        config = datasets.make_source("webdataset", "gs://pictures/0.tar")
+        before = identify({"data": config})
+        stored["0.tar"]["generation"] = "8"
+        (told,) = describe_changes(before, identify({"data": config})).values()
+        assert told.endswith("0.tar (10240 bytes, 7 before, 10240 bytes, 8 now)")
+        with pytest.raises(
+            RunError, match=r"gs://pictures/1\.tar cannot be read: there is no such"
+        ):
+            find_object("gs://pictures/1.tar")
+    finally:
+        http.shutdown()
+        http.server_close()
+        remote._make_google_client.cache_clear()

@@ -32,7 +32,7 @@ def make_rows(number: int) -> list[dict]:
 
 
 def begin(out: Path, *, data_format: str = "mds", **changes) -> Output:
-    options = {"columns": COLUMNS, "num_chunks": 4, "job": {"source": "x"}, **changes}
+    options = {"columns": COLUMNS, "num_chunks": 4, "job": {"source": "x"}, "inputs": {}, **changes}
     return open_output(out, data_format=data_format, **options)
 
 
@@ -135,13 +135,13 @@ def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
 
 
 def test_a_note_that_does_not_say_of_which_data_is_refused(tmp_path):
-    begin(tmp_path / "out", data={"names": "x"})
+    begin(tmp_path / "out")
     note = tmp_path / "out.partial" / "job.json"
     facts = json.loads(note.read_text())
-    del facts["data"]
+    del facts["inputs"]
     note.write_text(json.dumps(facts))
     with refused("--folder"):
-        begin(tmp_path / "out", data={"names": "x"}, accepts_changes=True)
+        begin(tmp_path / "out", accepts_changes=True)
 
 
 def test_only_one_command_writes(tmp_path):

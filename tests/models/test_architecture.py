@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 
 import benchmark
 from sdbench.cli import main
-from sdbench.models.architecture import built_in_names, resolve_architecture
+from sdbench.models.architecture import DRAWING, built_in_names, resolve_architecture
 from sdbench.models.components import make_part
 from sdbench.models.diffusion import build_model
 from tests.refusals import refused
@@ -300,3 +300,36 @@ def test_every_program_refuses_a_hub_model_that_cannot_be_had() -> None:
     assert main(["profile", *model, "--engine", "torch"]) == 2
     assert main(["precompute", *model, "--folder", "latents"]) == 2
     assert not list(Path().glob("*/*/record.json")) and not Path("latents").exists()
+
+
+def test_a_model_is_known_by_its_files(folder) -> None:
+    """Not by weights in other types, or by the version of the library that wrote a file."""
+
+    def identify() -> dict:
+        known = resolve_architecture(str(folder)).identify(("vae", "text_encoder"), seed=1)
+        assert json.loads(json.dumps(known, allow_nan=False)) == known
+        return known
+
+    before = identify()
+    assert before["scheduler/scheduler_config.json"]["prediction_type"] == "epsilon"
+    files = {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "unet"}
+    names = {str(path.relative_to(folder)) for path in files - {folder / "README.md"}}
+    assert names | {"unet/config.json"} == before.keys()
+    for name in sorted(names):
+        path = folder / name
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            change(path, added=1)
+        elif path.suffix == ".safetensors":
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        else:
+            path.write_bytes(content + b"\n")
+        now = identify()
+        assert {one for one in before.keys() | now.keys() if before[one] != now[one]} == {name}
+        path.write_bytes(content)
+    weights = next((folder / "vae").glob("*.safetensors"))
+    shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
+    change(folder / "vae" / "config.json", _diffusers_version="9.9")
+    assert identify() == before
+    drawn = resolve_architecture("tiny").identify(("vae",), seed=1)
+    assert drawn["vae"] == f"random, seed 1, drawing {DRAWING}"

@@ -126,7 +126,7 @@ def test_what_a_kill_has_cost_is_known(tmp_path):
 
     def begin(num_steps: int) -> dict:
         log = TrainLog(tmp_path)
-        log.begin(num_steps=num_steps, images_per_step=2, passed_over=())
+        log.begin(num_steps=num_steps, images_per_step=2, passed_over=(), validated_by="")
         log.add_steps([(num_steps + n, 0.5, 0.001, 4.0, 0.1) for n in (1, 2)])
         log.mark_step(num_steps + 2)
         log.close()

@@ -32,6 +32,7 @@ from sdbench.data.remote import cache_folder, is_url
 from sdbench.data.remote_files import fetch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
+from sdbench.settings.data import DataSettings
 
 # The encoding of a column that may be empty.
 BYTES = "bytes"
@@ -153,6 +154,13 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
             )
         streams.append((source, number))
     return streams
+
+
+def places_of(source: DataSettings) -> list[str]:
+    """Return the places of the data sets that a source, or settings, of any format name."""
+    if source.streams is not None:
+        return [place for place, _ in parse_streams(source.streams)]
+    return [source.remote or source.local or ""]
 
 
 def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:

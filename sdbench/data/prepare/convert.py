@@ -13,7 +13,7 @@ from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data import read_columns
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
-from sdbench.data.identity import identify_data
+from sdbench.data.identity import DATA, identify
 from sdbench.data.maker import tell_maker
 from sdbench.data.mixture import keep_sizes
 from sdbench.data.prepare.chunk_formats import Row
@@ -27,7 +27,7 @@ from sdbench.data.prepare.flags import (
 from sdbench.data.prepare.pool import Shards, WorkReport, run_work
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
-from sdbench.data.remote import identify
+from sdbench.data.remote import storable_name
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError
 from sdbench.settings.request import parse
 
@@ -133,7 +133,7 @@ def _open(flags: ConvertFlags) -> Conversion:
         num_chunks=-(-num_samples // samples_per_shard),
         job={
             "command": "convert",
-            "source": identify(flags.place),
+            "source": storable_name(flags.place),
             "from": source.data_format,
             "latents": source.latents,
             "filters": dict(source.filters or {}),
@@ -144,7 +144,7 @@ def _open(flags: ConvertFlags) -> Conversion:
             "samples_per_shard": samples_per_shard,
             **(tell_maker(flags.place) if flags.wants_latents else {}),
         },
-        data=identify_data([source]),
+        inputs=identify({DATA: source}),
         accepts_changes=flags.changed_inputs == "accept",
     )
     return Conversion(

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
-from sdbench.data.identity import describe_change, write_provenance
+from sdbench.data.identity import MODEL, describe_changes, write_provenance
 from sdbench.data.latent_columns import find_image_columns
+from sdbench.data.maker import VAE_TENSORS, WEIGHTS
 from sdbench.data.prepare.chunk_formats import FORMATS, Chunk, Columns, Row, Rows, remove, to_json
 from sdbench.data.source import IN_BUCKETS, VAE_FACTOR
 
@@ -207,16 +208,17 @@ def open_output(
     columns: Columns,
     num_chunks: int,
     job: Mapping[str, object],
-    data: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any],
     accepts_changes: bool = False,
 ) -> Output:
     """Begin a data set, or go on with one that was not finished.
 
     `job` holds, as JSON values, what decides the content of the chunks, but not how the work is
-    done (workers, what happens on bad samples). `data` is the source as `identify_data` describes
-    it. With `accepts_changes` it goes on if files of the source were written again under their
-    names, e.g. a repaired picture; finished chunks keep what they hold. Folders take the columns
-    ``jpg``, ``caption``, ``width`` and ``height`` alone; tars take these, or arrays.
+    done (workers, what happens on bad samples). `inputs` is what `identify` returns of source and
+    model. With `accepts_changes` it goes on if files of the source were written again under their
+    names, e.g. a repaired picture, and finished chunks keep what they hold; never with another
+    model. Folders take the columns ``jpg``, ``caption``, ``width`` and ``height`` alone; tars take
+    these, or arrays.
     """
     out = out.resolve()
     output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)
@@ -225,7 +227,7 @@ def open_output(
         "data_format": data_format,
         "columns": output.columns,
         "num_chunks": num_chunks,
-        "data": data,
+        "inputs": inputs,
     }
     with output._errors_named():
         _check_place(output)
@@ -235,8 +237,11 @@ def open_output(
         if not path.is_file():
             replace_file(path, to_json(facts))
         found = json.loads(path.read_bytes())
-    _check_same_job(output, found=found, wanted=json.loads(to_json(facts)))
-    _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
+    wanted = json.loads(to_json(facts))
+    # `inputs` say more of a model than what the note of the data set has of it.
+    _check_same_job(output, found=found, wanted=wanted, without=(WEIGHTS, VAE_TENSORS))
+    _check_same_inputs(output, found=found, wanted=wanted, accepts=accepts_changes)
+    _check_same_job(output, found=found, wanted=wanted)
     return output
 
 
@@ -266,9 +271,12 @@ def _check_place(output: Output) -> None:
         )
 
 
-def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
-    before, now = ({**one, **one["job"], "job": None, "data": None} for one in (found, wanted))
-    differing = sorted(key for key in before | now if before.get(key) != now.get(key))
+def _check_same_job(
+    output: Output, *, found: dict, wanted: dict, without: Sequence[str] = ()
+) -> None:
+    before, now = ({**one, **one["job"], "job": None, "inputs": None} for one in (found, wanted))
+    names = (before.keys() | now.keys()) - {*without}
+    differing = sorted(key for key in names if before.get(key) != now.get(key))
     if differing:
         key = differing[0]
         raise ConfigError(
@@ -280,21 +288,24 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
         )
 
 
-def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) -> None:
-    is_known = found is not None and wanted is not None
-    if found == wanted or (is_known and describe_change(found, wanted) is None):
-        return
-    change = describe_change(found, wanted) if is_known else f"{JOB_NAME} does not say which"
-    same_names = is_known and found["names"] == wanted["names"]
-    if not (same_names and accepts):
+def _check_same_inputs(output: Output, *, found: dict, wanted: dict, accepts: bool) -> None:
+    before, now = found.get("inputs"), wanted["inputs"]
+    if before is None:
+        changes, may_accept = {JOB_NAME: f"{JOB_NAME} does not say which"}, False
+    else:
+        changes = describe_changes(before, now)
+        has_same_names = (before[name].get("names") == now[name].get("names") for name in changes)
+        may_accept = MODEL not in changes and all(has_same_names)
+    if changes and not (may_accept and accepts):
         raise ConfigError(
-            f"{output.partial} was begun with other data: {change}",
-            value="refuse" if same_names else "shards of other samples",
-            allowed="the data it was begun with, another --folder, or "
-            + ("accept" if same_names else "delete that folder"),
-            flag="--changed_inputs" if same_names else FOLDER_FLAG,
+            f"{output.partial} was begun with other data or models: {'; '.join(changes.values())}",
+            value="refuse" if may_accept else "shards of other samples, or by another model",
+            allowed="what it was begun with, another --folder, or "
+            + ("accept" if may_accept else "delete that folder"),
+            flag="--changed_inputs" if may_accept else FOLDER_FLAG,
         )
-    print(f"{change} (--changed_inputs accept): finished shards keep what they hold")
+    for change in changes.values():
+        print(f"{change} (--changed_inputs accept): finished shards keep what they hold")
 
 
 def _files(path: Path) -> list[Path]:

@@ -19,13 +19,13 @@ from sdbench.base.conditions import BFLOAT16, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.identity import identify_data
-from sdbench.data.maker import FAMILY, RANDOM, VAE_TENSORS, WEIGHTS, tell_encoded
+from sdbench.data.identity import DATA, MODEL, identify
+from sdbench.data.maker import FAMILY, VAE_TENSORS, WEIGHTS, tell_encoded
 from sdbench.data.mixture import keep_sizes
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, open_output
-from sdbench.data.remote import identify
+from sdbench.data.remote import storable_name
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
@@ -262,13 +262,15 @@ class Precompute(Task):
     def make_folder(self) -> Path:
         """Make a new folder in --results_dir, and begin or resume the output."""
         config, job = self._config, self._job
+        model = job.architecture.identify(job.architecture.encoders, seed=config.seed)
+        inputs = identify({DATA: job.config}, model=model)
         output = open_output(
             Path(config.out),
             data_format=config.out_format,
             columns=job.columns(),
             num_chunks=job.num_shards,
-            job=self._identify_job(),
-            data=identify_data([job.config]),
+            job=self._identify_job(inputs[MODEL]["files"]),
+            inputs=inputs,
             accepts_changes=config.changed_inputs == "accept",
         )
         self.resources.enter_context(output.lock())
@@ -276,23 +278,25 @@ class Precompute(Task):
         name = f"precompute-{config.data_format}-{config.image_size}px"
         return RunFolder.create(config.results_dir, machine=self._machine.slug, name=name)
 
-    def _identify_job(self) -> dict[str, Any]:
-        """The facts that decide the content of each shard, which a resume must share."""
+    def _identify_job(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts that decide the content of each shard, which a resume must share.
+
+        `model` is what `Architecture.identify` says of its files.
+        """
         config, architecture = self._config, self._job.architecture
         place = config.remote or config.local
-        encoders = architecture.encoders
-        random = [part for part in encoders if architecture.weights_folder_of(part) is None]
         return {
             "command": "precompute",
-            "source": None if place is None else identify(place),
+            "source": None if place is None else storable_name(place),
             "model_name": str(architecture.weights_folder or architecture.name),
             "model_revision": architecture.revision,
             "num_samples": self._job.num_samples,
             FAMILY: architecture.family.name,
             VAE_TENSORS: architecture.identify_tensors("vae"),
             WEIGHTS: {
-                **architecture.identify_weights(encoders),
-                **dict.fromkeys(random, f"{RANDOM}, seed {config.seed}"),
+                name: fact
+                for name, fact in model.items()
+                if name.endswith(".safetensors") or name in architecture.encoders
             },
             **tell_encoded(self._job.config),
             **{name: getattr(config, name) for name in FACTS_OF_JOB},

@@ -17,7 +17,7 @@ from sdbench.base.shape import Shape
 from sdbench.data.identity import find_overlap
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.data.prompts import read_prompts
-from sdbench.data.remote import identify
+from sdbench.data.remote import storable_name
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
@@ -46,7 +46,7 @@ def _held_out_source(plan: Plan) -> SourceConfig:
     config: Any = plan.config
     place = config.validation_remote
     trained_on = (config.remote, config.local, config.class_remote)
-    if identify(place) in {identify(other) for other in trained_on if other}:
+    if storable_name(place) in {storable_name(other) for other in trained_on if other}:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
@@ -89,14 +89,14 @@ class Evaluations:
         config = self._config = plan.config
         self._plan = plan
         self.notes: list[str] = []  # for the plan
-        self._held_out: Any = None
+        self.held_out: SourceConfig | None = None
         if config.validate_every_batches or config.score_every_batches:
-            self._held_out = _held_out_source(plan)
+            self.held_out = _held_out_source(plan)
         if config.score_every_batches:
             from sdbench.evaluate.networks import open_networks
 
             open_networks(config, image_size=config.image_size, device="cpu")
-            num_samples = data.check(self._held_out)
+            num_samples = data.check(self.held_out)
             if num_samples is not None and num_samples < 2:
                 raise ConfigError(
                     "scores need two held-out pictures",
@@ -106,7 +106,7 @@ class Evaluations:
                 )
         if config.validate_every_batches:
             sources = [source for source in (plan.source, plan.class_source) if source is not None]
-            found = [file for one in sources for file in find_overlap(one, self._held_out)]
+            found = [file for one in sources for file in find_overlap(one, self.held_out)]
             if found:
                 self.notes.append(
                     f"Validation sees training data: {len(found)} files of --validation_remote are "
@@ -128,11 +128,11 @@ class Evaluations:
         config = self._config
         self._job, self._folder = job, folder
         if config.validate_every_batches:
-            self._reader = open_held_out(self._held_out)
+            self._reader = open_held_out(self.held_out)
             self._reader.may_skip = not config.has_subject
         if config.score_every_batches:
             # Networks take pixels.
-            self._pictures = open_held_out(_as_squares(self._held_out))
+            self._pictures = open_held_out(_as_squares(self.held_out))
             self._pictures.may_skip = not config.has_subject
         evaluations = {
             "validation": (config.validate_every_batches, self._validate),

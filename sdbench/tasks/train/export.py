@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import check_folder
+from sdbench.data.identity import MODEL, describe_change, identify
 from sdbench.settings.kinds import SWITCH, TEXT, one_of, row_of
+from sdbench.settings.recipe import LengthSettings, TrainConfig
 from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting
+from sdbench.settings.setting import REQUIRED, setting, shared
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
-    from sdbench.settings.recipe import TrainConfig
 
 MODEL_NAME, LORA_NAME = "model", "lora"
 PROMPTS = "a red circle|a blue square"  # an example
@@ -93,6 +94,12 @@ class ExportFlags:
         "of a run on precomputed latents: diffusers folder or hub id of the VAE and text encoder "
         "that made them (default: as --model_name and --model_parts of the run said)",
     )
+    changed_inputs: str = shared(
+        LengthSettings,
+        "changed_inputs",
+        help="if files of the model have changed since the run: refuse to export it, or do so",
+        acts_beside=(),
+    )
     scheduler: str | None = setting(
         row_of("sdbench.models.objective:sampler_names"),
         None,
@@ -114,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed="only with a whole model: no --lora_format",
                 flag=f"--{name} or --lora_format",
             )
-    from sdbench.settings.recipe import TrainConfig
     from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
 
     checkpoint = open_checkpoint(Path(flags.run), flag="RUN", reads_all=True)
@@ -125,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config=TrainConfig(**checkpoint.facts["config"]),
         use_ema=use_ema,
         weights=read_weights(checkpoint, use_ema=use_ema),
+        model=checkpoint.facts["inputs"][MODEL],
     )
     if flags.lora_format is None:
         exported = _export_model(trained, flags)
@@ -141,13 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Trained(NamedTuple):
-    """What is exported; `use_ema` says whether `weights` are the averaged ones."""
+    """What is exported; `use_ema` says whether `weights` are the averaged ones.
+
+    `model` is what `identify` said of the model when the run was saved.
+    """
 
     folder: Path
     step: int
     config: TrainConfig
     use_ema: bool
     weights: dict[str, Any]
+    model: dict[str, Any]
 
 
 def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
@@ -162,12 +173,13 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
     from sdbench.models.objective import check_sampler, default_sampler
-    from sdbench.tasks.pretrain import seed_of_weights
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import put_weights
 
     config, weights = trained.config, trained.weights
     architecture = _find_architecture(config, flags.encoders)
+    if flags.encoders is None:
+        _check_model(trained, architecture, accepts=flags.changed_inputs == "accept")
     objective = make_objective(config)
     schedule = objective.schedule(architecture.parts["scheduler"])
     sampler = flags.scheduler or default_sampler(schedule)
@@ -175,7 +187,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     lora = Lora.of(config, architecture)
     model = build_model(
         architecture,
-        seed=seed_of_weights(config),
+        seed=config.seed_of_weights,
         trained=config.trained_parts,
         lora=lora,
         objective=objective,
@@ -213,6 +225,23 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
         learned=learned,
     )
     return folder
+
+
+def _check_model(trained: _Trained, architecture: Architecture, *, accepts: bool) -> None:
+    """Refuse a model whose files have changed since the run, unless that is accepted."""
+    before = trained.model["files"]
+    loaded = {name.partition("/")[0] for name in before if "config" not in name}
+    loaded &= set(architecture.modules)
+    files = architecture.identify(sorted(loaded), seed=trained.config.seed_of_weights)
+    known = {name: fact for name, fact in files.items() if name in before}
+    change = describe_change(trained.model, identify({}, model=known)[MODEL])
+    if change is not None and not accepts:
+        raise ConfigError(
+            f"the model has changed since the run: {change}",
+            value="refuse",
+            allowed="the model as it was, or accept",
+            flag="--changed_inputs",
+        )
 
 
 def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:

@@ -16,6 +16,7 @@ from sdbench.base.errors import RunError
 from sdbench.measure.watch import StopAskedError
 from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
+from sdbench.tasks.train.resuming import digest_of_validation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +99,7 @@ class TrainHooks:
                 num_steps=state.num_steps,
                 images_per_step=self.job.images_per_step,
                 passed_over=() if self.resumed is None else self.resumed.passed_over,
+                validated_by=digest_of_validation(self.facts),
             )
 
     def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:

@@ -57,7 +57,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
     config: Any = plan.config
     model = build_autoencoder(
         plan.architecture,
-        seed=pretrain.seed_of_weights(config),
+        seed=config.seed_of_weights,
         precision=config.precision,
         memory_format=config.memory_format,
         attention=config.attention_of_vae,

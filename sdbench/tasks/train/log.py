@@ -63,10 +63,18 @@ class TrainLog:
             file.path.unlink(missing_ok=True)
         return has_events
 
-    def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
+    def begin(
+        self,
+        *,
+        num_steps: int,
+        images_per_step: int,
+        passed_over: Sequence[str],
+        validated_by: str,
+    ) -> None:
         """Remove the steps after `num_steps`, which are trained again, and add the event.
 
-        0 begins a new file. `images_per_step` is the global batch.
+        0 begins a new file. `images_per_step` is the global batch; `validated_by` is the digest of
+        what decides validation losses.
         """
         down_s = self._measure_silence()
         self._mark = os.open(self._folder / MARK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -83,6 +91,7 @@ class TrainLog:
             lost_s=_add_up_time(lost, images_per_step),
             down_s=down_s,
             passed_over=passed_over,
+            validated_by=validated_by,
         )
 
     def totals(self, *, images_per_step: int) -> dict[str, Any]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.identity import describe_change
+from sdbench.data.identity import HELD_OUT, MODEL, belongings_of, describe_changes, digest
 from sdbench.plan.resolve import Plan
-from sdbench.settings.recipe import TrainConfig
+from sdbench.settings.buckets import BucketSettings
+from sdbench.settings.recipe import ObjectiveSettings, TrainConfig
 from sdbench.settings.setting import declarations
+
+# Settings that decide a validation loss, beside those that identify a run.
+DECIDING_VALIDATION = [
+    *("num_validation_images", "filters", "empty_captions", "on_bad_sample", "read_avif"),
+    *(one.name for kind in (BucketSettings, ObjectiveSettings) for one in dataclasses.fields(kind)),
+]
 
 
 def compare_settings(
@@ -43,20 +51,8 @@ def compare_settings(
 def compare_inputs(
     before: Mapping[str, Any], now: Mapping[str, Any], *, accepts: bool, folder: Path
 ) -> list[str]:
-    """Describe how data and frozen weights differ; a `ConfigError` refuses it unless accepted.
-
-    The facts are ``data`` of `identify_data`, None if it is not known, and ``weights`` of
-    `Architecture.identify_weights`.
-    """
-    changes = []
-    if before["data"] and now["data"]:
-        change = describe_change(before["data"], now["data"])
-        changes += [] if change is None else [change]
-    changes += [
-        f"the weights of the {part} have changed"
-        for part, weights in now["weights"].items()
-        if before["weights"].get(part, weights) != weights
-    ]
+    """Describe how two results of `identify` differ; a `ConfigError` refuses it unless accepted."""
+    changes = describe_changes(before, now).values()
     if changes and not accepts:
         raise ConfigError(
             f"the run of {folder} would go on with other inputs: {'; '.join(changes)}",
@@ -65,6 +61,19 @@ def compare_inputs(
             flag="--changed_inputs",
         )
     return [f"{change} (--changed_inputs accept)" for change in changes]
+
+
+def digest_of_validation(facts: Mapping[str, Any]) -> str:
+    """Of the facts of a run, what decides its validation losses beside the trained weights.
+
+    Losses of another digest are not those of this run: they reach no `--target_loss`.
+    """
+    inputs = facts["inputs"]
+    names = (HELD_OUT, belongings_of(HELD_OUT), MODEL)
+    return digest(
+        [inputs.get(name) for name in names]
+        + [facts["config"][name] for name in DECIDING_VALIDATION]
+    )
 
 
 def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
-from sdbench.data.identity import identify_data, sources_of
+from sdbench.data.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.draft import Draft
@@ -27,7 +26,12 @@ from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
 from sdbench.run.trackers import TensorboardLog
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.resuming import compare_inputs, compare_settings, describe_random_parts
+from sdbench.tasks.train.resuming import (
+    compare_inputs,
+    compare_settings,
+    describe_random_parts,
+    digest_of_validation,
+)
 from sdbench.tasks.training import TrainingTask, end_loading
 
 if TYPE_CHECKING:
@@ -72,6 +76,11 @@ class Train(TrainingTask):
                 "run is told to stop: a kill before that loses all steps. "
                 "--save_every_batches writes more checkpoints."
             )
+        intervals = ("validate", "sample", "score")
+        if any(getattr(config, f"{name}_every_batches") for name in intervals):
+            from sdbench.tasks.train.evaluations import Evaluations
+
+            self._evaluations = Evaluations(self.plan)
         self._refuse_another_run()
         self._initial = self._find_initial()
         given: set[str] = set()
@@ -80,11 +89,7 @@ class Train(TrainingTask):
 
             given = parts_in(checkpoint)
         notes += describe_random_parts(self.plan, given=given)
-        intervals = ("validate", "sample", "score")
-        if any(getattr(config, f"{name}_every_batches") for name in intervals):
-            from sdbench.tasks.train.evaluations import Evaluations
-
-            self._evaluations = Evaluations(self.plan)
+        if self._evaluations is not None:
             notes += self._evaluations.notes
         self.plan.notes += notes
 
@@ -180,7 +185,7 @@ class Train(TrainingTask):
             log=log,
             progress=progress,
             evaluations=evaluations,
-            facts={"config": self._settings()} | (self._inputs if is_first else {}),
+            facts=self._facts(),
         )
         self._hooks = hooks
         try:
@@ -225,20 +230,27 @@ class Train(TrainingTask):
     @functools.cached_property
     def _inputs(self) -> dict[str, Any]:
         """What `compare_inputs` compares; on the first rank, as all of these weights are read."""
-        config: Any = self.plan.config
-        try:
-            of_data = identify_data(sources_of(config))
-        except (ConfigError, OSError, RunError) as error:
-            print(f"warning: a change of the data will not be seen: {error}", file=sys.stderr)
-            of_data = None
-        architecture = self.plan.architecture
+        plan, architecture = self.plan, self.plan.architecture
+        config: Any = plan.config
         parts = [] if config.train == "vae" else [architecture.family.denoiser]
         if config.step_has_encoders or config.online_preprocessing:
             parts += architecture.encoders
         if config.lora_rank is None and config.learned_token is None:
             trained = architecture.modules_of(config.trained_parts)
             parts = [part for part in parts if part not in trained]
-        return {"data": of_data, "weights": architecture.identify_weights(parts)}
+        held_out = None if self._evaluations is None else self._evaluations.held_out
+        sources = {DATA: plan.source, CLASS_PICTURES: plan.class_source, HELD_OUT: held_out}
+        names = ("sample_prompts", "fid_network", "clip_network")
+        return identify(
+            {name: source for name, source in sources.items() if source is not None},
+            files={f"--{name}": getattr(config, name) for name in names},
+            model=architecture.identify(parts, seed=config.seed_of_weights),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What each checkpoint stores beside the state; that of the first rank is stored."""
+        inputs = self._inputs if self.plan.ranks.rank == 0 else {}
+        return {"config": self._settings(), "inputs": inputs}
 
     def _settings(self) -> dict[str, Any]:
         """The settings as a checkpoint stores them: without secrets, and a hub model's commit."""
@@ -262,7 +274,7 @@ class Train(TrainingTask):
         changes = compare_settings(facts["config"], self._settings(), folder=folder)
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
-            changes += compare_inputs(facts, self._inputs, accepts=accepts, folder=folder)
+            changes += compare_inputs(facts["inputs"], self._inputs, accepts=accepts, folder=folder)
         return changes
 
     def _find_initial(self) -> Checkpoint | None:
@@ -293,17 +305,22 @@ class Train(TrainingTask):
     def _find_reached(self, folder: Path, first_step: int) -> int | None:
         """The step, up to that which the run goes on from, at which it has reached the target.
 
-        Steps that a stop has lost and that were trained again do not count.
+        Steps that a stop has lost and that were trained again do not count, nor do losses that were
+        measured on other held-out samples, or otherwise.
         """
         from sdbench.tasks.train.hooks import reaches
 
         config: Any = self.plan.config
-        events = read_history(folder) if self.plan.ranks.rank == 0 and config.target_loss else []
+        if self.plan.ranks.rank != 0 or not config.target_loss:
+            return None
+        validated_by = digest_of_validation(self._facts())
         steps: list[int] = []
-        for one in events:
+        is_same = False
+        for one in read_history(folder):
             if one["event"] == "begin":
                 steps = [step for step in steps if step <= one["step"]]
-            elif reaches(config.target_loss, one["event"], one):
+                is_same = one.get("validated_by") == validated_by
+            elif is_same and reaches(config.target_loss, one["event"], one):
                 steps.append(one["step"])
         return next((step for step in steps if step <= first_step), None)
 
