@@ -30,7 +30,7 @@ from sdbench.data.formats.checks import tell_once
 from sdbench.data.identity import identify_data, places_of
 from sdbench.data.latent_columns import check_array
 from sdbench.data.remote import is_url
-from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
+from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, decoding
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 SIZES_FOLDER = "picture-sizes"
@@ -123,10 +123,8 @@ def measure(samples: Samples, index: int, config: SourceConfig) -> tuple[int, in
         return width * VAE_FACTOR, height * VAE_FACTOR
     if not sample.image:
         raise BadSampleError(f"{sample.name}: no image.")
-    try:
+    with decoding(sample.name):
         return read_size(sample.image, read_avif=config.read_avif)
-    except (OSError, ValueError) as error:
-        raise undecodable(sample.name, error) from error
 
 
 def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data.formats.folder import read_table
-from sdbench.data.image_files import open_image
-from sdbench.data.samples import undecodable
+from sdbench.data.samples import BadSampleError, decoding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,17 +40,19 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Open a picture, without decoding its pixels yet; a `RunError` if it is not a sound image."""
+    """Decode a picture, upright and in sRGB; a `RunError` if it is not a sound image."""
+    from sdbench.data.pipeline.transforms import decode_whole  # with torch
+
     try:
-        return open_image(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(str(undecodable(str(path), error))) from error
+        with decoding(str(path)):
+            return decode_whole(path.read_bytes())
+    except BadSampleError as error:
+        raise RunError(str(error)) from error
 
 
 def side_of(path: Path) -> int:
     """Return the shorter side of a picture in pixels; raises as `open_picture`."""
-    with open_picture(path) as picture:
-        return min(picture.size)
+    return min(open_picture(path).size)
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -232,7 +232,6 @@ def _make_sheet(before: Listed, after: Listed) -> Image.Image:
         num_each = len(pairs)
         for when, place in ((BEFORE, 0), (AFTER, 1)):
             for pair in pairs:
-                with open_picture(pair[place][0]) as picture:
-                    pictures.append(picture.convert("RGB"))
+                pictures.append(open_picture(pair[place][0]))
             captions += [f"{when}: {caption}"] * len(pairs)
     return make_grid(pictures, num_columns=2 * num_each, captions=captions)

@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed="a folder with pictures of coloured shapes",
                 flag="FOLDER",
             )
-        with open_picture(path) as image:
-            seen = look_at(np.asarray(image.convert("RGB")))
+        seen = look_at(np.asarray(open_picture(path)))
         right_colour, right_shape = seen.colour == asked[1], seen.shape == asked[2]
         rights.append((right_colour, right_shape, seen.is_whole))
         facts = {"file": path.name, "caption": caption, **seen._asdict()}
