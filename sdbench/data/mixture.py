@@ -38,7 +38,7 @@ SIZES_FOLDER = "picture-sizes"
 SIZES_NAME = ".picture_sizes.npz"
 MAX_SIZES_BYTES = 2**30
 # Changes whenever the content of a file of sizes does.
-SIZES_VERSION = 1
+SIZES_VERSION = 2
 IDENTITIES = ("names_and_sizes", "names")
 # Samples that are left out and printed.
 NUM_BAD_NAMED = 5
