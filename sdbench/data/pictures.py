@@ -1,17 +1,12 @@
-"""The pictures of a folder, with the captions of its table: `list_pictures`, `open_picture`."""
+"""The pictures of a folder, with the captions of its table: `list_pictures`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data.formats.folder import read_table
-from sdbench.data.samples import BadSampleError, decoding
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # Where generate.py puts pictures, in the folder that it is given.
 PICTURES_NAME = "pictures"
@@ -37,22 +32,6 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
             raise _refusal("a picture of the table, or its caption, is missing", path)
         rows.append((path, caption))
     return rows
-
-
-def open_picture(path: Path) -> Image.Image:
-    """Decode a picture, upright and in sRGB; a `RunError` if it is not a sound image."""
-    from sdbench.data.pipeline.transforms import decode_whole  # with torch
-
-    try:
-        with decoding(str(path)):
-            return decode_whole(path.read_bytes())
-    except BadSampleError as error:
-        raise RunError(str(error)) from error
-
-
-def side_of(path: Path) -> int:
-    """Return the shorter side of a picture in pixels; raises as `open_picture`."""
-    return min(open_picture(path).size)
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -20,7 +20,7 @@ from sdbench.base.progress import Progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
-from sdbench.data.pictures import PICTURES_NAME, open_picture
+from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -355,6 +355,7 @@ class Generate(Task):
                 progress.advance(num_ranks * len(batch))
 
     def _make_grid(self, folder: Path) -> None:
+        from sdbench.data.pipeline.transforms import open_picture
         from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
         paths = [folder / PICTURES_NAME / picture.file for picture in self._pictures]

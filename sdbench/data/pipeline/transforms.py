@@ -16,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,11 @@ from PIL import Image
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_with_torchvision
 
+from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
 from sdbench.data.colours import find_conversion
 from sdbench.data.image_files import TURNING, OpenImage, open_image
+from sdbench.data.samples import BadSampleError, decoding
 
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
@@ -123,6 +126,15 @@ def decode_whole(data: bytes) -> Image.Image:
     """Decode an image file to an upright picture of its own size, in sRGB."""
     pixels = decode_image(data, shape=Shape(*open_image(data).size))
     return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Return `decode_whole` of a file; a `RunError` if it is not a sound image."""
+    try:
+        with decoding(str(path)):
+            return decode_whole(path.read_bytes())
+    except BadSampleError as error:
+        raise RunError(str(error)) from error
 
 
 class Measured(NamedTuple):
