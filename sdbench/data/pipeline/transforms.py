@@ -45,8 +45,16 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# How libjpeg tells that it made pixels up, and libpng why it gives up.
-DAMAGE_TOLD = (b"Corrupt JPEG data", b"Premature end of JPEG", b"libpng error")
+# How libjpeg tells that it makes pixels up. Whatever libpng tells is about pixels: it gets no other
+# chunks.
+DAMAGE_TOLD = (
+    b"Corrupt JPEG data",
+    b"Premature end of JPEG",
+    b"Inconsistent progression",
+    b"libpng",
+)
+# What libjpeg tells of odd headers, of pixels that it decodes all the same.
+HARMLESS_TOLD = (b"Invalid SOS parameters", b"Unknown Adobe color", b"Warning: unknown JFIF")
 
 # A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
@@ -221,7 +229,7 @@ def _decode_fast(file: OpenImage) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _damage_raised() -> Iterator[None]:
-    """Raise as an OSError what libjpeg and libpng tell in the block of damage.
+    """Raise as an OSError what libjpeg and libpng tell of damage in the block.
 
     They write it to the file descriptor 2 alone, and libjpeg goes on with pixels that it makes up.
     What others have written there meanwhile is written after the block.
@@ -242,7 +250,8 @@ def _damage_raised() -> Iterator[None]:
         lines = os.pread(sink, os.fstat(sink).st_size, 0).splitlines(keepends=True)
         os.close(sink)
         told = [line for line in lines if line.startswith(DAMAGE_TOLD)]
-        if others := b"".join(line for line in lines if line not in told):
+        known = (*DAMAGE_TOLD, *HARMLESS_TOLD)
+        if others := b"".join(line for line in lines if not line.startswith(known)):
             os.write(2, others)
         if told:
             raise OSError(told[0].decode(errors="replace").strip())
