@@ -20,6 +20,7 @@ _MARKER = re.compile(rb"\xff+([^\x00\xff])", re.DOTALL)
 # In a scan a byte of 255 is followed by 0, or by the number of a restart.
 _AFTER_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _EXIF, _XMP, _PROFILE = b"Exif\0", b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
+_XMP_OF_PNG = b"XML:com.adobe.xmp\0"
 # Profiles of printers have up to 3 MB.
 MAX_PROFILE_BYTES = 16 * 2**20
 
@@ -94,8 +95,8 @@ def _take_png(data: bytes) -> Parts:
             kept.append(view[at:end])
         elif name == b"eXIf":
             exif = bytes(content)
-        elif name == b"iTXt":
-            xmp += bytes(content)
+        elif name == b"iTXt" and content[: len(_XMP_OF_PNG)] == _XMP_OF_PNG:
+            xmp = bytes(content)
         elif name == b"iCCP":
             # The name of the profile, a zero, the method of compression.
             profile = _inflate(bytes(content).partition(b"\0")[2][1:])

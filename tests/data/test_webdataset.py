@@ -372,6 +372,14 @@ def test_pictures_in_no_sample_are_counted_at_the_start(others, num_unused, firs
         assert (" in no sample: " in capfd.readouterr().err) == (num_unused > 0)
 
 
+def test_pictures_in_no_sample_are_told_when_a_stream_of_them_ends(tmp_path, capfd):
+    tar = write_tar(tmp_path / "a.tar", [("0.edit.png", PIXEL), ("0.png", PIXEL), ("0.txt", b"a")])
+    (tmp_path / "sizes.json").write_text('{"a.tar": 1}')
+    streamed = {"remote_files": "stream", "tar_sizes": str(tmp_path / "sizes.json")}
+    list(data.build(make_config(f"pipe:cat {tar}", **streamed)))
+    assert "1 picture of pipe:" in (told := capfd.readouterr().err) and "0.edit.png." in told
+
+
 def half_of_a_picture(file_format: str, num_bytes: int) -> bytes:
     pixels = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
     return encode(Image.fromarray(pixels), file_format=file_format)[:num_bytes]
