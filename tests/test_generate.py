@@ -227,6 +227,10 @@ def test_the_name_of_diffusers_for_the_number_of_steps_is_known(capsys):
         ({"prompt_file": "p.csv"}, "uid,caption\n../up,a cat\n", "../up"),
         ({"prompt_file": "p.csv"}, "uid,caption\n1.5,a cat\n", "1.5"),
         ({"prompt_file": "p.csv"}, "uid,caption\n,a cat\n", ""),
+        # More than the module csv takes.
+        pytest.param(
+            {"prompt_file": "p.csv"}, f"uid,caption\n1,{131_073 * 'a'}\n", "p.csv", id="long"
+        ),
     ],
     ids=str,
 )

@@ -10,7 +10,9 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdbench.data.image_parts import find_orientation, take_apart
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,6 +43,11 @@ NUM_BYTES_SHOWN = 16
 # times as many, as it is decoded at a fraction of its size: phones take pictures of 200 million.
 MAX_PIXELS = 256 * 2**20 // 3
 MAX_JPEG_PIXELS = 256 * 2**20
+
+# Orientations of EXIF that exchange width and height.
+TURNING = (5, 6, 7, 8)
+# A WebP file of one colour may end with zeros, a byte for each 14,000 pixels.
+MIN_ZEROS, PIXELS_PER_ZERO = 64, 8192
 
 
 def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
@@ -88,25 +95,52 @@ def image_extension(data: bytes) -> str:
     return EXTENSIONS[tell_kind(data, read_avif=True)]
 
 
-def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
-    """Open an image file; its pixels are not decoded yet.
+class OpenImage(NamedTuple):
+    """An image file whose pixels are not decoded yet.
+
+    `pixels` is the file without what is beside its pixels; `profile` may be empty.
+    """
+
+    image: Image.Image
+    pixels: bytes
+    orientation: int  # 1 to 8, as EXIF numbers them
+    profile: bytes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the upright picture."""
+        return self.image.size[::-1] if self.orientation in TURNING else self.image.size
+
+
+def open_image(data: bytes, *, read_avif: bool = False) -> OpenImage:
+    """Open an image file; an error of any type says what is wrong with it.
 
     PIL has some forty decoders and chooses by content; only that of the file's own kind is offered.
-    An `OSError` or `ValueError` says what is wrong with the file.
     """
     from PIL import Image, UnidentifiedImageError
 
     kind = tell_kind(data, read_avif=read_avif)
+    parts = take_apart(data, kind)
     Image.MAX_IMAGE_PIXELS = MAX_JPEG_PIXELS  # PIL's own limits, above the ones here
     try:
-        image = Image.open(io.BytesIO(data), formats=[kind])
-    except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from error
+        image = Image.open(io.BytesIO(parts.pixels), formats=[kind])
     except UnidentifiedImageError as error:
         raise OSError(f"the header of a {kind} file of {len(data)} bytes is damaged") from error
+    num_pixels = image.width * image.height
     most = MAX_JPEG_PIXELS if kind == "JPEG" else MAX_PIXELS
-    if image.width * image.height > most:
+    if num_pixels > most:
         raise ValueError(
             f"{image.width} x {image.height} pixels, at most {most} are read of a {kind} file"
         )
-    return image
+    if parts.num_zeros > max(MIN_ZEROS, num_pixels // PIXELS_PER_ZERO):
+        raise ValueError(f"it is cut off: its pixels end with {parts.num_zeros} zeros")
+    # Decoders of WebP and AVIF return what is beside pixels as it is stored.
+    exif, xmp, profile = (
+        found or image.info.get(name) or b""
+        for name, found in (
+            ("exif", parts.exif),
+            ("xmp", parts.xmp),
+            ("icc_profile", parts.profile),
+        )
+    )
+    return OpenImage(image, parts.pixels, find_orientation(exif, xmp), profile)

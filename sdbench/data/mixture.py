@@ -31,7 +31,7 @@ from sdbench.data.formats.mds_index import places_of
 from sdbench.data.identity import identify_data
 from sdbench.data.latent_columns import check_array
 from sdbench.data.remote import is_url
-from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, undecodable
+from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, decoding
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 SIZES_FOLDER = "picture-sizes"
@@ -39,7 +39,7 @@ SIZES_FOLDER = "picture-sizes"
 SIZES_NAME = ".picture_sizes.npz"
 MAX_SIZES_BYTES = 2**30
 # Changes whenever the content of a file of sizes does.
-SIZES_VERSION = 1
+SIZES_VERSION = 2
 IDENTITIES = ("names_and_sizes", "names")
 # Samples that are left out and printed.
 NUM_BAD_NAMED = 5
@@ -124,10 +124,8 @@ def measure(samples: Samples, index: int, config: SourceConfig) -> tuple[int, in
         return width * VAE_FACTOR, height * VAE_FACTOR
     if not sample.image:
         raise BadSampleError(f"{sample.name}: no image.")
-    try:
+    with decoding(sample.name):
         return read_size(sample.image, read_avif=config.read_avif)
-    except (OSError, ValueError) as error:
-        raise undecodable(sample.name, error) from error
 
 
 def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:

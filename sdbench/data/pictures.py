@@ -1,18 +1,12 @@
-"""The pictures of a folder, with the captions of its table: `list_pictures`, `open_picture`."""
+"""The pictures of a folder, with the captions of its table: `list_pictures`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data.formats.folder import read_table
-from sdbench.data.image_files import open_image
-from sdbench.data.samples import undecodable
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # Where generate.py puts pictures, in the folder that it is given.
 PICTURES_NAME = "pictures"
@@ -38,20 +32,6 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
             raise _refusal("a picture of the table, or its caption, is missing", path)
         rows.append((path, caption))
     return rows
-
-
-def open_picture(path: Path) -> Image.Image:
-    """Open a picture, without decoding its pixels yet; a `RunError` if it is not a sound image."""
-    try:
-        return open_image(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(str(undecodable(str(path), error))) from error
-
-
-def side_of(path: Path) -> int:
-    """Return the shorter side of a picture in pixels; raises as `open_picture`."""
-    with open_picture(path) as picture:
-        return min(picture.size)
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -40,7 +40,11 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
         raise _bad_prompts(what, value=path, flag=flag) from None
     if not path.lower().endswith(".csv"):
         return _number_prompts(text.splitlines(), value=path, flag=flag)
-    return _read_table(text, path=path, flag=flag)
+    try:
+        return _read_table(text, path=path, flag=flag)
+    except csv.Error as error:
+        what = f"the prompt file cannot be read ({error})"
+        raise _bad_prompts(what, value=path, flag=flag) from None
 
 
 def _number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple[str, str]]:

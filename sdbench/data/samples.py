@@ -8,12 +8,14 @@ sdbench/data/pipeline/batches.py.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.conditions import BFLOAT16, NUM_SIZES, SIZES, Condition
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import as_utf8
 from sdbench.base.shape import Shape
 from sdbench.data.source import VAE_FACTOR, SourceConfig
@@ -209,7 +211,16 @@ def check_caption(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
         raise BadSampleError(f"{sample.name}: the caption is empty.")
 
 
-def undecodable(name: str, error: Exception) -> BadSampleError:
-    """Return the error for an image that a decoder refuses, with the name of its sample."""
-    reason = " ".join(str(error).split())
-    return BadSampleError(f"{name}: the image cannot be decoded ({reason}).")
+@contextlib.contextmanager
+def decoding(name: str, what: str = "the image") -> Iterator[None]:
+    """Turn whatever a decoder raises in the block into a `BadSampleError` with a sample's name.
+
+    A damaged file makes decoders raise errors of any type.
+    """
+    try:
+        yield
+    except (ConfigError, RunError, BadSampleError):
+        raise  # ours: the run, not this file, is at fault, or it is named already
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise BadSampleError(f"{name}: {what} cannot be decoded ({reason}).") from error

@@ -19,8 +19,6 @@ from sdbench.data.pictures import (
     RESULT_NAME,
     SHEET_NAME,
     list_pictures,
-    open_picture,
-    side_of,
 )
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.request import parse
@@ -103,10 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
     """The content of dreambooth.json; pictures are compared at the size of the first one."""
+    from sdbench.data.pipeline.transforms import open_picture
     from sdbench.evaluate.networks import open_networks
     from sdbench.evaluate.scores import open_listed, open_pictures, read_pictures
 
-    image_size = side_of(before[0][0])
+    image_size = min(open_picture(before[0][0]).size)
     networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
 
     def open_drawn(prompt: str, *, flag: str) -> list[BatchReader]:
@@ -222,6 +221,7 @@ def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Listed:
 
 def _make_sheet(before: Listed, after: Listed) -> Image.Image:
     """A row for each prompt: its pictures from before, then those from after."""
+    from sdbench.data.pipeline.transforms import open_picture
     from sdbench.models.drawing import make_grid
 
     pictures, captions = [], []
@@ -232,7 +232,6 @@ def _make_sheet(before: Listed, after: Listed) -> Image.Image:
         num_each = len(pairs)
         for when, place in ((BEFORE, 0), (AFTER, 1)):
             for pair in pairs:
-                with open_picture(pair[place][0]) as picture:
-                    pictures.append(picture.convert("RGB"))
+                pictures.append(open_picture(pair[place][0]))
             captions += [f"{when}: {caption}"] * len(pairs)
     return make_grid(pictures, num_columns=2 * num_each, captions=captions)

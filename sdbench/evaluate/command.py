@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config
-    from sdbench.data.pictures import list_pictures, side_of
+    from sdbench.data.pictures import list_pictures
+    from sdbench.data.pipeline.transforms import open_picture
     from sdbench.evaluate.networks import open_networks
     from sdbench.evaluate.scores import Scores, describe, open_listed, open_pictures, read_pictures
     from sdbench.ranks.distributed import ALONE
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allowed="a data set and a network, or neither",
             flag="--reference or --fid_network",
         )
-    image_size = side_of(rows[0][0])
+    image_size = min(open_picture(rows[0][0]).size)
     scores = Scores(open_networks(flags, image_size=image_size))
     sources = [(open_listed(rows, image_size=image_size), scores.add_generated)]
     if flags.reference is not None:

@@ -16,7 +16,7 @@ from sdbench.base.errors import RunError, blamed_on
 from sdbench.base.units import counted
 from sdbench.data.pipeline.batches import BatchReader, make_batches
 from sdbench.data.pipeline.order import keys_of_first_epoch
-from sdbench.data.samples import ImageSample, Samples
+from sdbench.data.samples import ImageSample, Samples, decoding
 from sdbench.data.source import SourceConfig
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -37,7 +37,8 @@ class ListedPictures(Samples):
     def read(self, index: int) -> ImageSample:
         """Read a picture with its caption."""
         path, caption = self._rows[index]
-        return ImageSample(str(path), path.read_bytes(), caption)
+        with decoding(str(path), "it"):
+            return ImageSample(str(path), path.read_bytes(), caption)
 
 
 def open_listed(rows: Sequence[tuple[Path, str]], *, image_size: int) -> BatchReader:

@@ -13,7 +13,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.units import counted
-from sdbench.data.pictures import list_pictures, open_picture
+from sdbench.data.pictures import list_pictures
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -56,6 +56,8 @@ class Seen(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge the pictures of a folder; return the exit code."""
+    from sdbench.data.pipeline.transforms import open_picture  # with torch
+
     flags = parse(
         JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"
     ).config
@@ -70,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed="a folder with pictures of coloured shapes",
                 flag="FOLDER",
             )
-        with open_picture(path) as image:
-            seen = look_at(np.asarray(image.convert("RGB")))
+        seen = look_at(np.asarray(open_picture(path)))
         right_colour, right_shape = seen.colour == asked[1], seen.shape == asked[2]
         rights.append((right_colour, right_shape, seen.is_whole))
         facts = {"file": path.name, "caption": caption, **seen._asdict()}

@@ -368,8 +368,7 @@ class Generate(Task):
                 progress.advance(num_ranks * len(batch))
 
     def _make_grid(self, folder: Path) -> None:
-        from PIL import Image
-
+        from sdbench.data.pipeline.transforms import open_picture
         from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
         paths = [folder / PICTURES_NAME / picture.file for picture in self._pictures]
@@ -382,7 +381,7 @@ class Generate(Task):
         shown = slice(MAX_PICTURES_OF_GRID)
         num_each = self._flags.num_images_per_prompt
         grid = make_grid(
-            [Image.open(path) for path in paths[shown]],
+            [open_picture(path) for path in paths[shown]],
             num_columns=num_each if num_each > 1 else None,
             captions=[picture.caption for picture in self._pictures[shown]],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,17 @@ def open_held_out(source: SourceConfig) -> BatchReader:
         caption_drop_probability=0.0,
     )
     return data.open_batches(plain)
+
+
+def read_once(reader: BatchReader, *, num_samples: int, ranks: Ranks) -> None:
+    """Read this rank's share of the first held-out samples, so that a bad one is found early.
+
+    It ends the run with a RunError before a step is trained, or if it may be left out is named.
+    """
+    for number in range(ranks.rank, min(num_samples, reader.num_samples), ranks.world_size):
+        if reader.bucket_of(number) >= 0:
+            for sentence in reader.read_good([Key(0, number)]).report.bad:
+                print(f"Left out of evaluations: {sentence}", file=sys.stderr)
 
 
 def held_out_batches(

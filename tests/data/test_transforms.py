@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin
+from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 
 from sdbench.base.shape import Shape
 from sdbench.data.pipeline.transforms import (
@@ -81,10 +81,10 @@ def test_every_mode_becomes_rgb(image, file_format, rgb):
     assert tuple(found[:, 1, 1].tolist()) == rgb
 
 
-@pytest.mark.parametrize(("cut", "told"), [(12, "header of a PNG"), (40, "header"), (-100, "")])
-def test_damaged_images_raise(cut, told):
+@pytest.mark.parametrize("cut", [12, 40, -100])
+def test_damaged_images_raise(cut):
     noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
-    with pytest.raises(OSError, match=told or r"truncated|Out of bound read"):
+    with pytest.raises(ValueError, match="cut off in the chunk at byte"):
         decode_image(encode(Image.fromarray(noise))[:cut], shape=Shape.square(8))
 
 
@@ -121,9 +121,12 @@ def test_real_pictures_are_what_pil_makes_of_them(image_size, tolerance, openmoj
     for name, data in openmoji.items():
         picture = Image.open(io.BytesIO(data))
         kinds.add((picture.format, picture.mode))
+        if profile := picture.info.get("icc_profile"):  # of one, a screen
+            srgb = ImageCms.createProfile("sRGB")
+            picture = ImageCms.profileToProfile(picture, io.BytesIO(profile), srgb)
         found = decode_image(data, shape=Shape.square(image_size)).transpose(1, 2, 0)
         difference = found.astype(int) - by_pil(picture, shape=Shape.square(image_size))
-        assert np.abs(difference).mean() < tolerance, name
+        assert np.abs(difference).mean() < (tolerance + 0.2 if profile else tolerance), name
     assert kinds == {("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "L"), ("WEBP", "RGB")}
 
 
@@ -189,7 +192,7 @@ def test_a_decompression_bomb_is_refused():
     for side in (12_000, 60_000):
         chunk = make_chunk(b"IHDR", struct.pack(">II", side, side) + header[24:29])
         bomb = header[:8] + chunk + header[33:]
-        with pytest.raises(ValueError, match="pixels"):
+        with pytest.raises((ValueError, Image.DecompressionBombError), match="pixels"):
             decode_image(bomb, shape=Shape.square(8))
 
 
@@ -238,7 +241,7 @@ def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
     if kind == "late exif":
         end = data[-12:]
         data = data[:-12] + make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + end
-    assert measure_image(data) == (32, 96)
+    assert measure_image(data).size == (32, 96)
     # Turned, red is at the top; as stored, blue is at the right.
     found = decode_image(data, shape=Shape.square(32), crop=(1.0, 0.0))
     assert np.abs(found[:, 16, 16].astype(int) - RED).max() < 6
@@ -275,6 +278,6 @@ def on_disk(width: int, height: int, *, file_format: str, orientation: int) -> b
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_the_sizes_that_a_model_is_told(stored, orientation, options, sizes, file_format):
     file = on_disk(*stored, file_format=file_format, orientation=orientation)
-    pixels, found = decode_picture(file, shape=Shape.square(20), **options)
+    pixels, found, _ = decode_picture(file, shape=Shape.square(20), **options)
     assert pixels.shape == (3, 20, 20)
     assert found == sizes

@@ -8,6 +8,7 @@ import lzma
 import os
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import RunError
 from sdbench.cli import main
+from sdbench.data.formats.checks import tell_once
 from tests.data import datasets
 from tests.data.datasets import encode, indices, make_png, make_source, read_epoch, write_tar
 from tests.refusals import refused
@@ -72,8 +74,8 @@ def test_samples_are_those_of_the_webdataset_library(tmp_path):
         ("folder.d/a.txt", b"two"),
         ("./deep/er/a.WebP", b"3"),
         ("./deep/er/a.txt", b"three"),
-        ("a.jpg", b"4"),
-        ("a.txt", b"another sample with the key of the first"),
+        ("d/a.jpg", b"4"),
+        ("d/a.txt", b"another folder"),
         (f"{'long/' * 40}a.png", b"5"),
         (f"{'long/' * 40}a.txt", b"a name of more than 100 characters"),
     ]
@@ -173,6 +175,9 @@ DAMAGE = {
     "broken header": lambda tar, end: tar[: end - 1024] + b"x" + tar[end - 1023 :],
     "two tars": lambda tar, end: tar * 2,
     "too many zeros": lambda tar, end: tar + bytes(2**21),
+    "a record of zeros too many": lambda tar, end: tar + bytes(10_240),
+    "zeros from the second sample": lambda tar, end: tar[: end - 4096].ljust(20_480, b"\0"),
+    "zeros alone": lambda tar, end: bytes(len(tar)),
     "nothing": lambda tar, end: b"",
     "text": lambda tar, end: b"no tar" * 1000,
     "zip": lambda tar, end: b"PK\x03\x04" + bytes(2000),
@@ -269,12 +274,111 @@ def test_what_programs_leave_in_a_tar_is_no_sample(tmp_path):
 
 
 def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
-    tar = write_tar(tmp_path / "empty.tar", [])
+    tar = write_tar(tmp_path / "empty.tar", [("README.md", b"no sample")])
     with refused(value=str(tar)):
         data.check(make_config(tar))
     tar = write_tar(tmp_path / "twice.tar", [("a.png", PIXEL), ("a.PNG", PIXEL)])
     with pytest.raises(RunError, match=r"twice.tar is damaged: it holds a.png twice"):
         data.check(make_config(tar))
+
+
+def test_a_tar_without_members_is_refused_among_others(tmp_path, capsys):
+    """As a copy leaves it that reserved its space, or a writer without samples."""
+    write_tar(tmp_path / "0.tar", pairs(0, 1))
+    empty = write_tar(tmp_path / "1.tar", [])
+    with pytest.raises(RunError, match=r"1.tar is damaged: it is a tar without members"):
+        data.check(make_config(tmp_path))
+    assert main(["verify-data", str(tmp_path)]) == 1
+    assert f"broken: {empty} is damaged" in capsys.readouterr().out
+    assert main(["count-samples", str(tmp_path), "--out", str(tmp_path / "sizes.json")]) == 1
+    assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 2}
+
+
+APART = {
+    "appended": [*pairs(0, 1, 2), ("001.txt", b"corrected")],
+    "a whole sample appended": [*pairs(0, 1, 2), *pairs(1)],
+    "pictures before captions": [pair(0)[0], pair(1)[0], pair(0)[1], pair(1)[1]],
+}
+
+
+@pytest.mark.parametrize("members", APART.values(), ids=APART)
+def test_a_sample_whose_files_are_apart_is_named(members, tmp_path, capsys):
+    """WebDataset takes them for two: both captions would be trained on, or neither."""
+    tar = write_tar(tmp_path / "a.tar", members)
+    told = r"a.tar holds files of 00[01] in two places.*--sort=name"
+    with pytest.raises(RunError, match=told):
+        data.check(make_config(tar))
+    assert main(["verify-data", str(tar)]) == 1
+    # The advice works.
+    (tmp_path / "unpacked").mkdir()
+    for command in (
+        ["tar", "-C", "unpacked", "-xf", "a.tar"],
+        ["tar", "-C", "unpacked", "--sort=name", "-cf", "b.tar", "."],
+    ):
+        subprocess.run(command, check=True, cwd=tmp_path)
+    assert len(read_all(tmp_path / "b.tar")) == len({name[:3] for name, _ in members})
+
+
+@pytest.mark.parametrize("target", ["real", "./real", "/data/real", "../real", "real/."])
+def test_a_link_to_a_folder_is_refused(target, tmp_path):
+    for name in ("linked", "linked.v2", "deep/linked"):
+        link = tarfile.TarInfo(name)
+        link.type, link.linkname = tarfile.SYMTYPE, target
+        if name.startswith("deep") and not target.startswith("/"):
+            link.linkname = f"../{target}"
+        tar = write_tar(tmp_path / "a.tar", [(f"real/{name}", file) for name, file in pairs(0)])
+        with tarfile.open(tar, "a") as file:
+            file.addfile(link)
+        with pytest.raises(RunError, match=f"a.tar holds {name} as a link to a folder.*--deref"):
+            data.check(make_config(tar))
+
+
+def test_a_link_to_a_file_that_is_in_no_sample_is_no_harm(tmp_path):
+    tar = write_tar(tmp_path / "a.tar", [("COPYING", b"a text"), *pairs(0)])
+    with tarfile.open(tar, "a") as file:
+        link = tarfile.TarInfo("LICENSE")
+        link.type, link.linkname = tarfile.SYMTYPE, "COPYING"
+        file.addfile(link)
+    assert len(read_all(tar)) == 1
+
+
+# Members beside eight samples, the pictures among them that are in no sample, and the first named.
+UNUSED = {
+    "edited": ([(f"{n:03d}.edit.png", PIXEL) for n in range(8)], 8, "000.edit.png"),
+    "numbered": ([(f"photo.{n:03d}.png", PIXEL) for n in range(40)], 40, "photo.000.png"),
+    "of other kinds": ([("a.gif", PIXEL), ("b.HEIC", PIXEL), ("b.md", b"a text")], 2, "a.gif"),
+    "in two kinds": ([("000.jpg", PIXEL)], 1, "000.png"),
+    "none": ([("a.md", b"a text"), ("000.json", b"{}")], 0, ""),
+}
+
+
+@pytest.mark.parametrize(("others", "num_unused", "first"), UNUSED.values(), ids=UNUSED)
+def test_pictures_in_no_sample_are_counted_at_the_start(others, num_unused, first, tmp_path, capfd):
+    members = sorted([*pairs(*range(8)), *others])
+    tar = write_tar(tmp_path / "a.tar", members)
+    for _ in range(2):  # the second time the index is kept
+        tell_once.cache_clear()
+        data.check(make_config(tar, read_avif=True))
+        told = capfd.readouterr().err
+        if not num_unused:
+            assert told == ""
+        else:
+            are = "pictures of {} are" if num_unused > 1 else "picture of {} is"
+            assert told.startswith(f"{num_unused} {are.format(tar)} in no sample: {first}")
+    out = ["--folder", str(tmp_path / "out"), "--on_bad_sample", "skip", "--max_bad_fraction", "1"]
+    for argv in (["verify-data", str(tar)], ["convert", str(tar), *out, "--num_workers", "0"]):
+        tell_once.cache_clear()
+        main(argv)
+        assert (" in no sample: " in capfd.readouterr().err) == (num_unused > 0)
+
+
+def test_pictures_in_no_sample_are_told_when_a_stream_of_them_ends(tmp_path, capfd):
+    tar = write_tar(tmp_path / "a.tar", [("0.edit.png", PIXEL), ("0.png", PIXEL), ("0.txt", b"a")])
+    (tmp_path / "sizes.json").write_text('{"a.tar": 1}')
+    streamed = {"remote_files": "stream", "tar_sizes": str(tmp_path / "sizes.json")}
+    list(data.build(make_config(f"pipe:cat {tar}", **streamed)))
+    told = capfd.readouterr().err
+    assert told.startswith(f"1 picture of 'pipe:cat {tar}' is in no sample: 0.edit.png.")
 
 
 def half_of_a_picture(file_format: str, num_bytes: int) -> bytes:
@@ -348,8 +452,8 @@ def test_a_damaged_array_is_a_bad_sample(content, what, tmp_path):
     assert loader.stats.num_bad_samples == 1
 
 
-def test_latents_are_found_behind_an_empty_tar(tmp_path):
-    write_tar(tmp_path / "0.tar", [])
+def test_latents_are_found_behind_a_tar_without_samples(tmp_path):
+    write_tar(tmp_path / "0.tar", [("README.md", b"no sample")])
     members = []
     for index in range(4):
         arrays = datasets.make_arrays(index)

@@ -17,10 +17,11 @@ import train
 from sdbench import data
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
+from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.job import learning_rate_factor
-from tests.data.datasets import write_folder
+from tests.data.datasets import make_png, write_folder
 from tests.forked import codes_of, exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
@@ -220,6 +221,22 @@ def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     assert record["status"] == "failed"
     assert "got 48; allowed: the 49 samples" in record["reason"]
     assert len(read_steps(folder)) == 1
+
+
+@pytest.mark.slow
+def test_a_bad_held_out_picture_is_found_before_the_first_step(tmp_path, capfd):
+    write_folder(tmp_path / "held-out", num_samples=5)
+    (tmp_path / "held-out" / "003.png").write_bytes(make_png(3)[:60])
+    argv = (*TINY, "--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
+    folder = trained("one", 3, *argv, code=1)
+    assert f"{tmp_path}/held-out/003.png: the image cannot" in load_record(folder)["reason"]
+    assert saved_steps(folder) == []
+    assert [event["event"] for event in read_history(folder)] in ([], ["begin"])
+    capfd.readouterr()
+    folder = trained("other", 3, *argv, "--on_bad_sample", "skip")
+    told = f"Left out of evaluations: {tmp_path}/held-out/003.png: the image cannot"
+    assert capfd.readouterr().err.count(told) == 1
+    assert [event["num_samples"] for event in read_events(folder, "validation")] == [4, 4]
 
 
 @pytest.mark.slow

@@ -22,14 +22,13 @@ from sdbench.base.shape import Shape
 from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
 from sdbench.data.formats.mds_index import LEAVE_OUT, check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
-from sdbench.data.image_files import open_image
 from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.batches import make_batches
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.pipeline.transforms import decode_image, to_rgb
-from sdbench.data.samples import clean_caption
+from sdbench.data.pipeline.transforms import decode_image, decode_whole
+from sdbench.data.samples import clean_caption, decoding
 from sdbench.data.source import SourceConfig
 
 # Its tokenizer is built in here; the model itself has been removed from the hub.
@@ -145,12 +144,14 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
         file, caption = (sample[column] for column in self._columns.values())
-        if self._transform is None:
-            pixels = decode_image(file, shape=Shape.square(self._image_size))
-            image = torch.from_numpy(np.ascontiguousarray(pixels))
-        else:
-            with open_image(file) as picture:
-                image = self._transform(to_rgb(picture))
+        with decoding(f"sample {index}"):
+            if self._transform is None:
+                pixels = decode_image(file, shape=Shape.square(self._image_size))
+                image = torch.from_numpy(np.ascontiguousarray(pixels))
+            else:
+                image = decode_whole(file)
+        if self._transform is not None:
+            image = self._transform(image)
         input_ids = torch.from_numpy(self._tokenizer([clean_caption(caption)])[0])
         return {"image": image, "input_ids": input_ids}
 

@@ -46,6 +46,7 @@ from sdbench.data.samples import (
     Samples,
     SampleType,
     clean_caption,
+    decoding,
 )
 from sdbench.data.source import SourceConfig
 
@@ -99,11 +100,8 @@ class MdsSamples(Samples):
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
         columns = self._columns[shard_id]
         name = f"{shard.file}, sample {position}"
-        try:
+        with decoding(name, "it"):
             values = shard.read(position, columns)
-        except (ValueError, struct.error) as error:
-            reason = " ".join(str(error).split())
-            raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         for key, value in values.items():
             if value is None:
                 kind = MissingLatentError if key in LATENTS else BadSampleError

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,8 +16,9 @@ from numpy.lib.format import read_array
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import read_json, refuse_repeated_keys
-from sdbench.data.formats.listing import is_visible
-from sdbench.data.image_files import image_extensions
+from sdbench.base.units import counted
+from sdbench.data.formats.listing import is_visible, name_some
+from sdbench.data.image_files import IMAGE_EXTENSIONS, image_extensions
 from sdbench.data.latent_columns import columns_of, widen_bits
 from sdbench.data.samples import (
     BadSampleError,
@@ -40,38 +42,61 @@ ARRAY_ENDING = ".npy"
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 
-# Writers pad tars with zeros, by default to whole blocks of 10 KiB.
-MAX_END_BYTES = 2**20
+# A tar ends with two blocks of zeros, and those that fill its last record, by default of 10 KiB. A
+# copy that was not finished leaves more of them.
+MAX_END_BYTES = 1024 + 10 * 1024 - 512
+# How a tar is made that can be read.
+REPAIR = "make the tar with --sort=name --dereference --hard-dereference and without --sparse"
+# Extensions of pictures, also of kinds that are not read.
+PICTURES = (*IMAGE_EXTENSIONS, "avif", "bmp", "gif", "heic", "heif", "jp2", "jxl", "tif", "tiff")
 
 # First byte and number of bytes of a member in its tar.
 Span = tuple[int, int]
 
 
-def list_samples(
+def list_groups(
     file: BinaryIO,
     tar: object,
     *,
     kinds: Sequence[str],
     take: Callable[[str, Span], Any] = lambda extension, span: span,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield files as WebDataset groups them: the key, and consecutive members by extension.
 
     WebDataset's own iterators do not notice a cut tar, skip links silently, and give no spans.
 
-    `file` is read forward only; messages name it `tar`. Samples without a member of `kinds` are
-    skipped. Each member maps to its span in the tar, or to what `take` returns for extension and
-    span while the file is there. A damaged tar is a `RunError`.
+    `file` is read forward only; messages name it `tar`. The third value is whether the group is a
+    sample, which has a member of `kinds`. Each member maps to its span in the tar, or to what
+    `take` returns for extension and span while the file is there. A damaged tar is a `RunError`,
+    and so is one in which the files of a sample are not together.
     """
     listed = _list_members(file, tar, kinds=kinds)
     members = ((key, extension, take(extension, span)) for key, extension, span in listed)
+    seen: set[str] = set()
     for key, group in itertools.groupby(members, key=lambda member: member[0]):
         values: dict[str, Any] = {}
         for _, extension, value in group:
             if extension in values:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
             values[extension] = value
-        if any(_is_of_kind(extension, kinds) for extension in values):
-            yield key, values
+        is_sample = any(_is_of_kind(extension, kinds) for extension in values)
+        if is_sample and key in seen:
+            raise RunError(
+                f"{tar} holds files of {key} in two places, which are two samples for WebDataset. "
+                f"Unpack it, and {REPAIR}."
+            )
+        if is_sample:
+            seen.add(key)
+        yield key, values, is_sample
+
+
+def describe_unused(tar: object, num_unused: int, names: Sequence[str]) -> str:
+    """Say that pictures of a tar, of which some are named, are in no sample."""
+    return (
+        f"{counted(num_unused, 'picture of', 'pictures of')} {tar} "
+        f"{'is' if num_unused == 1 else 'are'} in no sample: {name_some(names)}. A sample is named "
+        f"up to the first dot, and has one picture ({', '.join(IMAGE_EXTENSIONS)})."
+    )
 
 
 def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
@@ -84,6 +109,7 @@ def _list_members(
 ) -> Iterator[tuple[str, str, Span]]:
     """Yield key, extension and span of each file that WebDataset reads."""
     end = 0
+    folders, links = set(), {}
     try:
         # Without decompression: members of a compressed tar have no span that can be read directly.
         with tarfile.open(fileobj=file, mode="r:") as members:
@@ -92,8 +118,14 @@ def _list_members(
                 if members.offset <= end:
                     raise tarfile.ReadError("a member has a negative size")
                 end = members.offset
+                if not is_visible(member.name):
+                    continue
+                name = posixpath.normpath(member.name)
+                folders.add(name if member.isdir() else posixpath.dirname(name))
+                if member.issym():
+                    links[name] = posixpath.join(posixpath.dirname(name), member.linkname)
                 parts = _MEMBER.fullmatch(member.name)
-                if not parts or _META.match(member.name) or not is_visible(member.name):
+                if not parts or _META.match(member.name):
                     continue
                 key, extension = parts[1], parts[2].lower()
                 if member.isfile() and not member.issparse():
@@ -101,8 +133,7 @@ def _list_members(
                 elif _is_of_kind(extension, kinds) and not member.isdir():
                     raise RunError(
                         f"{tar} holds {member.name} as a link or a sparse file, and only whole "
-                        "files are read: make the tar with --dereference --hard-dereference and "
-                        "without --sparse."
+                        f"files are read: {REPAIR}."
                     )
         file.seek(end)
         rest = file.read(MAX_END_BYTES + 1)
@@ -111,10 +142,29 @@ def _list_members(
     except Exception as error:
         # For a broken header tarfile raises errors of any type.
         raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
+    if not end:
+        raise RunError(f"{tar} is damaged: it is a tar without members.")
     # tarfile takes a cut tar or a broken header for the end of the tar. In a whole tar only zeros
     # follow the last member.
-    if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
+    if not rest or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
+    if len(rest) > MAX_END_BYTES:
+        raise RunError(
+            f"{tar} is damaged: it is cut or broken at byte {end}, where more zeros begin than "
+            "fill a record of 10 KiB."
+        )
+    for name, target in links.items():
+        if _leads_to_folder(posixpath.normpath(target), folders):
+            raise RunError(
+                f"{tar} holds {name} as a link to a folder, whose files are lost: {REPAIR}."
+            )
+
+
+def _leads_to_folder(target: str, folders: Collection[str]) -> bool:
+    """Whether a link leads to a folder of its tar, or out of it to what is named as a folder."""
+    if target.startswith(("/", "..")):
+        return "." not in posixpath.basename(target).strip(".")
+    return target == "." or any(f"{folder}/".startswith(f"{target}/") for folder in folders)
 
 
 def read_span(file: BinaryIO, span: Span) -> bytes:
@@ -127,10 +177,10 @@ def read_span(file: BinaryIO, span: Span) -> bytes:
 def read_columns(file: BinaryIO, tar: object) -> set[str] | None:
     """Return the columns of the first sample, if it is an encoded one; None: there is no sample."""
     kinds = (*image_extensions(read_avif=True), *CAPTION_EXTENSIONS, ARRAY_ENDING[1:])
-    first = next(list_samples(file, tar, kinds=kinds), None)
-    if first is None:
+    groups = list_groups(file, tar, kinds=kinds)
+    members = next((members for _, members, is_sample in groups if is_sample), None)
+    if members is None:
         return None
-    _, members = first
     columns = {name.removesuffix(ARRAY_ENDING) for name in members if name.endswith(ARRAY_ENDING)}
     return columns | {"caption"} if columns and "txt" in members else columns
 
@@ -149,6 +199,10 @@ class ArrayReader:
     def choose(self, members: Mapping[str, object]) -> list[str]:
         """Choose the members of a sample that are read."""
         return [name for name in self.members if name in members]
+
+    def unused(self, key: str, members: Mapping[str, object]) -> list[str]:
+        """Return no names: pictures beside arrays are not asked for."""
+        return []
 
     def make(self, name: str, members: Mapping[str, bytes | None]) -> LatentSample:
         """Make a sample from the contents of its members, by extension."""
@@ -186,6 +240,12 @@ class SampleReader:
         image = next((kind for kind in self.images if kind in members), None)
         caption = next((kind for kind in self.captions if kind in members), None)
         return image, caption
+
+    def unused(self, key: str, members: Mapping[str, object]) -> list[str]:
+        """Return the names of the pictures of a group that it does not make a sample of."""
+        image, _ = self.choose(members)
+        others = (extension for extension in members if extension != image)
+        return [f"{key}.{one}" for one in others if _is_of_kind(one, PICTURES)]
 
     def make(self, name: str, members: Mapping[str, bytes]) -> ImageSample:
         """Make a sample from the contents of its members, by extension."""

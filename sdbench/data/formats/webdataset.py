@@ -8,6 +8,7 @@ any sample.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats import tar_members
-from sdbench.data.formats.checks import bad_place
+from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.files import (
     StoredFile,
     fetch_files,
@@ -28,11 +29,13 @@ from sdbench.data.formats.files import (
     state_of,
 )
 from sdbench.data.formats.filters import parse_filters
+from sdbench.data.formats.listing import NUM_NAMES_TOLD
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     SampleReader,
     Span,
-    list_samples,
+    describe_unused,
+    list_groups,
     read_span,
 )
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
@@ -42,7 +45,7 @@ from sdbench.data.samples import ImageSample, LatentSample, Samples
 from sdbench.data.source import SourceConfig
 
 # Changes whenever the content of an index does.
-INDEX_VERSION = 7
+INDEX_VERSION = 8
 
 
 class TarIndex(NamedTuple):
@@ -53,6 +56,8 @@ class TarIndex(NamedTuple):
     # name), and the spans of the members that are read, by extension.
     entries: Sequence[tuple[str, Mapping[str, Span]]]
     num_dropped: int  # samples that do not meet the filters
+    num_unused: int  # pictures in no sample
+    unused: Sequence[str]  # names of the first ones
 
 
 class WebDatasetSamples(Samples):
@@ -69,6 +74,9 @@ class WebDatasetSamples(Samples):
         indexes = (read_whole(tar, self._load_index) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
+        if config.rank == 0 and (num_unused := sum(index.num_unused for index in self._indexes)):
+            names = list(itertools.chain.from_iterable(index.unused for index in self._indexes))
+            tell_once(describe_unused(config.remote or config.local, num_unused, names))
         sizes = [len(index.entries) for index in self._indexes]
         # Any order is equally cheap.
         super().__init__(sizes, blocks=[sum(sizes)])
@@ -100,16 +108,24 @@ class WebDatasetSamples(Samples):
         return TarIndex(state, **stored)
 
     def _make_index(self, tar: StoredFile) -> dict[str, Any]:
-        entries, num_dropped, reader = [], 0, self._reader
+        entries, num_dropped, unused, reader = [], 0, [], self._reader
         with open(tar, "rb") as file:
-            for key, spans in list_samples(file, tar, kinds=reader.kinds):
+            for key, spans, is_sample in list_groups(file, tar, kinds=reader.kinds):
+                unused += reader.unused(key, spans)
+                if not is_sample:
+                    continue
                 metadata = _read_metadata(file, spans.get("json")) if self._terms else {}
                 if not all(term.accepts(metadata) for term in self._terms):
                     num_dropped += 1
                     continue
                 chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
                 entries.append((key, chosen))
-        return {"entries": entries, "num_dropped": num_dropped}
+        return {
+            "entries": entries,
+            "num_dropped": num_dropped,
+            "num_unused": len(unused),
+            "unused": unused[: NUM_NAMES_TOLD + 1],
+        }
 
     def _raise_empty(self, config: SourceConfig) -> NoReturn:
         if self.num_dropped:

@@ -16,12 +16,14 @@ from typing import Any
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
+from sdbench.data.formats.checks import tell_once
 from sdbench.data.formats.listing import SIZES_NAME
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     SampleReader,
     Span,
-    list_samples,
+    describe_unused,
+    list_groups,
     read_columns,
     read_span,
 )
@@ -131,7 +133,18 @@ class _TarReader:
         def take(extension: str, span: Span) -> bytes | None:  # without self, else a cycle
             return read_span(file, span) if extension in reader.members else None
 
-        self._samples = list_samples(file, shown(tar), kinds=reader.kinds, take=take)
+        def samples() -> Iterator[dict[str, bytes | None]]:
+            unused: list[str] = []
+            for key, members, is_sample in list_groups(
+                file, shown(tar), kinds=reader.kinds, take=take
+            ):
+                unused += reader.unused(key, members)
+                if is_sample:
+                    yield members
+            if unused:
+                tell_once(describe_unused(shown(tar), len(unused), unused))
+
+        self._samples = samples()
         self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
@@ -153,7 +166,7 @@ class _TarReader:
             if sample is None:
                 raise self._differs(self.num_read)
             if self.num_read >= block:
-                _, self._kept[self.num_read] = sample
+                self._kept[self.num_read] = sample
             self.num_read += 1
         if self.num_read == self._num_samples:
             # What follows the last sample shows whether the tar is whole.

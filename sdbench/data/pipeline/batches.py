@@ -33,7 +33,7 @@ from sdbench.data.samples import (
     Samples,
     SampleType,
     check_whole,
-    undecodable,
+    decoding,
 )
 from sdbench.data.source import SourceConfig
 
@@ -51,6 +51,8 @@ class BatchReport:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     # A sentence for each sample that could not be used.
     bad: list[str] = field(default_factory=list)
+    # Name and `Picture.profile` of each picture whose colour profile is not sRGB.
+    profiles: list[tuple[str, str]] = field(default_factory=list)
     # Number of the slot of `SharedBatches`; None outside of workers.
     slot: int | None = None
 
@@ -227,8 +229,8 @@ class ImageBatchReader(SampleBatchReader):
             sample = sample._replace(caption=config.caption)
         check_whole(sample, empty_captions=config.empty_captions)
         report.bytes_read += len(sample.image) + len(sample.caption)
-        try:
-            decoded, sizes = decode_picture(
+        with decoding(sample.name):
+            picture = decode_picture(
                 sample.image,
                 shape=self.shapes[self.bucket_of(key.index)],
                 crop=(x, y) if config.crop == "random" else None,
@@ -236,14 +238,14 @@ class ImageBatchReader(SampleBatchReader):
                 read_avif=config.read_avif,
                 phase=report.phase,
             )
-        except (OSError, ValueError) as error:
-            raise undecodable(sample.name, error) from error
+        if picture.profile is not None:
+            report.profiles.append((sample.name, picture.profile))
         if self.mixture is not None:
-            check_noted(sample.name, sizes[1::-1], self.mixture.sizes[key.index])
+            check_noted(sample.name, picture.sizes[1::-1], self.mixture.sizes[key.index])
         with report.phase("collate"):
-            self._arrays["image"][position] = decoded.transpose(1, 2, 0)
+            self._arrays["image"][position] = picture.pixels.transpose(1, 2, 0)
             if config.inputs.tells_sizes:
-                self._arrays[SIZES][position] = sizes
+                self._arrays[SIZES][position] = picture.sizes
         return "" if drop < config.caption_drop_probability else sample.caption
 
     def _finish(

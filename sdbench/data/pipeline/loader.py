@@ -6,6 +6,7 @@ fails. A benchmark that trained on fewer images than it counts would be wrong.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -25,7 +26,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
 from sdbench.base.units import counted
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.colours import describe_profiles
+from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import BucketOrder, EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -221,6 +223,7 @@ class CheckedLoader(DataLoader):
         self._received = SharedBatch()
         self._num_in_epoch = 0
         self._num_resumed = 0
+        self._profiles_told: set[str] = set()
 
     @property
     def num_images_delivered(self) -> int:
@@ -269,6 +272,7 @@ class CheckedLoader(DataLoader):
         self._num_in_epoch, self._num_resumed = self._num_resumed, 0
         expected = len(self) * self.batch_size
         num_bad = 0
+        profiles: collections.Counter[str] = collections.Counter()
         try:
             for batch in watch(
                 self._begin,
@@ -278,6 +282,11 @@ class CheckedLoader(DataLoader):
                 self._num_in_epoch += batch.report.num_images
                 self.stats.add(batch.report)
                 num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
+                for name, profile in batch.report.profiles:
+                    if profile not in self._profiles_told:
+                        tell_once(f"{name} has the colour profile {profile}.")
+                        self._profiles_told.add(profile)
+                    profiles[profile] += 1
                 # Page-locked tensors are copies already.
                 slot = None if self.pin_memory else batch.report.slot
                 yield self._received.copy(batch.tensors, slot=slot)
@@ -291,6 +300,8 @@ class CheckedLoader(DataLoader):
         except RunError:
             self.close()
             raise
+        if profiles:
+            tell_once(f"In an epoch of this rank {describe_profiles(profiles)}")
         self._order.epoch_ended()
         self._num_in_epoch = 0
 

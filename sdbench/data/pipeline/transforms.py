@@ -1,36 +1,60 @@
 """Image files to RGB pixels of a shape, a square or another.
 
-Every image mode becomes RGB; the largest box of the shape's proportions, rounded to whole pixels,
-is cropped (never squashed) and resized with antialiasing.
+Every image mode becomes RGB, and every colour profile sRGB; the largest box of the shape's
+proportions, rounded to whole pixels, is cropped (never squashed) and resized with antialiasing.
 
 torchvision decodes files for which it gives the same pixels as PIL, and torch resizes them: both
-are faster. PIL does the rest: files with transparency, a palette, a colour profile or an
-orientation, and JPEG files at least four times as large as needed, which it decodes at a half, a
-quarter or an eighth of their size. A factor of two is left to the resizing, as in PIL's thumbnail:
-the decoder's own reduction averages blocks, which alone differs visibly from resizing.
+are faster. PIL does the rest: files with transparency or a palette, CMYK, and JPEG files at least
+four times as large as needed, which it decodes at a half, a quarter or an eighth of their size. A
+factor of two is left to the resizing, as in PIL's thumbnail: the decoder's own reduction averages
+blocks, which alone differs visibly from resizing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_with_torchvision
 
+from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
-from sdbench.data.image_files import open_image
+from sdbench.data.colours import find_conversion
+from sdbench.data.image_files import TURNING, OpenImage, open_image
+from sdbench.data.samples import BadSampleError, decoding
 
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
 
-# Orientations of EXIF that exchange width and height.
-TURNING = (5, 6, 7, 8)
+# How PIL turns a picture upright, by the orientation of EXIF.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# How libjpeg tells that it makes pixels up. Whatever libpng tells is about pixels: it gets no other
+# chunks.
+DAMAGE_TOLD = (
+    b"Corrupt JPEG data",
+    b"Premature end of JPEG",
+    b"Inconsistent progression",
+    b"libpng",
+)
+# What libjpeg tells of odd headers, of pixels that it decodes all the same.
+HARMLESS_TOLD = (b"Invalid SOS parameters", b"Unknown Adobe color", b"Warning: unknown JFIF")
 
 # A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
@@ -40,7 +64,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Decoded(NamedTuple):
-    """An upright RGB picture that PIL has decoded, and where the file's pixels lie in it.
+    """An upright picture that PIL has decoded, and where the file's pixels lie in it.
 
     A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
     """
@@ -53,9 +77,22 @@ class Decoded(NamedTuple):
     top: float = 0.0
 
 
+class Picture(NamedTuple):
+    """A picture as a sample has it.
+
+    `pixels` is (3, height, width) uint8, RGB, channels_last in memory. `sizes` is its
+    `conditions.SIZES`. `profile` says what was done about its colour profile (see
+    `colours.Conversion`); None: it is sRGB.
+    """
+
+    pixels: np.ndarray
+    sizes: tuple[int, ...]
+    profile: str | None
+
+
 def decode_image(data: bytes, **options: Any) -> np.ndarray:
     """Decode an image file to (3, height, width) uint8, RGB, as `decode_picture` does."""
-    return decode_picture(data, **options)[0]
+    return decode_picture(data, **options).pixels
 
 
 def decode_picture(
@@ -66,80 +103,85 @@ def decode_picture(
     flip: bool = False,
     read_avif: bool = False,
     phase: Phase = contextlib.nullcontext,
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Decode an image file to (3, height, width) uint8, RGB, and its `conditions.SIZES`.
+) -> Picture:
+    """Decode an image file; for a damaged one an error of any type is raised (see `decoding`).
 
-    The array is channels_last in memory. `crop` says where the largest box is cut out along each
-    side, from 0 (left, top) to 1; None is the centre. `phase` makes the contexts of the phases
-    ``decode`` and ``transform``.
-
-    Raises:
-        OSError: The image is truncated or damaged.
-        ValueError: The file is of an unsupported kind, or the image has too many pixels.
+    `crop` says where the largest box is cut out along each side, from 0 (left, top) to 1; None is
+    the centre. `phase` makes the contexts of the phases ``decode`` and ``transform``.
     """
-    with phase("decode"), open_image(data, read_avif=read_avif) as image:
-        if is_fast(image, data, shape=shape):
-            decoded = _decode_fast(data)
+    with phase("decode"):
+        file = open_image(data, read_avif=read_avif)
+        conversion = find_conversion(file.profile, file.image.mode)
+        is_by_pil = not is_fast(file, shape=shape)
+        if is_by_pil:
+            is_cmyk = conversion is not None and conversion.mode == "CMYK"
+            decoded = _decode_any(file, shape=shape, mode="CMYK" if is_cmyk else "RGB")
+            width, height = decoded.size
         else:
-            decoded = _decode_any(image, shape=shape)
+            decoded = _decode_fast(file)
+            width, height = decoded.shape[2], decoded.shape[1]
     with phase("transform"):
-        is_by_pil = isinstance(decoded, Decoded)
         cut_out = _cut_out if is_by_pil else _cut_out_fast
         array = cut_out(decoded, shape=shape, crop=crop)
-        width, height = decoded.size if is_by_pil else (decoded.shape[2], decoded.shape[1])
+        if conversion is not None:
+            array = conversion.apply(array)
         sizes = find_sizes(width, height, shape=shape, crop=crop, flip=flip)
-        return array[:, :, ::-1] if flip else array, sizes
+        profile = None if conversion is None else conversion.profile
+        return Picture(array[:, :, ::-1] if flip else array, sizes, profile)
 
 
-def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
-    """Decode an image wholly, which finds truncated ones; return its upright width and height."""
-    with open_image(data, read_avif=read_avif) as image:
-        _load(image)
-        return ImageOps.exif_transpose(image).size
+def decode_whole(data: bytes) -> Image.Image:
+    """Decode an image file to an upright picture of its own size, in sRGB."""
+    pixels = decode_image(data, shape=Shape(*open_image(data).size))
+    return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Return `decode_whole` of a file; a `RunError` if it is not a sound image."""
+    try:
+        with decoding(str(path)):
+            return decode_whole(path.read_bytes())
+    except BadSampleError as error:
+        raise RunError(str(error)) from error
+
+
+class Measured(NamedTuple):
+    """Upright width and height of a picture, and `Picture.profile`."""
+
+    size: tuple[int, int]
+    profile: str | None
+
+
+def measure_image(data: bytes, *, read_avif: bool = False) -> Measured:
+    """Decode an image wholly, which finds damaged ones, and measure it."""
+    file = open_image(data, read_avif=read_avif)
+    if is_fast(file):
+        _decode_fast(file)
+    else:
+        file.image.load()
+    conversion = find_conversion(file.profile, file.image.mode)
+    return Measured(file.size, None if conversion is None else conversion.profile)
 
 
 def read_size(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
-    """Return an image's upright width and height, from its header where that tells.
-
-    Raises as `decode_picture`.
-    """
-    with open_image(data, read_avif=read_avif) as image:
-        if is_upright(image, data):
-            return image.size
-        if image.format == "JPEG":
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in TURNING
-            return image.size[::-1] if is_turned else image.size
-    return measure_image(data, read_avif=read_avif)
+    """Return an image's upright width and height, without decoding it."""
+    return open_image(data, read_avif=read_avif).size
 
 
-def is_fast(image: Image.Image, data: bytes, *, shape: Shape) -> bool:
-    """Return True if torchvision decodes a file as PIL would, and all of it is needed.
-
-    `image` is open, but not loaded.
-    """
-    reduction = min(image.width / shape.width, image.height / shape.height)
-    if image.format == "JPEG" and reduction >= 2 * REDUCING_GAP:
-        return False
+def is_fast(file: OpenImage, *, shape: Shape | None = None) -> bool:
+    """Return True if torchvision decodes a file as PIL would, and all of it is needed."""
+    image = file.image
+    if shape is not None and image.format == "JPEG":
+        width, height = file.size
+        if min(width / shape.width, height / shape.height) >= 2 * REDUCING_GAP:
+            return False
     return (
         (image.format, image.mode) in FAST_KINDS
         # Only the raw mode, RGB;16B, shows 16 bits per channel, which PIL brings to 8.
         and not (image.format == "PNG" and image.tile[0].args != image.mode)
         and not image.has_transparency_data
         and not getattr(image, "is_animated", False)
-        # libpng prints a warning for each file with a profile that it does not like.
-        and "icc_profile" not in image.info
-        and is_upright(image, data)
     )
-
-
-def is_upright(image: Image.Image, data: bytes) -> bool:
-    """Return True if the file cannot ask for a rotation, as far as its header tells."""
-    if "xmp" in image.info or "XML:com.adobe.xmp" in image.info:
-        return False
-    if image.format == "PNG":
-        # Its chunk may come after the pixels, and PIL knows it only once they are loaded.
-        return b"eXIf" not in data
-    return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
 def find_box(
@@ -171,14 +213,48 @@ def find_sizes(
     return height, width, *corner, shape.height, shape.width
 
 
-def _decode_fast(data: bytes) -> torch.Tensor:
-    """(3, H, W) uint8; rows of pixels in memory, as the decoder wrote them."""
+def _decode_fast(file: OpenImage) -> torch.Tensor:
+    """Decode to (3, H, W) uint8, upright; rows of pixels in memory, as the decoder writes them."""
     # A copy, because torch warns of memory that it must not write to.
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    encoded = torch.frombuffer(bytearray(file.pixels), dtype=torch.uint8)
+    with _damage_raised():
+        picture = decode_with_torchvision(encoded, mode=ImageReadMode.RGB)
+    # As `TURNS` turns them.
+    if file.orientation in TURNING:
+        picture = picture.transpose(1, 2)
+    mirrored = {1: file.orientation in (3, 4, 7, 8), 2: file.orientation in (2, 3, 6, 7)}
+    sides = [side for side, is_mirrored in mirrored.items() if is_mirrored]
+    return picture.flip(sides) if sides else picture
+
+
+@contextlib.contextmanager
+def _damage_raised() -> Iterator[None]:
+    """Raise as an OSError what libjpeg and libpng tell of damage in the block.
+
+    They write it to the file descriptor 2 alone, and libjpeg goes on with pixels that it makes up.
+    What others have written there meanwhile is written after the block.
+    """
+    sink = os.memfd_create("stderr-of-a-decoder")
     try:
-        return decode_with_torchvision(encoded, mode=ImageReadMode.RGB)
-    except RuntimeError as error:
-        raise OSError(str(error).splitlines()[0]) from error
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        os.close(sink)
+        yield
+        return
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        lines = os.pread(sink, os.fstat(sink).st_size, 0).splitlines(keepends=True)
+        os.close(sink)
+        told = [line for line in lines if line.startswith(DAMAGE_TOLD)]
+        known = (*DAMAGE_TOLD, *HARMLESS_TOLD)
+        if others := b"".join(line for line in lines if not line.startswith(known)):
+            os.write(2, others)
+        if told:
+            raise OSError(told[0].decode(errors="replace").strip())
 
 
 def _cut_out_fast(
@@ -197,25 +273,26 @@ def _cut_out_fast(
     return box[0].numpy()
 
 
-def _decode_any(image: Image.Image, *, shape: Shape) -> Decoded:
-    """Decode a picture of any mode, a JPEG reduced as far as it may be."""
+def _decode_any(file: OpenImage, *, shape: Shape, mode: str) -> Decoded:
+    """Decode a picture to a mode, RGB or its own, a JPEG reduced as far as it may be."""
+    image, orientation = file.image, file.orientation
     width, height = image.size
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     wanted = shape[::-1] if orientation in TURNING else shape
     reduced = image.draft("RGB", tuple(REDUCING_GAP * side for side in wanted))
-    _load(image)
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    rgb = to_rgb(ImageOps.exif_transpose(image))
+    image.load()
+    if orientation in TURNS:
+        image = image.transpose(TURNS[orientation])
+    image = to_rgb(image) if mode == "RGB" else image
     if reduced is None:
-        return Decoded(rgb, rgb.size)
+        return Decoded(image, image.size)
     _, (_, _, box_width, box_height) = reduced
     # The orientations listed below turn the file's right or bottom edge to the left or top, and
     # with it the margin that the reduction adds.
     if orientation in TURNING:
         width, height, box_width, box_height = height, width, box_height, box_width
-    left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
-    top = rgb.height - box_height if orientation in (3, 4, 7, 8) else 0.0
-    return Decoded(rgb, (width, height), width / box_width, left, top)
+    left = image.width - box_width if orientation in (2, 3, 6, 7) else 0.0
+    top = image.height - box_height if orientation in (3, 4, 7, 8) else 0.0
+    return Decoded(image, (width, height), width / box_width, left, top)
 
 
 def _cut_out(decoded: Decoded, *, shape: Shape, crop: tuple[float, float] | None) -> np.ndarray:
@@ -232,14 +309,6 @@ def _cut_out(decoded: Decoded, *, shape: Shape, crop: tuple[float, float] | None
         box=(max(left, 0.0), max(top, 0.0), right, bottom),
     )
     return np.array(small).transpose(2, 0, 1)
-
-
-def _load(image: Image.Image) -> None:
-    try:
-        image.load()
-    except SyntaxError as error:
-        # PIL raises it for a broken PNG.
-        raise OSError(str(error)) from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data import read_columns
+from sdbench.data.colours import describe_profiles
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.identity import DATA, identify
 from sdbench.data.maker import tell_maker
@@ -64,7 +66,7 @@ class Conversion(Shards):
         """Convert one chunk."""
         bad: list[str] = []
         self.output.write_chunk(number, self._read_good(number, bad), bad=bad)
-        return WorkReport(len(self.indices(number)), bad)
+        return WorkReport(len(self.indices(number)), bad, self.rows.take_profiles())
 
     def _read_good(self, number: int, bad: list[str]) -> Iterator[Row]:
         for index in self.indices(number):
@@ -172,6 +174,7 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
         num_there = output.num_chunks - len(missing)
         print(f"resuming: {num_there} of {output.num_chunks} shards are there", flush=True)
     bad = output.totals().bad
+    profiles: collections.Counter[str] = collections.Counter()
     allowed = flags.max_bad_fraction
     check_bad_fraction(bad, num_samples=num_samples, allowed=allowed)
     with run_work(
@@ -183,6 +186,7 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     ) as reports:
         for report in reports:
             bad += report.bad
+            profiles.update(report.profiles)
             check_bad_fraction(bad, num_samples=num_samples, allowed=allowed)
     totals = output.finish()
     keep_sizes(flags.folder, totals.sizes, data_format=flags.out_format)
@@ -194,6 +198,8 @@ def _convert(conversion: Conversion, flags: ConvertFlags) -> None:
     )
     for sentence in totals.bad:
         print(f"  {sentence}")
+    if profiles:
+        print(f"Files are as they were: {describe_profiles(profiles)}")
 
 
 def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:

@@ -14,7 +14,7 @@ from sdbench.base.secrets import redact
 from sdbench.base.units import counted
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.files import find_files
-from sdbench.data.formats.tar_members import ARRAY_ENDING, CAPTION_EXTENSIONS, list_samples
+from sdbench.data.formats.tar_members import ARRAY_ENDING, CAPTION_EXTENSIONS, list_groups
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json
 from sdbench.data.remote import in_parallel, path_of
@@ -94,7 +94,8 @@ def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
     """Count the samples of a tar; print a line and return None if it cannot be read."""
     try:
         with open_stream(tar) as file:
-            return sum(1 for _ in list_samples(file, tar, kinds=kinds))
+            groups = list_groups(file, tar, kinds=kinds)
+            return sum(is_sample for _, _, is_sample in groups)
     except (OSError, RunError) as error:
         print(redact(str(error)), file=sys.stderr)
         return None

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -42,10 +42,14 @@ class Shards:
 
 
 class WorkReport(NamedTuple):
-    """The samples that a piece of work has read, and a sentence for each that cannot be used."""
+    """The samples that a piece of work has read, and a sentence for each that cannot be used.
+
+    `profiles` counts pictures by `Picture.profile`, where that is not sRGB.
+    """
 
     num_read: int
     bad: list[str]
+    profiles: Mapping[str, int] = {}
 
 
 Work = Callable[[int], WorkReport]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,18 +28,49 @@ from sdbench.data.samples import (
     Samples,
     check_caption,
     check_whole,
-    undecodable,
+    decoding,
 )
 from sdbench.data.source import IN_BUCKETS, VAE_FACTOR, SourceConfig
 from sdbench.settings.buckets import AUTO
 
 
-class ImageRowReader:
+class RowReader:
+    """Samples as rows of a new data set; pictures and latents have a subclass each.
+
+    Attributes:
+        columns: Ours, with their MDS encodings.
+        taken: The columns of the source that are read.
+        num_dropped: Samples that the filters leave out.
+        profiles: `Picture.profile`, where it is not sRGB, of what this process has read, counted.
+    """
+
+    columns: Columns
+    taken: set[str]
+    num_dropped = 0
+
+    def __init__(self) -> None:
+        self.profiles: collections.Counter[str] = collections.Counter()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int) -> Row:
+        """Read a sample; a `BadSampleError` if it cannot be used."""
+        raise NotImplementedError
+
+    def take_profiles(self) -> Mapping[str, int]:
+        """Return `profiles`, which begin anew."""
+        taken, self.profiles = self.profiles, collections.Counter()
+        return taken
+
+
+class ImageRowReader(RowReader):
     """Image files unchanged, with their captions and sizes."""
 
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
+        super().__init__()
         self.num_dropped = samples.num_dropped
         self.taken = set(samples.columns.values())
         self._samples = samples
@@ -55,10 +87,10 @@ class ImageRowReader:
         sample = self._samples.read(index)
         assert isinstance(sample, ImageSample)
         check_whole(sample, empty_captions=self._config.empty_captions)
-        try:
-            width, height = measure_image(sample.image, read_avif=self._config.read_avif)
-        except (OSError, ValueError) as error:
-            raise undecodable(sample.name, error) from error
+        with decoding(sample.name):
+            (width, height), profile = measure_image(sample.image, read_avif=self._config.read_avif)
+        if profile is not None:
+            self.profiles[profile] += 1
         return {"jpg": sample.image, "caption": sample.caption, "width": width, "height": height}
 
     def check_caption(self, index: int) -> None:
@@ -69,16 +101,14 @@ class ImageRowReader:
         check_caption(sample, empty_captions=self._config.empty_captions)
 
 
-class LatentRowReader:
+class LatentRowReader(RowReader):
     """Encoded images of one or more resolutions with their encoded captions."""
-
-    num_dropped = 0
 
     def __init__(self, resolutions: list[tuple[SourceConfig, Samples]]) -> None:
         """`resolutions` are the same data set, described and opened for each of its image sizes."""
+        super().__init__()
         self.resolutions = resolutions
-        self.columns: Columns = {}
-        self.taken: set[str] = set()
+        self.columns, self.taken = {}, set()
         for config, samples in resolutions:
             self.columns |= array_columns(samples.sample_type, config)
             self.taken |= set(samples.columns.values())
@@ -107,11 +137,6 @@ class LatentRowReader:
         if missing is not None:
             raise missing
         return row
-
-
-# Both have `columns` (ours, with their MDS encodings), `taken` (the columns of the source that are
-# read) and `num_dropped` (samples that the filters leave out).
-RowReader = ImageRowReader | LatentRowReader
 
 
 def describe_source(

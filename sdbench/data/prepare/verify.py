@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -12,6 +13,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.units import counted
 from sdbench.data import read_columns
+from sdbench.data.colours import describe_profiles
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
@@ -19,7 +21,7 @@ from sdbench.data.latent_columns import find_resolutions
 from sdbench.data.mixture import mix
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
-from sdbench.data.prepare.rows import LatentRowReader, describe_source, open_rows
+from sdbench.data.prepare.rows import LatentRowReader, RowReader, describe_source, open_rows
 from sdbench.data.remote import errors_named, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
@@ -115,7 +117,7 @@ def verify_samples(config: SourceConfig, flags: VerifyFlags) -> tuple[int, str]:
         checked += " or empty" if flags.empty_captions != KEEP else ""
         checked += " (--deep opens the pictures)"
     pieces = Shards(num_samples=len(rows), samples_per_shard=SAMPLES_PER_PIECE)
-    work = functools.partial(_verify_samples, look, pieces)
+    work = functools.partial(_verify_samples, rows, look, pieces)
     return _work_through(work, pieces.num_shards, len(rows), flags), checked
 
 
@@ -187,7 +189,9 @@ def _verify_copy(place: MdsPlace, stream: Any, number: int) -> list[str]:
     return []
 
 
-def _verify_samples(look: Callable[[int], Any], pieces: Shards, number: int) -> WorkReport:
+def _verify_samples(
+    rows: RowReader, look: Callable[[int], Any], pieces: Shards, number: int
+) -> WorkReport:
     indices = pieces.indices(number)
     bad = []
     for index in indices:
@@ -198,18 +202,22 @@ def _verify_samples(look: Callable[[int], Any], pieces: Shards, number: int) -> 
             continue
         except (BadSampleError, RunError) as error:
             bad.append(str(error))
-    return WorkReport(len(indices), bad)
+    return WorkReport(len(indices), bad, rows.take_profiles())
 
 
 def _work_through(work: Work, num_pieces: int, num_samples: int, flags: VerifyFlags) -> int:
     """Do all the work; print each broken thing as it is found, and return how many there are."""
     broken: set[str] = set()
+    profiles: collections.Counter[str] = collections.Counter()
     numbers = range(num_pieces)
     with run_work(work, numbers, num_workers=flags.num_workers, num_samples=num_samples) as reports:
         for report in reports:
+            profiles.update(report.profiles)
             # A damaged file spoils many samples, and is named once.
             for sentence in report.bad:
                 if sentence not in broken:
                     broken.add(sentence)
                     print(f"broken: {sentence}", flush=True)
+    if profiles:
+        print(f"note: {describe_profiles(profiles)}")
     return len(broken)

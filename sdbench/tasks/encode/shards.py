@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
+from sdbench.data.colours import describe_profiles
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, pack_empty_caption
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.loader import watch
@@ -70,6 +73,7 @@ def write_shards(
     config = job.config
     steps: list[Step] = []
     all_bad = output.totals().bad
+    profiles: collections.Counter[str] = collections.Counter()
     rows_ended_s = 0.0
 
     def rows(number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
@@ -80,6 +84,7 @@ def write_shards(
             if empty is not None:
                 output.write_beside(EMPTY_CAPTION_NAME, pack_empty_caption(empty))
             bad += batch.report.bad
+            profiles.update(profile for _, profile in batch.report.profiles)
             with step.phase("write"):
                 is_error = config.on_bad_sample == "error"
                 names = [reader.name(key.index) for key in batch.keys]
@@ -107,4 +112,6 @@ def write_shards(
             check_bad_fraction(
                 all_bad, num_samples=job.num_samples, allowed=config.max_bad_fraction
             )
+    if profiles:
+        print(f"Rank {ranks.rank}: {describe_profiles(profiles)}", file=sys.stderr)
     return steps

@@ -29,6 +29,7 @@ from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
     open_held_out,
+    read_once,
     reconstruction_loss,
     validation_loss,
 )
@@ -121,19 +122,21 @@ class Evaluations:
                 plan.architecture.check_shape(shape, flag="--sample_shapes")
 
     def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
-        """Open the held-out samples; return each event's interval in steps, and its evaluation.
+        """Read the held-out samples once; return each event's interval in steps and its evaluation.
 
         Grids are written into the folder of the run.
         """
-        config = self._config
+        config, ranks = self._config, self._plan.ranks
         self._job, self._folder = job, folder
         if config.validate_every_batches:
             self._reader = open_held_out(self.held_out)
             self._reader.may_skip = not config.has_subject
+            read_once(self._reader, num_samples=config.num_validation_images, ranks=ranks)
         if config.score_every_batches:
             # Networks take pixels.
             self._pictures = open_held_out(_as_squares(self.held_out))
             self._pictures.may_skip = not config.has_subject
+            read_once(self._pictures, num_samples=config.num_score_images, ranks=ranks)
         evaluations = {
             "validation": (config.validate_every_batches, self._validate),
             "samples": (config.sample_every_batches, self._sample),
