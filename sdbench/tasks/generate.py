@@ -25,6 +25,7 @@ from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.objective import (
+    PLAIN,
     Objective,
     check_objective,
     check_sampler,
@@ -176,7 +177,7 @@ class Generate(Task):
         flags, _ = settle(self.request, machine=machine, ranks=ranks)
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
-        schedule = self._architecture.parts["scheduler"]
+        schedule = PLAIN.schedule(self._architecture.parts["scheduler"])
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)
         family = self._architecture.family
@@ -341,7 +342,7 @@ class Generate(Task):
             sampler=flags.scheduler,
             num_steps=flags.num_steps,
             guidance_scale=flags.guidance_scale,
-            negative_prompt=flags.negative_prompt or "",
+            negative_prompt=flags.negative_prompt,
         )
         # All ranks advance at about the same pace.
         num_ranks, is_first = self._ranks.world_size, self._ranks.rank == 0
