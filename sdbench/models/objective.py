@@ -188,3 +188,15 @@ def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
             allowed=" | ".join(other for other in fitting if other != name),
             flag="--scheduler",
         )
+
+
+def check_num_steps(num_steps: int, schedule: Mapping[str, Any], *, flag: str) -> None:
+    """Raise a ConfigError for a sampler with more steps than a schedule of noise has."""
+    largest = schedule.get("num_train_timesteps", 1000) - 1
+    if kind_of(schedule) == DDPM and num_steps > largest:
+        raise ConfigError(
+            "a sampler steps from one time of the schedule to another",
+            value=num_steps,
+            allowed=f"1 to {largest}, as the schedule has {largest + 1} times",
+            flag=flag,
+        )

@@ -27,6 +27,7 @@ from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.objective import (
     PLAIN,
     Objective,
+    check_num_steps,
     check_objective,
     check_sampler,
     default_sampler,
@@ -180,6 +181,7 @@ class Generate(Task):
         schedule = PLAIN.schedule(self._architecture.parts["scheduler"])
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)
+        check_num_steps(flags.num_steps, schedule, flag="--num_steps")
         family = self._architecture.family
         check_objective(
             family.objective,

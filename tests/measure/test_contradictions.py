@@ -152,7 +152,7 @@ def test_steps_that_are_not_those_of_the_record_are_found(tmp_path):
         (rows.assign(phase=rows["phase"].where(~is_measured, "warmup")), "num_measured_steps is"),
         (
             rows.assign(step_time_s=rows["step_time_s"] * 1.0001),
-            "interval.low is",
+            "step_time_p50_s is",
         ),
         (rows.assign(data_wait_s=rows["data_wait_s"] + 0.1), "data_wait_percent is"),
     ):
@@ -160,3 +160,74 @@ def test_steps_that_are_not_those_of_the_record_are_found(tmp_path):
         with pytest.raises(ValueError, match=re.escape(told)) as caught:
             load_record(run)
         assert "the steps of steps.csv give" in str(caught.value)
+
+
+SHAPES = [
+    {"shape": "256x512", "share": 0.25, "num_steps": 4, "step_time_s": 0.5},
+    {"shape": "512x512", "share": 0.75, "num_steps": 6, "step_time_s": 1.5},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "told"),
+    [
+        (None, 1.0, None),
+        ("megapixels_per_second", 1.01, "megapixels_per_second is"),
+        ("images_per_second_of_epoch", 1.01, "achieved_tflops_per_device is"),
+        ("achieved_tflops_per_device", 1.01, "achieved_tflops_per_device is"),
+        ("num_steps", 2, "num_measured_steps is 10, but the steps of its shapes give 14"),
+        ("share", 2, "images_per_second_of_epoch is"),
+        ("flags", 1, "flags is ['shapes'], but the other figures give []"),
+    ],
+)
+def test_rates_of_shapes_follow_from_the_shapes(tmp_path, name, factor, told):
+    run = run_with(tmp_path, "benchmark")
+    (run / "steps.csv").unlink()
+    record = json.loads((run / "record.json").read_text())
+    rate, flops = record["summary"]["images_per_second"], record["workload"]["flops_per_image"]
+    # 128 images a step, in 4 x 0.5 + 6 x 1.5 = 11 s, and 0.25 x 0.5 + 0.75 x 1.5 s by the shares.
+    pixels = 128 * (4 * 256 * 512 + 6 * 512 * 512)
+    summary = record["summary"] | {
+        "shapes": copy.deepcopy(SHAPES),
+        "megapixels_per_second": pixels / 1e6 / 11,
+        "images_per_second_of_epoch": 128 / 1.25,
+    }
+    achieved = 128 / 1.25 * flops / 1e12
+    summary["achieved_tflops_per_device"] = achieved
+    summary["mfu_percent"] = 100 * achieved / 989
+    summary["mfu_of_matmul_percent"] = 100 * achieved / summary["matmul_tflops"]
+    assert summary["images_per_second"] == rate
+    if name == "flags":
+        summary["flags"] = ["shapes"]
+    elif name in SHAPES[0]:
+        summary["shapes"][0][name] *= factor
+    elif name is not None:
+        summary[name] *= factor
+    (run / "record.json").write_text(json.dumps(record | {"summary": summary}))
+    if told is None:
+        load_record(run)
+    else:
+        with pytest.raises(ValueError, match=re.escape(told)):
+            load_record(run)
+
+
+def test_each_stage_of_ray_has_the_workers_of_its_settings_and_rates(tmp_path):
+    run = run_with(tmp_path, "feed")
+    record = json.loads((run / "record.json").read_text())
+    config, summary = record["config"], record["summary"]
+    config |= {"num_decoders": 2, "num_encoders": 3, "engine": "ray"}
+    summary |= {"num_processes": 2, "images_per_second_per_core": None}
+    summary["images_per_second_per_process"] = summary["images_per_second"] / 2
+    stages = {"num_trainers": 1, "target_images_per_second": 100.0, "num_failed_blocks": 0}
+    for worker, number, rate in (("decoder", 2, 30.0), ("encoder", 3, 7.0)):
+        stages |= {f"num_{worker}s": number, f"images_per_second_per_{worker}": rate}
+        stages |= {f"images_per_second_per_{worker}_interval": None}
+    stages |= {"num_decoders_for_target": 4, "num_encoders_for_target": 15}
+    summary["ray"] = stages
+    (run / "record.json").write_text(json.dumps(record))
+    load_record(run)
+    for name in ("num_encoders", "num_decoders_for_target"):
+        changed = record | {"summary": summary | {"ray": stages | {name: stages[name] + 1}}}
+        (run / "record.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"ray.{name} is"):
+            load_record(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
 import functools
 import json
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 from sdbench.analysis.report import PLACES, README
 from sdbench.measure.timer import Step
 from sdbench.record import figures
-from sdbench.record.figures import MEASURED, WARMUP
+from sdbench.record.figures import MEASURED, PROFILED, WARMUP
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
 from sdbench.report.tables import Table
@@ -36,6 +37,7 @@ PARTS_S = {
     "ema": 0.1,
     "other": 0.1,
 }
+DRIFTING = {"summary__flags": ["drift"], "summary__stability": "drift"}
 BREAKDOWN = {"num_steps": 5, "step_time_s": 4.0, "seconds": PARTS_S}
 # Line breaks, the marks of markdown, HTML and CSV, two dollar signs, and letters beyond ASCII.
 HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2d\u202e'
@@ -130,7 +132,7 @@ def write_run(
     folder.mkdir(parents=True)
     if record["summary"] is not None and "kind" not in record:
         if losses is None:
-            steps = _published_steps(record["summary"]["window_s"])
+            record, steps = _with_profile(record, _published_steps(record["summary"]["window_s"]))
         else:
             record, steps = _with_losses(record, losses)
         lines = ["index,phase,step_time_s,data_wait_s,loss"]
@@ -159,6 +161,14 @@ def _published_steps(window_s: float) -> list[Step]:
             )
             for row in csv.DictReader(file)
         ]
+
+
+def _with_profile(record: dict[str, Any], steps: list[Step]) -> tuple[dict[str, Any], list[Step]]:
+    """The steps and behind them those of the record's breakdown, and the record of such a run."""
+    breakdown = record["summary"]["breakdown"] or {"num_steps": 0}
+    steps += [dataclasses.replace(steps[-1], phase=PROFILED)] * breakdown["num_steps"]
+    counts = {"num_steps": len(steps), "num_images": len(steps) * record["config"]["batch_size"]}
+    return record | {"workload": record["workload"] | counts}, steps
 
 
 def _with_losses(
