@@ -75,7 +75,7 @@ LONG = "many words " * 37 + "many "  # 75 tokens, and the two at the ends
 def test_captions_that_are_cut_are_counted(plan, kind):
     write_folder(Path("data"), num_samples=8, has_captions=kind != "table")
     captions = [f"{LONG}{'more' if index < 3 else ''}".strip() for index in range(8)]
-    captions[0] = "of bytes, and not of tokens: internationalization " + "internationalization " * 9
+    captions[0] = "of bytes and not of tokens: internationalization " + "internationalization " * 9
     if kind == "folder":
         for index, caption in enumerate(captions):
             Path(f"data/{index:03d}.txt").write_text(caption)
