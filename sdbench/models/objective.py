@@ -30,6 +30,8 @@ SAMPLERS = {
     },
     FLOW: {"flow_euler": "FlowMatchEulerDiscreteScheduler"},
 }
+# Those that step from one time of the schedule to another; the others step between them too.
+AT_TIMES = ("ddim", "pndm")
 # Settings of train.py that change one kind of objective, with their values that change nothing.
 CHANGES: dict[str, dict[str, Any]] = {
     DDPM: {
@@ -190,13 +192,15 @@ def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
         )
 
 
-def check_num_steps(num_steps: int, schedule: Mapping[str, Any], *, flag: str) -> None:
-    """Raise a ConfigError for a sampler with more steps than a schedule of noise has."""
+def check_num_steps(
+    num_steps: int, *, sampler: str, schedule: Mapping[str, Any], flag: str
+) -> None:
+    """Raise a ConfigError for more steps of a sampler than the schedule has times for them."""
     largest = schedule.get("num_train_timesteps", 1000) - 1
-    if kind_of(schedule) == DDPM and num_steps > largest:
+    if sampler in AT_TIMES and num_steps > largest:
         raise ConfigError(
-            "a sampler steps from one time of the schedule to another",
+            f"each step of {sampler} is at a time of the schedule, which has {largest + 1}",
             value=num_steps,
-            allowed=f"1 to {largest}, as the schedule has {largest + 1} times",
+            allowed=f"1 to {largest}",
             flag=flag,
         )

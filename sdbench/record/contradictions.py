@@ -108,9 +108,9 @@ def _of_every_kind(record: Mapping[str, Any]) -> Iterator[Derived | Bound]:
         yield Derived("its parts", "memory_estimate_gib", total)
     machine = record["machine"]
     if ranks := record.get("ranks"):
-        num_nodes, per_node = ranks["num_nodes"], ranks["ranks_per_node"]
-        world_size = {"world_size": num_nodes * per_node}
-        yield Derived(f"{num_nodes} nodes of {per_node} ranks", "ranks", world_size)
+        world_size, per_node = ranks["world_size"], ranks["ranks_per_node"]
+        num_nodes = {"num_nodes": world_size // per_node}
+        yield Derived(f"{world_size} ranks, {per_node} of them on a node,", "ranks", num_nodes)
         if machine["device_type"] == "cuda":
             num_gpus = machine["num_devices"]
             yield Bound("ranks.ranks_per_node", per_node, "the GPUs of a node", num_gpus)
@@ -130,12 +130,13 @@ def _of_every_kind(record: Mapping[str, Any]) -> Iterator[Derived | Bound]:
         interval = summary.get("images_per_second_interval")
         clocks = _clock_difference(record)
         yield from _of_interval("images_per_second", rate, interval, tolerance=clocks)
-    if rate is not None and interval is not None:
-        num_blocks, num_steps = interval["num_samples"], summary["num_measured_steps"]
-        yield Bound("num_samples of the interval", num_blocks, "num_measured_steps", num_steps)
+        if interval is not None:
+            num_blocks, num_steps = interval["num_samples"], summary["num_measured_steps"]
+            yield Bound("num_samples of its interval", num_blocks, "num_measured_steps", num_steps)
 
 
 def _clock_difference(record: Mapping[str, Any]) -> float:
+    """By how much the time of the window may differ from that of its steps."""
     return MAX_CLOCK_DIFFERENCE if record["machine"]["device_type"] == "cuda" else ROUNDED
 
 

@@ -181,7 +181,7 @@ class Generate(Task):
         schedule = PLAIN.schedule(self._architecture.parts["scheduler"])
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)
-        check_num_steps(flags.num_steps, schedule, flag="--num_steps")
+        check_num_steps(flags.num_steps, sampler=sampler, schedule=schedule, flag="--num_steps")
         family = self._architecture.family
         check_objective(
             family.objective,

@@ -68,6 +68,7 @@ def test_a_falling_rate_that_rises_as_a_run_goes_on_longer_is_told(plan):
     assert float(rates[4]) == pytest.approx(0.005 * (1 + math.cos(4 / 7 * math.pi)))
 
 
+SAMPLED = ("--sample_every_batches", "1", "--sample_prompts", "a cat")
 LONG = "many words " * 37 + "many "  # 75 tokens, and the two at the ends
 
 
@@ -126,8 +127,7 @@ def test_utf_16_without_a_mark_is_told(plan, encoding):
     error = plan("--remote", "data", "--max_duration", "2ba", exit_code=2)
     assert "has the character NUL, as UTF-16 without a mark" in printed_refusal(error).what
     Path("prompts.txt").write_bytes("a cat".encode(encoding))
-    sampled = ("--sample_every_batches", "1", "--sample_prompts", "prompts.txt")
-    argv = ("--use_synth_data", "--max_duration", "2ba", *sampled)
+    argv = ("--use_synth_data", "--max_duration", "2ba", *SAMPLED[:-1], "prompts.txt")
     refusal = printed_refusal(plan(*argv, exit_code=2))
     assert "NUL" in refusal.what and refusal.flag == "--sample_prompts"
 
@@ -147,6 +147,8 @@ def test_pictures_without_captions_lead_to_dreambooth(plan):
     [
         (("--beta1", "1.0"), "--beta1"),
         (("--beta2", "1"), "--beta2"),
+        (("--data_timeout_s", "1e10"), "--data_timeout_s"),  # no wait can be so long
+        ((*SAMPLED, "--sample_steps", "1000"), "--sample_steps"),
         (("--zero_terminal_snr",), "--prediction_type or --zero_terminal_snr"),
         (
             ("--zero_terminal_snr", "--prediction_type", "sample"),
