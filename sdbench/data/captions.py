@@ -8,6 +8,7 @@ from sdbench import data
 from sdbench.base.conditions import CLIP
 from sdbench.base.errors import RunError
 from sdbench.base.units import counted
+from sdbench.data.formats.mds_index import is_packed, locate_mds
 from sdbench.data.samples import BadSampleError, check_caption
 from sdbench.data.source import SourceConfig
 
@@ -15,16 +16,17 @@ from sdbench.data.source import SourceConfig
 NUM_CAPTIONS = 256
 
 
-def describe_captions(config: SourceConfig) -> list[str]:
+def describe_captions(config: SourceConfig, *, num_samples: int | None) -> list[str]:
     """Sentences about captions that lose their end and those that are bad, among the first ones.
 
-    Only of stored pictures in a folder of this machine: nothing is downloaded for it.
+    Only of stored pictures in a folder of this machine whose number is known: nothing is downloaded
+    or unpacked for it.
     """
     if config.caption is not None:
-        return _describe_cut([config.caption], config, which="the caption of all pictures")
+        return _describe_cut([config.caption], config, which="the caption that all pictures share")
     place = config.remote or config.local
     is_here = place is not None and os.path.exists(place) and not config.is_streamed
-    if not is_here or config.wants_latents or data.SOURCES[config.data_format].open is None:
+    if not is_here or num_samples is None or config.wants_latents or _is_packed(config):
         return []
     samples = data.open_stored(config)
     samples.needs_images = False
@@ -44,6 +46,13 @@ def describe_captions(config: SourceConfig) -> list[str]:
     if bad:
         notes.append(f"Of {which}, {len(bad)} cannot be used: {bad[0]}")
     return notes
+
+
+def _is_packed(config: SourceConfig) -> bool:
+    if config.data_format != "mds":
+        return False  # the number of samples of packed tars is not known
+    places = locate_mds(config)
+    return any(is_packed(shard, place.local) for place in places for shard in place.shards)
 
 
 def _describe_cut(captions: list[str], config: SourceConfig, *, which: str) -> list[str]:

@@ -104,7 +104,7 @@ def resolve(
     if plan.config.data_format != "synthetic" and is_plain:
         _tell_of_rest(plan, num_samples)
     if plan.ranks.rank == 0:  # which prints the notes
-        plan.notes += describe_captions(plan.source)
+        plan.notes += describe_captions(plan.source, num_samples=num_samples)
     plan.memory = check_memory(plan)
     _check_results_dir(plan.config.results_dir)
     if plan.source.wants_latents:

@@ -25,6 +25,7 @@ from sdbench.settings.kinds import (
     SHAPES,
     SWITCH,
     TEXT,
+    number,
     number_or,
     one_of,
     whole_number,
@@ -220,7 +221,12 @@ class RateSettings:
     )
     beta1: float = setting(BELOW_1, 0.9, "AdamW: decay of the mean of the gradients")
     beta2: float = setting(BELOW_1, 0.999, "AdamW: decay of the mean of their squares")
-    adam_eps: float = setting(POSITIVE_NUMBER, 1e-8, "AdamW: added to the divisor")
+    adam_eps: float = setting(
+        # A smaller one is 0 in fp32, and 0 / 0 the first step of a weight without a gradient.
+        number("a number of at least 1e-37", lambda value: 1e-37 <= value < math.inf),
+        1e-8,
+        "AdamW: added to the divisor",
+    )
     clip_norm: float | None = setting(
         POSITIVE_NUMBER, None, "largest norm of a step's gradients (default: they are not clipped)"
     )

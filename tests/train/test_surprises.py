@@ -108,6 +108,13 @@ def test_more_captions_than_are_looked_at_are_told_as_the_first_ones(plan):
     assert "Of the first 256 captions, 256 are longer" in notes
 
 
+def test_a_prompt_of_a_subject_that_is_cut_is_told(plan):
+    subject = ("--task", "dreambooth", "--use_synth_data", "--max_duration", "2ba")
+    told = "Of the caption that all pictures share, 1 is longer than the 77 tokens"
+    assert told in plan(*subject, "--instance_prompt", f"{LONG}more")
+    assert told not in plan(*subject, "--instance_prompt", LONG.strip())
+
+
 def test_the_last_samples_that_no_epoch_sees_are_told(plan):
     write_folder(Path("data"), num_samples=9)
     argv = ("--remote", "data", "--max_duration", "2ep")
@@ -147,6 +154,7 @@ def test_pictures_without_captions_lead_to_dreambooth(plan):
     [
         (("--beta1", "1.0"), "--beta1"),
         (("--beta2", "1"), "--beta2"),
+        (("--adam_eps", "1e-50"), "--adam_eps"),  # 0 in fp32
         (("--data_timeout_s", "1e10"), "--data_timeout_s"),  # no wait can be so long
         ((*SAMPLED, "--sample_steps", "1000"), "--sample_steps"),
         (("--zero_terminal_snr",), "--prediction_type or --zero_terminal_snr"),

@@ -325,7 +325,7 @@ class Precompute(Task):
             )
         if job.config.mixture is not None:
             lines.append(job.config.mixture.describe(1))
-        lines += describe_captions(job.config)
+        lines += describe_captions(job.config, num_samples=job.num_samples)
         if num_dropped := self._reader.samples.num_dropped:
             lines.append(f"Left out by --filters: {counted(num_dropped, 'sample')}.")
         if num_missing < job.num_shards:
