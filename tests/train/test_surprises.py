@@ -109,7 +109,8 @@ def test_more_captions_than_are_looked_at_are_told_as_the_first_ones(plan):
 
 
 def test_a_prompt_of_a_subject_that_is_cut_is_told(plan):
-    subject = ("--task", "dreambooth", "--use_synth_data", "--max_duration", "2ba")
+    write_folder(Path("data"), num_samples=4, has_captions=False)
+    subject = ("--task", "dreambooth", "--remote", "data", "--max_duration", "2ba")
     told = "Of the caption that all pictures share, 1 is longer than the 77 tokens"
     assert told in plan(*subject, "--instance_prompt", f"{LONG}more")
     assert told not in plan(*subject, "--instance_prompt", LONG.strip())
