@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.record import figures
 from sdbench.record.store import load_record
 
 # A quick run. Each of several ranks on this machine would take all cores for itself, and wait for
@@ -57,11 +58,28 @@ def follow_rate(record: dict[str, Any]) -> dict[str, Any]:
     summary = record["summary"]
     if summary is None or "kind" in record:
         return record
-    rate = summary["images_per_second"]
-    num_images = record["config"]["batch_size"] * summary["num_measured_steps"]
-    summary["window_s"] = num_images / rate
-    summary["images_per_second_per_device"] = rate / record["ranks"]["world_size"]
-    interval = summary["images_per_second_interval"]
-    if interval is not None and not interval["low"] <= rate <= (interval["high"] or rate):
-        interval |= {"low": 0.9 * rate, "high": 1.1 * rate}
+    ranks, workload = record["ranks"], record["workload"]
+    ranks["ranks_per_node"] = ranks["world_size"] // ranks["num_nodes"]
+    if record["machine"]["device_type"] == "cuda":
+        record["machine"]["num_devices"] = ranks["ranks_per_node"]
+    rate, images_per_step = summary["images_per_second"], record["config"]["batch_size"]
+    num_measured = summary["num_measured_steps"]
+    old_rate = workload["num_images"] / workload["num_steps"] * num_measured / summary["window_s"]
+    window_s = images_per_step * num_measured / rate
+    for name in ("step_time_p50_s", "step_time_p95_s"):
+        summary[name] *= window_s / summary["window_s"]
+    if (interval := summary["images_per_second_interval"]) is not None:
+        high = interval["high"] and interval["high"] * rate / old_rate
+        scaled = {"low": interval["low"] * rate / old_rate, "high": high}
+        summary["images_per_second_interval"] = interval | scaled
+    summary["window_s"] = window_s
+    record["duration_s"] = max(record["duration_s"], 10 * window_s)
+    workload["num_images"] = images_per_step * workload["num_steps"]
+    summary |= figures.of_devices(
+        rate,
+        num_devices=ranks["world_size"],
+        flops_per_image=workload["flops_per_image"],
+        peak=figures.peak_tflops(record["machine"]["device_name"], record["config"]["precision"]),
+        matmul=summary["matmul_tflops"],
+    )
     return record

@@ -19,6 +19,10 @@ SMALLEST, LARGEST = 1e-100, 3e38
 # Records have 5 levels, and the deepest config files of others 8.
 MAX_DEPTH = 32
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+# No text that a person wrote has the character.
+HAS_NUL = (
+    "has the character NUL, as UTF-16 without a mark has where UTF-8 is read: save it as UTF-8"
+)
 # A sweep of 16,000 cells that are written out has 200,000.
 MAX_VALUES = 1_000_000
 MAX_FILE_BYTES = 4 * 2**20  # records take about 10 KB

@@ -234,10 +234,15 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     return resolve_name("sdbench.data.identity:describe_data")(settings)
 
 
+def open_stored(config: SourceConfig) -> Samples:
+    """Open the stored samples of a source that has been checked."""
+    return _call("open", config)
+
+
 def open_samples(config: SourceConfig) -> Samples:
     """Check the source and open its stored samples, to read them by number in stored order."""
     check(config)
-    return _call("open", config)
+    return open_stored(config)
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
@@ -260,7 +265,7 @@ def open_mixture(config: SourceConfig) -> Mixture:
     if SOURCES[config.data_format].open is None:
         num_images = config.num_images or NUM_SYNTHETIC_IMAGES
         return resolve_name(f"{_FORMATS}.synthetic:mix_synthetic")(config, num_images)
-    return resolve_name("sdbench.data.mixture:mix")(_call("open", config), config)
+    return resolve_name("sdbench.data.mixture:mix")(open_stored(config), config)
 
 
 def build(config: SourceConfig) -> CheckedLoader:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import read_text
+from sdbench.base.outside import HAS_NUL, read_text
 from sdbench.settings.recipe import PROMPT_SEPARATOR
 
 # A name that is safe in a folder; in a tar of WebDataset it ends at the first dot.
@@ -35,6 +35,8 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
     """
     try:
         text = read_text(Path(path))
+        if "\0" in text:
+            raise ValueError(f"it {HAS_NUL}")
     except (OSError, ValueError) as error:
         what = f"the prompt file cannot be read ({error})"
         raise _bad_prompts(what, value=path, flag=flag) from None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sdbench.base.conditions import BFLOAT16, NUM_SIZES, SIZES, Condition
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import as_utf8
+from sdbench.base.outside import HAS_NUL
 from sdbench.base.shape import Shape
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.settings.data import KEEP
@@ -207,6 +208,8 @@ def check_caption(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
     if as_utf8(sample.caption) != sample.caption:
         # A lone surrogate: JSON can hold one, UTF-8 cannot.
         raise BadSampleError(f"{sample.name}: the caption has half of a character.")
+    if "\0" in sample.caption:
+        raise BadSampleError(f"{sample.name}: the caption {HAS_NUL}.")
     if not sample.caption and empty_captions != KEEP:
         raise BadSampleError(f"{sample.name}: the caption is empty.")
 

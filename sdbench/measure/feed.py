@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sdbench.measure.summary import summarize_window
+from sdbench.record.figures import of_processes
 
 BYTES_PER_MEGABYTE = 10**6
 
@@ -87,24 +88,22 @@ def summarize_feed(
     """
     stats, window_s = feed.stats, sum(feed.step_times_s)
     num_images = stats.num_images_delivered
-    num_processes = max(num_workers, 1)
     window = summarize_window(
         feed.step_times_s,
         feed.waits_s,
         images_per_step=num_images / len(feed.step_times_s),
         window_s=window_s,
     )
-    rate = window["images_per_second"]
-    # More processes than cores share the cores.
-    rate_per_core = rate / min(num_processes, num_cpu_cores)
+    per_process = of_processes(
+        window["images_per_second"],
+        num_processes=max(num_workers, 1),
+        num_cores=num_cpu_cores,
+        target=target_images_per_second,
+    )
     return {
         **window,
-        "images_per_second_per_process": rate / num_processes,
-        "images_per_second_per_core": None if step_s else rate_per_core,
-        "num_processes": num_processes,
-        "num_workers_for_target": None
-        if target_images_per_second is None
-        else math.ceil(target_images_per_second / rate_per_core),
+        **per_process,
+        **({"images_per_second_per_core": None} if step_s else {}),
         "data_wait_percent": window["data_wait_percent"] if step_s else None,
         "megabytes_per_second": stats.bytes_read / BYTES_PER_MEGABYTE / window_s,
         "ms_per_image": {

@@ -14,18 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sdbench.measure.host import ask, open_nvml
+from sdbench.record.figures import NORMAL_REASON
 
 # nvml.h, nvmlClocksEventReasons: why the clocks are below their maximum.
 CLOCK_REASONS = {
-    0x0000000000000004: "power cap",
+    0x0000000000000004: NORMAL_REASON,
     0x0000000000000008: "hardware slowdown",
     0x0000000000000020: "thermal slowdown by software",
     0x0000000000000040: "thermal slowdown by hardware",
     0x0000000000000080: "power brake",
 }
-# Under load a GPU normally runs at its power cap. The other reasons mean that it is slower than
-# other GPUs of its model.
-NORMAL_REASON = "power cap"
 
 
 def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -48,13 +46,6 @@ OVER_RANKS = OVER_SAMPLES | {
     "energy_j": sum,
     "max_sm_clock_mhz": statistics.fmean,
 }
-
-
-def is_throttled(readings: Mapping[str, Any]) -> bool:
-    """Whether the power limit was lowered, or the clock for a reason other than the cap."""
-    limit_w, default_w = readings["power_limit_w"], readings["default_power_limit_w"]
-    is_limited = limit_w is not None and default_w is not None and limit_w < default_w
-    return is_limited or any(one != NORMAL_REASON for one in readings["throttle_reasons"] or ())
 
 
 def merge_readings(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import re
 import resource
-from pathlib import Path
 from typing import Any
 
 import sdbench
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.measure.host import ask, open_nvml, read_cpu
+from sdbench.record.figures import peak_tflops
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
@@ -84,12 +83,8 @@ class Machine:
         return "fp16" if device_type == "cuda" else "fp32"
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Peak TFLOP/s of dense matrix products on one device, from peaks.json, if listed."""
-        rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
-        for row in rows:
-            if self.device_name in row["devices"]:
-                return row["peaks"].get(precision.removeprefix("amp_"))
-        return None
+        """Peak TFLOP/s of dense matrix products on one device, if it is known."""
+        return peak_tflops(self.device_name, precision)
 
 
 def inspect_machine(*, local_rank: int = 0) -> Machine:

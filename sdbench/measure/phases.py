@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sdbench.record.figures import total_s
+
 DATA_WAIT = "data_wait"
 HOST_TO_DEVICE = "host_to_device"
 VAE_ENCODE = "vae_encode"
@@ -117,7 +119,7 @@ def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dic
         for rank in ranks
     ]
     seconds = {phase: sum(rank[phase] for rank in split) / len(ranks) for phase in PHASES}
-    return {"num_steps": num_steps, "step_time_s": sum(seconds.values()), "seconds": seconds}
+    return {"num_steps": num_steps, "step_time_s": total_s(seconds), "seconds": seconds}
 
 
 def find_stragglers(

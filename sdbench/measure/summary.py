@@ -7,24 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sdbench.measure.bottleneck import name_bottleneck
-from sdbench.measure.gpu_monitor import is_throttled, merge_readings
-from sdbench.measure.phases import OTHER, find_stragglers, merge_phases
+from sdbench.measure.gpu_monitor import merge_readings
+from sdbench.measure.phases import find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock, breaks_graphs
-from sdbench.measure.timer import PROFILED, WARMUP, Step, Timings, merge_ranks
+from sdbench.measure.timer import PROFILED, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
+from sdbench.record import figures
 from sdbench.statistics import intervals
-from sdbench.statistics.intervals import Interval
 
 if TYPE_CHECKING:
     from sdbench.data.buckets import Mixture
-
-# On an idle machine the standard deviation of the step times is below a tenth of their mean.
-MAX_VARIATION = 0.10
-# With a larger share outside all phases, the breakdown does not explain the step.
-MAX_OTHER = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +83,7 @@ def summarize(
     peak_tflops: float | None,
     matmul_tflops: float | None = None,
     startup: StartupClock | None = None,
-    uses_sockets: bool = False,
+    network: str | None = None,
     is_busy: bool = False,
     mixture: Mixture | None = None,
 ) -> dict[str, Any]:
@@ -102,67 +95,43 @@ def summarize(
     `is_busy`: other processes used the CPUs before. `mixture` has the buckets of the data, if any.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
-    measured = timings.measured
-    shapes = [step.shape for step in measured]
-    # Shapes take different times, which is no scatter.
-    raw_times_s = [step.step_time_s for step in measured]
-    step_times_s = intervals.level(raw_times_s, shapes)
-    ratios = intervals.level(raw_times_s, shapes, as_ratios=True)
-    window = summarize_window(
-        step_times_s,
-        [step.data_wait_s for step in measured],
-        images_per_step=config["batch_size"],
-        window_s=timings.window_s,
-    )
-    rate_per_device = window["images_per_second"] / num_devices
-    of_shapes: dict[str, Any] = {}
-    rate_of_flops = rate_per_device
-    if mixture is not None:
-        of_shapes = _summarize_shapes(measured, mixture, config["batch_size"])
-        # FLOPs per image are the mean over the data, whose shapes the window has by chance.
-        rate_of_epoch = of_shapes["images_per_second_of_epoch"]
-        rate_of_flops = (rate_of_epoch or window["images_per_second"]) / num_devices
-    achieved_tflops = rate_of_flops * flops_per_image / 1e12
-    steadiness = intervals.check_steady(step_times_s)
-    variation = float(np.std(ratios, ddof=1) / np.mean(ratios)) if measured[1:] else None
-    target = config.get("target_precision")
+    images_per_step, target = config["batch_size"], config.get("target_precision")
     stragglers = bottleneck = None
     if breakdown is not None:
         stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
         bottleneck = name_bottleneck(
             breakdown,
             config,
-            device_batch_size=config["batch_size"] // num_devices,
+            device_batch_size=images_per_step // num_devices,
             stragglers=stragglers,
         )
-    flags = {
-        "drift": steadiness is not None and not steadiness.is_steady,
-        "noisy": variation is not None and variation > MAX_VARIATION,
-        "throttled": gpu is not None and is_throttled(gpu),
-        "shared": gpu is not None and bool(gpu["num_other_processes"]),
-        "busy": is_busy,
-        "other_time": breakdown is not None
-        and breakdown["seconds"][OTHER] > MAX_OTHER * breakdown["step_time_s"],
-        "straggler": bool(stragglers),
-        "sockets": uses_sockets,
-        "shapes": any(shape["num_steps"] < 2 for shape in of_shapes.get("shapes", ())),
-        "graph_breaks": breaks_graphs(),
-        "precision_not_reached": target is not None
-        and not intervals.is_precise(step_times_s, target=target),
-    }
-    num_warmup_steps = sum(step.phase == WARMUP for step in timings.steps)
-    return {
-        **window,
-        "images_per_second_per_device": rate_per_device,
-        "num_warmup_steps": num_warmup_steps,
-        "step_time_p50_s": float(np.percentile(raw_times_s, 50)),
-        "step_time_p95_s": float(np.percentile(raw_times_s, 95)),
-        "step_time_cv_percent": None if variation is None else 100 * variation,
-        "num_outliers": intervals.count_outliers(ratios),
+    of_shapes: dict[str, Any] = {}
+    if mixture is not None:
+        shapes = figures.rows_of_shapes(timings.steps, mixture.for_record()["num_samples"])
+        of_shapes = figures.of_shapes(shapes, images_per_step=images_per_step) | {"shapes": shapes}
+    of_steps = figures.of_steps(
+        timings.steps, images_per_step=images_per_step, window_s=timings.window_s
+    )
+    step_times_s = figures.times_without_shapes(timings.measured)
+    steadiness = intervals.check_steady(step_times_s)
+    of_devices = figures.of_devices(
+        of_steps["images_per_second"],
+        num_devices=num_devices,
+        flops_per_image=flops_per_image,
+        peak=peak_tflops,
+        matmul=matmul_tflops,
+        images_per_second_of_epoch=of_shapes.get("images_per_second_of_epoch"),
+    )
+    num_warmup_steps = of_steps["num_warmup_steps"]
+    summary = {
+        **of_steps,
+        **of_devices,
+        "images_per_second_interval": estimate_interval(
+            step_times_s, images_per_step=images_per_step
+        ),
         "stability": None
         if steadiness is None
-        else ("steady" if steadiness.is_steady else "drift"),
-        "flags": [name for name, is_raised in flags.items() if is_raised],
+        else ("steady" if steadiness.is_steady else figures.DRIFT),
         "breakdown": breakdown,
         "stragglers": stragglers,
         "attention_kernels": measurements.attention_kernels,
@@ -171,43 +140,17 @@ def summarize(
         "peak_memory_gib": measurements.peak_memory_gib,
         "gpu": gpu,
         "gpu_utilization_percent": None if gpu is None else gpu["utilization_percent"],
-        "achieved_tflops_per_device": achieved_tflops,
-        "mfu_percent": None if peak_tflops is None else 100 * achieved_tflops / peak_tflops,
-        "matmul_tflops": matmul_tflops,
-        "mfu_of_matmul_percent": None
-        if matmul_tflops is None
-        else 100 * achieved_tflops / matmul_tflops,
-        "loss_first": timings.steps[0].loss,
-        "loss_last": timings.steps[-1].loss,
         **of_shapes,
     }
-
-
-def _summarize_shapes(
-    measured: Sequence[Step], mixture: Mixture, images_per_step: int
-) -> dict[str, Any]:
-    """Rates in pixels, and steps by shape.
-
-    A window rarely has the shapes in the proportions of the data: `images_per_second_of_epoch` is
-    the rate at the means of its steps, each shape with its share of the samples. None if the window
-    lacks a shape.
-    """
-    times_s = {shape: [] for shape in mixture.shapes}
-    for step in measured:
-        times_s[step.shape].append(step.step_time_s)
-    means_s = [sum(some) / len(some) if some else None for some in times_s.values()]
-    num_pixels = images_per_step * sum(step.shape.num_pixels for step in measured)
-    rows = zip(mixture.shapes, mixture.shares, times_s.values(), means_s, strict=True)
-    return {
-        "megapixels_per_second": num_pixels / 1e6 / sum(step.step_time_s for step in measured),
-        "images_per_second_of_epoch": None
-        if None in means_s
-        else images_per_step / mixture.mean(means_s),
-        "shapes": [
-            {"shape": str(shape), "share": share, "num_steps": len(some), "step_time_s": mean_s}
-            for shape, share, some, mean_s in rows
-        ],
+    others = {
+        "busy": is_busy,
+        "graph_breaks": breaks_graphs(),
+        "precision_not_reached": target is not None
+        and not intervals.is_precise(step_times_s, target=target),
     }
+    raised = [name for name, is_raised in others.items() if is_raised]
+    flags = figures.raise_flags(summary, network=network, others=raised)
+    return {**summary, "flags": flags}
 
 
 def summarize_window(
@@ -217,19 +160,19 @@ def summarize_window(
     images_per_step: float,
     window_s: float,
 ) -> dict[str, Any]:
-    """The figures of a measured window that every task has in its record's `summary`."""
+    """The figures of a measured window, with an interval."""
+    of_window = figures.of_window(
+        len(step_times_s), data_waits_s, images_per_step=images_per_step, window_s=window_s
+    )
+    interval = estimate_interval(step_times_s, images_per_step=images_per_step)
+    return {**of_window, "images_per_second_interval": interval}
+
+
+def estimate_interval(
+    step_times_s: Sequence[float], *, images_per_step: float
+) -> dict[str, Any] | None:
+    """The interval of images/s within a run, as JSON, in which an infinite end is None."""
     interval = intervals.within_run_interval(step_times_s, images_per_step=images_per_step)
-    return {
-        "images_per_second": images_per_step * len(step_times_s) / window_s,
-        "images_per_second_interval": interval_for_record(interval),
-        "num_measured_steps": len(step_times_s),
-        "window_s": window_s,
-        "data_wait_percent": 100 * sum(data_waits_s) / window_s,
-    }
-
-
-def interval_for_record(interval: Interval | None) -> dict[str, Any] | None:
-    """An interval as JSON, in which an infinite end is None."""
     if interval is None:
         return None
     high = interval.high if math.isfinite(interval.high) else None

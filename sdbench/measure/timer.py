@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
+from sdbench.record.figures import MEASURED, PROFILED, WARMUP
 from sdbench.record.store import INVALID
 from sdbench.statistics import intervals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WARMUP = "warmup"
-MEASURED = "measured"
-PROFILED = "profiled"
 AFTER = "after"
 TRAINED = "trained"
 

@@ -35,6 +35,7 @@ from sdbench.base.outside import shorten
 from sdbench.base.shape import Shape
 from sdbench.models.families import (
     PIPELINE_FILE,
+    asks_for_zeros,
     built_in_files,
     detect_family,
     families,
@@ -81,6 +82,8 @@ class Architecture:
         weights_folder: Local diffusers folder with safetensors weights; None: random weights.
         part_folders: The same for parts that come from elsewhere, by part.
         tokenizer_folders: Folders of the model's own tokenizers, by name; others are carried ones.
+        zeroes_empty_prompt: Whether pictures without a negative prompt are drawn with zeros in
+            place of the encoded empty one.
         revision: Commit of the hub repository that the model came from.
         parts: For each sub-model the configuration of its class, for ``scheduler`` that of a
             scheduler of diffusers, and for each tokenizer `pad_token_id`, the id that fills a
@@ -92,6 +95,7 @@ class Architecture:
     weights_folder: Path | None = field(default=None, repr=False)
     part_folders: Mapping[str, Path | None] = field(default_factory=dict, repr=False)
     tokenizer_folders: Mapping[str, Path] = field(default_factory=dict, repr=False)
+    zeroes_empty_prompt: bool = field(default=False, repr=False)
     revision: str | None = field(default=None, repr=False)
     parts: Mapping[str, dict[str, Any]]
 
@@ -437,6 +441,7 @@ def _load_folder(
         name=name,
         family=family,
         weights_folder=None if random_weights else folder,
+        zeroes_empty_prompt=family.may_zero_empty_prompt and asks_for_zeros(folder),
         tokenizer_folders={part: folder / part for part in tokenizers},
         revision=revision,
         parts=parts,

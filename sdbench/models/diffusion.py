@@ -71,6 +71,7 @@ class DiffusionModel(nn.Module):
         self.scaling_factor = architecture.scaling_factor
         self.latent_shift = architecture.parts["vae"].get("shift_factor")
         self.latent_channels = architecture.latent_channels
+        self.zeroes_empty_prompt = architecture.zeroes_empty_prompt
         self.objective = objective
         self.weights_dtype = weights_dtype
         self.autocast_dtype = autocast_dtype

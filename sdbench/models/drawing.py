@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sdbench.base.shape import Shape
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.models.family import Family, kind_of
+from sdbench.models.family import ZEROS_KEY, kind_of
 from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -45,15 +45,15 @@ class DrawingSettings:
     """How pictures are generated: their shape, sampler, pictures per call of the model.
 
     The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
-    from the negative prompt to the prompt; up to a scale of 1 there is none, and None is that of
-    the model's family.
+    from the negative prompt, or the empty one, to the prompt; up to a scale of 1 there is none, and
+    None is that of the model's family.
     """
 
     shape: Shape
     sampler: str | None = None
     num_steps: int = 25
     guidance_scale: float | None = None
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     batch_size: int = 4
 
 
@@ -90,7 +90,7 @@ def draw(
     sampler = make_sampler(settings.sampler, model.objective.config)
     # Prompts are encoded and latents decoded by the model, each in its encoder's type.
     parts = {model.family.denoiser: denoiser, "vae": model.vae}
-    pipeline = make_pipeline(model.family, parts, sampler=sampler)
+    pipeline = make_pipeline(model, parts, sampler=sampler)
     pipeline.set_progress_bar_config(disable=True)
     device = next(denoiser.parameters()).device
     shape = settings.shape
@@ -111,9 +111,11 @@ def draw(
     model.eval()
     try:
         with torch.no_grad(), model.autocast(device):
-            negative_prompts = [settings.negative_prompt] * len(prompts)
+            negative = encode([settings.negative_prompt or ""] * len(prompts))
+            if settings.negative_prompt is None and model.zeroes_empty_prompt:
+                negative = {name: torch.zeros_like(state) for name, state in negative.items()}
             latents = pipeline(
-                **network.pipeline_arguments(encode(prompts), encode(negative_prompts)),
+                **network.pipeline_arguments(encode(prompts), negative),
                 **network.guidance_arguments(scale, told=model.objective.guidance),
                 latents=network.pack(noise.to(device, model.input_dtype)),
                 height=shape.height,
@@ -129,11 +131,14 @@ def draw(
     return VaeImageProcessor().postprocess(images, output_type="pil")
 
 
-def make_pipeline(family: Family, parts: Mapping[str, Any], *, sampler: Any) -> Any:
-    """The pipeline of diffusers around parts and tokenizers, by name; those left out are None."""
-    absent = dict.fromkeys((*family.parts, *family.tokenizers))
+def make_pipeline(model: DiffusionModel, parts: Mapping[str, Any], *, sampler: Any) -> Any:
+    """The pipeline of diffusers of a model, with these parts and tokenizers; others are None."""
+    family = model.family
+    options = dict.fromkeys((*family.parts, *family.tokenizers)) | family.pipeline_options
+    if family.may_zero_empty_prompt:
+        options[ZEROS_KEY] = model.zeroes_empty_prompt
     pipeline = getattr(diffusers, family.pipeline)
-    return pipeline(**absent | dict(parts), scheduler=sampler, **family.pipeline_options)
+    return pipeline(**options | dict(parts), scheduler=sampler)
 
 
 def draw_samples(

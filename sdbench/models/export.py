@@ -83,7 +83,7 @@ def export(
         }
         module.load_state_dict(own, assign=True)
     scheduler = make_sampler(sampler, model.objective.config)
-    pipeline = make_pipeline(family, {**modules, **tokenizers}, sampler=scheduler)
+    pipeline = make_pipeline(model, {**modules, **tokenizers}, sampler=scheduler)
     with in_one_piece(folder, card=card) as partial:
         # diffusers warns of each part that the model lacks.
         with quiet_diffusers(), quiet_transformers():

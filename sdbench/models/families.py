@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.outside import read_json_object
-from sdbench.models.family import Family
+from sdbench.models.family import ZEROS_KEY, Family
 
 SIZES_FOLDER = "sizes"
 # Of a folder of diffusers, the file that names the pipeline.
@@ -63,6 +63,12 @@ def has_denoiser(folder: Path, family: Family) -> bool:
 def said_pipeline(folder: Path) -> str | None:
     """The class of diffusers that the folder's model_index.json names, if it has one."""
     return _say(folder / PIPELINE_FILE, "_class_name")
+
+
+def asks_for_zeros(folder: Path) -> bool:
+    """Whether diffusers draws with zeros in place of the empty prompt: so it does unless told."""
+    said = _say(folder / "model_index.json", ZEROS_KEY)
+    return said_pipeline(folder) is not None and said is not False
 
 
 def _say(file: Path, key: str) -> Any:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sdbench.models.network import Network
 
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
+# Option of a pipeline of diffusers, and key of model_index.json.
+ZEROS_KEY = "force_zeros_for_empty_prompt"
 # Kinds of objectives, and the class of diffusers that reads the configuration of their schedule.
 DDPM, FLOW = "ddpm", "flow"
 PREDICTION_TYPES = EPSILON, VELOCITY, SAMPLE = ("epsilon", "v_prediction", "sample")
@@ -88,6 +90,7 @@ class Family:
             has; a built-in model may be taken with fewer.
         guidance_scale: Of classifier-free guidance, as its pipeline draws by default.
         tells_sizes: Whether it is told the sizes of each picture, `conditions.SIZES`.
+        may_zero_empty_prompt: Whether its pipeline has the option `ZEROS_KEY`.
         is_default: Whether a folder of no known kind is checked as one of this family.
     """
 
@@ -107,6 +110,7 @@ class Family:
     block_counts: ClassVar[tuple[str, ...]] = ()
     guidance_scale: ClassVar[float] = 7.5
     tells_sizes: ClassVar[bool] = False
+    may_zero_empty_prompt: ClassVar[bool] = False
     is_default: ClassVar[bool] = False
 
     @property

@@ -30,6 +30,8 @@ SAMPLERS = {
     },
     FLOW: {"flow_euler": "FlowMatchEulerDiscreteScheduler"},
 }
+# Those that step from one time of the schedule to another; the others step between them too.
+AT_TIMES = ("ddim", "pndm")
 # Settings of train.py that change one kind of objective, with their values that change nothing.
 CHANGES: dict[str, dict[str, Any]] = {
     DDPM: {
@@ -187,4 +189,18 @@ def check_sampler(name: str, schedule: Mapping[str, Any]) -> None:
             value=name,
             allowed=" | ".join(other for other in fitting if other != name),
             flag="--scheduler",
+        )
+
+
+def check_num_steps(
+    num_steps: int, *, sampler: str, schedule: Mapping[str, Any], flag: str
+) -> None:
+    """Raise a ConfigError for more steps of a sampler than the schedule has times for them."""
+    largest = schedule.get("num_train_timesteps", 1000) - 1
+    if sampler in AT_TIMES and num_steps > largest:
+        raise ConfigError(
+            f"each step of {sampler} is at a time of the schedule, which has {largest + 1}",
+            value=num_steps,
+            allowed=f"1 to {largest}",
+            flag=flag,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdbench.base.secrets import redact_values
@@ -48,14 +48,17 @@ def for_person(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def as_yaml(request: Request[Any], config: Any, *, chosen: Mapping[str, str]) -> str:
+def as_yaml(
+    request: Request[Any], config: Any, *, chosen: Mapping[str, str], notes: Sequence[str]
+) -> str:
     """All settings as YAML that --config accepts, each with a comment that says who chose it.
 
     `config` has the settings of the request and those that the program chose, `chosen` its reasons.
+    The `notes` come first, as comments.
     """
     import yaml
 
-    lines = [f"# {note}" for note in request.translation.notes]
+    lines = [f"# {line}" for note in notes for line in note.splitlines()]
     for name, value in redact_values(dataclasses.asdict(config)).items():
         text = yaml.safe_dump({name: as_literal(value)}, default_flow_style=False).strip()
         if name in chosen:

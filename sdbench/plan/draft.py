@@ -14,7 +14,7 @@ from sdbench.data.buckets import Buckets, Mixture, make_buckets, size_of_budget
 from sdbench.data.source import VAE_FACTOR
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
-from sdbench.models.objective import check_objective
+from sdbench.models.objective import Objective, check_objective
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
@@ -75,6 +75,11 @@ class Draft:
         check_objective(
             family.objective, self.config, takes_guidance=takes_guidance, flow=family.flow
         )
+        changes = ("prediction_type", "zero_terminal_snr")
+        schedule = {
+            name: getattr(self.config, name) for name in changes if hasattr(self.config, name)
+        }
+        Objective(**schedule).schedule(self.architecture.parts["scheduler"])
         if self.config.step_has_encoders and self.request.is_users("encoder_dtype"):
             family.check_encoder_dtype(self.config.encoder_dtype)
         for name, (allowed, reason) in family.unsuitable.items():

@@ -22,6 +22,7 @@ from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
 from sdbench.data.buckets import size_of_budget
+from sdbench.data.captions import describe_captions
 from sdbench.data.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
@@ -102,6 +103,8 @@ def resolve(
     is_plain = plan.mixture is None and not plan.config.has_subject
     if plan.config.data_format != "synthetic" and is_plain:
         _tell_of_rest(plan, num_samples)
+    if plan.ranks.rank == 0:  # which prints the notes
+        plan.notes += describe_captions(plan.source, num_samples=num_samples)
     plan.memory = check_memory(plan)
     _check_results_dir(plan.config.results_dir)
     if plan.source.wants_latents:
@@ -139,10 +142,13 @@ def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None
     """The model that settings name, with `parts` as `replace_parts` takes them.
 
     A ConfigError refuses folders that do not have exactly its weights.
+    Training that drops captions teaches the encoded empty caption, so pictures are drawn with it.
     """
     architecture = resolve_architecture(
         config.model_name, revision=config.model_revision, random_weights=config.random_weights
     )
+    if config.caption_drop_probability:
+        architecture = dataclasses.replace(architecture, zeroes_empty_prompt=False)
     if parts is not None:
         architecture = replace_parts(architecture, parts)
     if len(architecture.random_parts) < len(architecture.modules):
@@ -183,10 +189,11 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
     """Note the samples that do not fill the last batch of an epoch, if the run has a whole one."""
     num_steps, rest = divmod(num_samples or 0, plan.config.batch_size)
     if rest and plan.max_num_steps >= num_steps:
-        others = ", others in each epoch" if plan.config.shuffle else ""
+        which = "others" if plan.config.shuffle else "with --no_shuffle the last ones"
         plan.notes.append(
             f"An epoch is {counted(num_steps, 'step')} of {plan.config.batch_size}: {rest} of "
-            f"{num_samples} samples do not fill a batch and are left out of it{others}."
+            f"{num_samples} samples do not fill a batch and are left out of it, {which} in each "
+            "epoch."
         )
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from sdbench.ranks.distributed import Ranks
 
-# What NCCL calls a network without EFA or InfiniBand.
-SOCKETS = "Socket"
 # "NCCL INFO Using network AWS Libfabric", ncclNet's name in init.cc of NCCL 2.12 and newer.
 USING_NETWORK = re.compile(r"NCCL INFO Using network (.+)")
 

@@ -25,7 +25,6 @@ from sdbench.base.escape import without_controls
 from sdbench.base.files import refused_unless_written, replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
-from sdbench.record.contradictions import find_contradictions
 from sdbench.record.row import format_csv
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
@@ -155,6 +154,8 @@ def load_record(path: Path) -> dict[str, Any]:
     version or an unknown kind, does not match its schema, has other settings than its program, or
     contradicts itself.
     """
+    from sdbench.record.contradictions import find_contradictions
+
     file = path / RECORD_NAME if path.is_dir() else path
     try:
         record = read_json_object(file)

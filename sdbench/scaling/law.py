@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import sdbench
 from sdbench.base.carried import RESULTS, THROUGHPUT
 from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
+from sdbench.record.figures import PEAKS_FILE
 from sdbench.record.store import OK
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 
-PEAKS_FILE = Path(sdbench.__file__).with_name("measure") / "peaks.json"
 WORK_FILE = Path(__file__).with_name("work.yaml")
 
 EAGER, FUSED = "eager", "fused"

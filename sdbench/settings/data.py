@@ -11,7 +11,7 @@ from sdbench.settings.kinds import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
-    POSITIVE_NUMBER,
+    SECONDS,
     SWITCH,
     TEXT,
     one_of,
@@ -125,7 +125,7 @@ class DataSettings(BucketSettings):
         "run before it begins, or leave them out and count them",
     )
     data_timeout_s: float = setting(
-        POSITIVE_NUMBER,
+        SECONDS,
         300.0,
         "seconds without a batch after which the loader counts as stuck",
         only_measures=True,

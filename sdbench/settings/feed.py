@@ -6,7 +6,7 @@ import dataclasses
 
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
-from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
+from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, SECONDS, one_of
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings, OnlineSettings
 from sdbench.settings.ray import RAY, UNDER_RAY, RaySettings
@@ -97,7 +97,7 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER, None, "longest duration of the measured window"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER,
+        SECONDS,
         None,
         "seconds to sleep after each batch; reports how long a trainer waits",
         is_everyday=True,

@@ -271,6 +271,7 @@ SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < v
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 FINITE_NUMBER = number("a number", math.isfinite)
 BETWEEN_0_AND_1 = number("a number above 0 and below 1", lambda value: 0 < value < 1)
+BELOW_1 = number("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
 CONDITIONS = Kind(
     'fields and conditions, e.g. {pwatermark: "<=0.5", original_width: ">=512"}',
     _parse_conditions,

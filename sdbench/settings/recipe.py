@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
+    BELOW_1,
     BETWEEN_0_AND_1,
     DURATION,
     FINITE_NUMBER,
@@ -23,6 +25,7 @@ from sdbench.settings.kinds import (
     SHAPES,
     SWITCH,
     TEXT,
+    number,
     number_or,
     one_of,
     whole_number,
@@ -45,7 +48,12 @@ from sdbench.settings.setting import (
     shared,
 )
 from sdbench.settings.subject import SubjectSettings
-from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
+from sdbench.settings.training import (
+    EMA_HALF_LIFE_BATCHES,
+    BatchSettings,
+    ModelSettings,
+    UpdateSettings,
+)
 
 # Between the prompts of a command line.
 PROMPT_SEPARATOR = "|"
@@ -211,9 +219,14 @@ class RateSettings:
         "share of --lr at the end of the schedules cosine and linear",
         acts_beside=(Beside(("lr_schedule",)),),
     )
-    beta1: float = setting(FRACTION, 0.9, "AdamW: decay of the mean of the gradients")
-    beta2: float = setting(FRACTION, 0.999, "AdamW: decay of the mean of their squares")
-    adam_eps: float = setting(POSITIVE_NUMBER, 1e-8, "AdamW: added to the divisor")
+    beta1: float = setting(BELOW_1, 0.9, "AdamW: decay of the mean of the gradients")
+    beta2: float = setting(BELOW_1, 0.999, "AdamW: decay of the mean of their squares")
+    adam_eps: float = setting(
+        # A smaller one is 0 in fp32, and 0 / 0 the first step of a weight without a gradient.
+        number("a number of at least 1e-37", lambda value: 1e-37 <= value < math.inf),
+        1e-8,
+        "AdamW: added to the divisor",
+    )
     clip_norm: float | None = setting(
         POSITIVE_NUMBER, None, "largest norm of a step's gradients (default: they are not clipped)"
     )
@@ -237,6 +250,13 @@ class RateSettings:
         "let the average follow faster at first: decay at most (1 + n) / (10 + n) in step n",
         acts_beside=(AVERAGED,),
     )
+
+    @property
+    def half_life_batches(self) -> float:
+        """Steps after which the influence of a weight on the moving average has halved."""
+        if self.ema_decay is not None:
+            return math.log(0.5) / math.log(self.ema_decay)
+        return self.ema_half_life_batches or EMA_HALF_LIFE_BATCHES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ from sdbench.settings.subject import OF_PICTURES, OF_SUBJECT
 
 # The part that predicts, in `trained_parts`: a U-Net or a transformer, as the model has it.
 DENOISER = "denoiser"
+# mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
+EMA_HALF_LIFE_BATCHES = 1000
 
 
 def _is_in_prompt(situation: Situation) -> bool:

@@ -19,7 +19,7 @@ from sdbench.plan.window import looks_at_attention
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.launcher import typed_command
-from sdbench.ranks.nccl_log import SOCKETS, NcclLog
+from sdbench.ranks.nccl_log import NcclLog
 from sdbench.record.row import append_row
 from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
 from sdbench.report.outlook import describe_outlook
@@ -91,7 +91,7 @@ class Benchmark(TrainingTask):
             peak_tflops=machine.peak_tflops(config.precision),
             matmul_tflops=matmul_tflops,
             startup=clock,
-            uses_sockets=network == SOCKETS,
+            network=network,
             is_busy=is_busy,
             mixture=plan.mixture,
         )

@@ -108,7 +108,8 @@ class Feed(Task):
         """The settings as a config file."""
         if not self.request.print_config:
             return None
-        return describe.as_yaml(self.request, self._settings, chosen=self._chosen)
+        notes = self.request.translation.notes
+        return describe.as_yaml(self.request, self._settings, chosen=self._chosen, notes=notes)
 
     def make_folder(self) -> Path:
         """Make a new folder in --results_dir."""

@@ -26,7 +26,9 @@ from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.objective import (
+    PLAIN,
     Objective,
+    check_num_steps,
     check_objective,
     check_sampler,
     default_sampler,
@@ -180,9 +182,10 @@ class Generate(Task):
         named = read_prompts(flags)
         self._architecture = resolve_architecture(flags.model_name, revision=flags.model_revision)
         check_folders(self._architecture)
-        schedule = self._architecture.parts["scheduler"]
+        schedule = PLAIN.schedule(self._architecture.parts["scheduler"])
         sampler = flags.scheduler or default_sampler(schedule)
         check_sampler(sampler, schedule)
+        check_num_steps(flags.num_steps, sampler=sampler, schedule=schedule, flag="--num_steps")
         family = self._architecture.family
         check_objective(
             family.objective,
@@ -354,7 +357,7 @@ class Generate(Task):
             sampler=flags.scheduler,
             num_steps=flags.num_steps,
             guidance_scale=flags.guidance_scale,
-            negative_prompt=flags.negative_prompt or "",
+            negative_prompt=flags.negative_prompt,
         )
         # All ranks advance at about the same pace.
         num_ranks, is_first = self._ranks.world_size, self._ranks.rank == 0

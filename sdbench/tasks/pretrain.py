@@ -17,13 +17,11 @@ from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.replay import Step, count_flops
 from sdbench.plan.resolve import Plan
+from sdbench.settings.training import EMA_HALF_LIFE_BATCHES
 from sdbench.tasks.tuning import tune_model
 
 if TYPE_CHECKING:
     from sdbench.data.pipeline.loader import CheckedLoader
-
-# mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
-EMA_HALF_LIFE_BATCHES = 1000
 
 
 def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> TrainJob:

@@ -7,7 +7,6 @@ requires, and sleep instead of training.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +15,13 @@ from typing import Any, NamedTuple
 
 from sdbench.data.source import SourceConfig
 from sdbench.measure.feed import Feed, summarize_feed
-from sdbench.measure.summary import interval_for_record
+from sdbench.measure.summary import estimate_interval
 from sdbench.models.architecture import Architecture
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.heartbeat import Heartbeat
+from sdbench.record.figures import num_for_target
 from sdbench.settings.feed import FeedSettings
-from sdbench.statistics.intervals import Interval, within_run_interval
 from sdbench.tasks.encode.online import EncodeStage, OnlineLoader
 from sdbench.tasks.encode.ray_stages import DecodeStage
 from sdbench.tasks.training import end_loading
@@ -140,8 +139,8 @@ class OnlineFeed:
             stages |= {
                 f"num_{worker}s": getattr(settings, f"num_{worker}s"),
                 f"images_per_second_per_{worker}": rate,
-                f"images_per_second_per_{worker}_interval": interval_for_record(interval),
-                f"num_{worker}s_for_target": math.ceil(target / rate) if target and rate else None,
+                f"images_per_second_per_{worker}_interval": interval,
+                f"num_{worker}s_for_target": num_for_target(target, rate),
             }
         return summary | {
             # The cores of the decoders' nodes are not known here.
@@ -157,7 +156,7 @@ class OnlineFeed:
 
 def _rate_of_one(
     times: Sequence[StageTime], *, images_per_row: int
-) -> tuple[float | None, Interval | None]:
+) -> tuple[float | None, dict[str, Any] | None]:
     """Images/s of one busy actor in the window, with an interval; None if too little was made."""
     parts = [
         StageTime(later.num_rows - earlier.num_rows, later.busy_s - earlier.busy_s)
@@ -168,4 +167,4 @@ def _rate_of_one(
         return None, None
     rate = images_per_row * sum(p.num_rows for p in parts) / sum(p.busy_s for p in parts)
     seconds_per_row = [part.busy_s / part.num_rows for part in parts]
-    return rate, within_run_interval(seconds_per_row, images_per_step=images_per_row)
+    return rate, estimate_interval(seconds_per_row, images_per_step=images_per_row)

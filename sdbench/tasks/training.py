@@ -64,7 +64,7 @@ class TrainingTask(Task):
         if not self.request.print_config:
             return None
         plan = self.plan
-        return describe.as_yaml(plan.request, plan.config, chosen=plan.chosen)
+        return describe.as_yaml(plan.request, plan.config, chosen=plan.chosen, notes=plan.notes)
 
     def _begin(
         self, run: Run, settings: dict[str, Any], *, has_parts: bool = False

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sdbench.measure.gpu_monitor import OVER_RANKS, GpuMonitor, is_throttled, merge_readings
+from sdbench.measure.gpu_monitor import OVER_RANKS, GpuMonitor, merge_readings
 from sdbench.measure.summary import Measurements, summarize
 from sdbench.measure.timer import Step, Timings
+from sdbench.record.figures import is_throttled
 
 
 class NVMLError(Exception):

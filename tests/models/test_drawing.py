@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -16,11 +18,13 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
-from sdbench.models.family import DDPM
+from sdbench.models.family import DDPM, ZEROS_KEY
 from sdbench.models.objective import SAMPLERS, Objective, check_sampler
+from sdbench.plan.resolve import find_model
 from sdbench.ranks.distributed import Ranks
 from tests.forked import run_in_group
 from tests.refusals import refused
+from tests.train.tiny_model import write_tiny_model
 
 TINY = resolve_architecture("tiny")
 PORTRAIT, LANDSCAPE = Shape(64, 128), Shape(192, 64)
@@ -183,3 +187,46 @@ def test_a_grid_has_room_for_pictures_of_several_shapes() -> None:
         assert caption.min() < 64
         seen[y : y + height, x : x + width] = caption[:] = 255
     assert (seen == 255).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [True, False, None], ids=["zeros", "encoded", "not said"])
+@torch.no_grad()
+def test_an_empty_negative_prompt_of_sdxl_is_what_its_folder_asks_for(tmp_path, said) -> None:
+    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    file = tmp_path / "model" / "model_index.json"
+    index = json.loads(file.read_text())
+    assert index[ZEROS_KEY] is False  # an export says what it was trained with
+    index[ZEROS_KEY] = said
+    file.write_text(json.dumps({name: value for name, value in index.items() if value is not None}))
+    architecture = resolve_architecture(str(tmp_path / "model"))
+    model = build_model(architecture, seed=3)
+    settings = dataclasses.replace(SETTINGS, guidance_scale=5.0)
+    tokenize = CaptionTokenizers.of(architecture)
+    pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(tmp_path / "model")
+    pictures = []
+    for negative_prompt in (None, "", "a dog"):
+        options = dataclasses.replace(settings, negative_prompt=negative_prompt)
+        drawn = pixels(draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=options))
+        expected = pipeline(
+            PROMPTS,
+            negative_prompt=negative_prompt and [negative_prompt] * 3,
+            generator=[torch.Generator().manual_seed(seed) for seed in (5, 6, 7)],
+            num_inference_steps=4,
+            guidance_scale=5.0,
+            **SETTINGS.shape._asdict(),
+        ).images
+        assert np.abs(drawn - pixels(expected)).max() <= 1
+        pictures.append(drawn)
+    assert np.array_equal(pictures[0], pictures[1]) == (said is False)
+
+
+def test_training_that_drops_captions_draws_with_the_encoded_empty_one(tmp_path) -> None:
+    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    file = tmp_path / "model" / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {ZEROS_KEY: True}))
+    config = {"model_name": str(tmp_path / "model"), "model_revision": None}
+    config |= {"random_weights": False}
+    for probability in (0.0, 0.1):
+        settings = SimpleNamespace(**config, caption_drop_probability=probability)
+        assert find_model(settings).zeroes_empty_prompt == (not probability)

@@ -15,7 +15,9 @@ from sdbench.models.family import DDPM, FLOW, FlowSettings
 from sdbench.models.objective import (
     CHANGES,
     LOGIT_NORMAL,
+    SAMPLERS,
     Objective,
+    check_num_steps,
     check_objective,
     check_sampler,
     default_sampler,
@@ -259,3 +261,21 @@ def test_the_sampler_of_flow_has_the_shift_of_the_model():
     assert isinstance(sampler, diffusers.FlowMatchEulerDiscreteScheduler)
     assert (sampler.config["shift"], sampler.config["use_dynamic_shifting"]) == (3.0, True)
     assert isinstance(make_sampler(None, SD2), diffusers.DDIMScheduler)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS[DDPM])
+@pytest.mark.parametrize("num_steps", [999, 1000])
+def test_as_many_steps_are_refused_as_a_sampler_of_diffusers_fails_at(sampler, num_steps):
+    scheduler = make_sampler(sampler, SD2)
+    scheduler.set_timesteps(num_steps)
+    state = torch.zeros(1, 4, 8, 8)
+    options = {"sampler": sampler, "schedule": SD2, "flag": "--num_steps"}
+    try:
+        first = scheduler.timesteps[0]
+        scheduler.step(state, first, scheduler.scale_model_input(state, first))
+    except IndexError:
+        assert num_steps == 1000
+        with refused("--num_steps", value=1000, allowed="1 to 999"):
+            check_num_steps(num_steps, **options)
+    else:
+        check_num_steps(num_steps, **options)

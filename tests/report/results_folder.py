@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import csv
+import dataclasses
 import functools
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.analysis.report import PLACES, README
+from sdbench.measure.timer import Step
+from sdbench.record import figures
+from sdbench.record.figures import MEASURED, PROFILED, WARMUP
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
 from sdbench.report.tables import Table
@@ -31,6 +37,7 @@ PARTS_S = {
     "ema": 0.1,
     "other": 0.1,
 }
+DRIFTING = {"summary__flags": ["drift"], "summary__stability": "drift"}
 BREAKDOWN = {"num_steps": 5, "step_time_s": 4.0, "seconds": PARTS_S}
 # Line breaks, the marks of markdown, HTML and CSV, two dollar signs, and letters beyond ASCII.
 HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2d\u202e'
@@ -45,11 +52,17 @@ def _published_record() -> dict[str, Any]:
 def make_record(**changes: Any) -> dict[str, Any]:
     """A published record of `fast` at 256 px with changes, e.g. ``config__use_ema=True``."""
     record = copy.deepcopy(_published_record())
+    _set(record, changes)
+    follow_rate(record)
+    _set(record, changes)  # what is given stands
+    return record
+
+
+def _set(record: dict[str, Any], changes: Mapping[str, Any]) -> None:
     for path, value in changes.items():
         *folders, name = path.split("__")
         place = functools.reduce(dict.__getitem__, folders, record)
         place[name] = value
-    return follow_rate(record)
 
 
 def make_gpu_record(**changes: Any) -> dict[str, Any]:
@@ -83,8 +96,9 @@ def make_recipe(
     record["config"].update({**values, **defaults, **settings})
     record["origin"].update(dict.fromkeys(values, "preset"), num_threads="default")
     record["origin"].update(dict.fromkeys(settings, "flag"))
-    record["summary"].update(images_per_second=rate, step_time_p50_s=2 / rate)
-    return follow_rate(record)
+    record["summary"]["images_per_second"] = rate
+    follow_rate(record)["summary"]["step_time_p50_s"] = 2 / rate
+    return record
 
 
 def rows_of(table: Table) -> list[dict[str, str]]:
@@ -111,14 +125,69 @@ def make_results(results: Path, *records: dict[str, Any], quoted: bool = True) -
     return results
 
 
-def write_run(folder: Path, record: dict[str, Any], *, num_steps: int = 2) -> Path:
-    """The folder of a run: a step of warm-up, and measured ones that take what its rate gives."""
+def write_run(
+    folder: Path, record: dict[str, Any], *, losses: Sequence[float] | None = None
+) -> Path:
+    """The folder of a run: the published steps at the record's rate, or equal ones of `losses`."""
     folder.mkdir(parents=True)
+    if record["summary"] is not None and "kind" not in record:
+        if losses is None:
+            record, steps = _with_profile(record, _published_steps(record["summary"]["window_s"]))
+        else:
+            record, steps = _with_losses(record, losses)
+        lines = ["index,phase,step_time_s,data_wait_s,loss"]
+        lines += [
+            f"{index},{step.phase},{step.step_time_s!r},{step.data_wait_s!r},{step.loss!r}"
+            for index, step in enumerate(steps)
+        ]
+        (folder / "steps.csv").write_text("\n".join(lines) + "\n")
     (folder / "record.json").write_text(json.dumps(record))
     (folder / "stdout.log").write_text("step 1\n")
-    if record["summary"] is not None:
-        step_time_s = record["config"]["batch_size"] / record["summary"]["images_per_second"]
-        lines = ["index,phase,step_time_s,data_wait_s,loss", "0,warmup,9.0,0.1,1.0"]
-        lines += [f"{step},measured,{step_time_s},0.1,0.9" for step in range(1, num_steps)]
-        (folder / "steps.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def _published_steps(window_s: float) -> list[Step]:
+    """The steps of the published record, all longer by the same factor for a window of this."""
+    published = _published_record()
+    factor = window_s / published["summary"]["window_s"]
+    with (RESULTS / "runs" / published["run_id"] / "steps.csv").open() as file:
+        return [
+            Step(
+                int(row["index"]),
+                row["phase"],
+                factor * float(row["step_time_s"]),
+                factor * float(row["data_wait_s"]),
+                float(row["loss"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def _with_profile(record: dict[str, Any], steps: list[Step]) -> tuple[dict[str, Any], list[Step]]:
+    """The steps and behind them those of the record's breakdown, and the record of such a run."""
+    breakdown = record["summary"]["breakdown"] or {"num_steps": 0}
+    steps += [dataclasses.replace(steps[-1], phase=PROFILED)] * breakdown["num_steps"]
+    counts = {"num_steps": len(steps), "num_images": len(steps) * record["config"]["batch_size"]}
+    return record | {"workload": record["workload"] | counts}, steps
+
+
+def _with_losses(
+    record: dict[str, Any], losses: Sequence[float]
+) -> tuple[dict[str, Any], list[Step]]:
+    """Equal steps with these losses, the first of them warm-up, and the record of such a run."""
+    images_per_step = record["config"]["batch_size"]
+    time_s = images_per_step / record["summary"]["images_per_second"]
+    phases = [WARMUP] + [MEASURED] * (len(losses) - 1)
+    steps = [
+        Step(index, phase, time_s, 0.0, loss)
+        for index, (phase, loss) in enumerate(zip(phases, losses, strict=True))
+    ]
+    window_s = time_s * (len(losses) - 1)
+    of_steps = figures.of_steps(steps, images_per_step=images_per_step, window_s=window_s)
+    counts = {"num_steps": len(losses), "num_images": len(losses) * images_per_step}
+    changed = {
+        "workload": record["workload"] | counts,
+        "summary": record["summary"] | of_steps | {"flags": None},
+        "duration_s": 2 * time_s * len(losses),
+    }
+    return record | changed, steps

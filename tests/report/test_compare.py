@@ -211,13 +211,15 @@ def test_verdicts_are_corrected_for_the_number_of_rows(compare_as_json, write_ru
 
 
 def test_rows_without_a_figure_are_counted_and_flags_are_shown(compare, repository, write_runs):
-    a = write_runs("a", 100.0, facts={"summary": {"flags": ["drift", "throttled"]}})
+    a = write_runs(
+        "a", 100.0, facts={"summary": {"flags": ["drift", "busy"], "stability": "drift"}}
+    )
     write_runs("a", 1.0, 2.0, status="oom")
     feed = next((repository / "results" / "runs").glob("*_feed-mds-512px"))
     shutil.copytree(feed, a / "zz")
     text = compare(a, write_runs("b", 100.0))
     assert f"Left out of {a}: 2 x oom, 1 x feed, which is not a training run." in text
-    assert "drift, throttled" in text
+    assert "drift, busy" in text
     assert "no setting differs, only the runs" in text
 
 

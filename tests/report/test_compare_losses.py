@@ -45,14 +45,7 @@ def write_runs(folder: Path, numbers, **changes) -> Path:
     for number in numbers:
         run_id = f"20261121T{number:06d}Z_x_{folder.name}"
         record = make_record(**{"config__seed": number, "run_id": run_id, **changes})
-        run = write_run(folder / str(number), record, num_steps=NUM_STEPS)
-        if (steps := run / "steps.csv").exists():
-            header, *rows = steps.read_text().splitlines()
-            rows = [
-                f"{row.rpartition(',')[0]},{loss!r}"
-                for row, loss in zip(rows, draw(number).tolist(), strict=True)
-            ]
-            steps.write_text("\n".join([header, *rows]) + "\n")
+        write_run(folder / str(number), record, losses=draw(number).tolist())
     return folder
 
 

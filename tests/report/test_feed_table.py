@@ -25,7 +25,9 @@ MS_PER_IMAGE = {"read": 0.5, "decode": 6.25, "transform": 2.0, "tokenize": 0.25,
 def make_record(*, config=None, summary=None, machine=None):
     """The published record of a run that loads MDS, with round figures."""
     record = copy.deepcopy(PUBLISHED)
-    record["config"] |= {"remote": "data/pairs", "local": None, "num_workers": 2, **(config or {})}
+    record["config"] |= {"remote": "data/pairs", "local": None, "num_workers": 2}
+    record["config"] |= {"num_batches": 100, **(config or {})}
+    record["duration_s"] = 20.0
     record["machine"] = as_dict(machine or make_cpu_machine())
     record["summary"] |= {
         "images_per_second": 200.0,
@@ -34,7 +36,9 @@ def make_record(*, config=None, summary=None, machine=None):
         "images_per_second_per_core": 100.0,
         "megabytes_per_second": 20.0,
         "ms_per_image": MS_PER_IMAGE,
+        "num_processes": 2,
         "num_measured_steps": 100,
+        "window_s": 16.0,
         "num_images": 3200,
         "num_bad_samples": 1,
         "num_dropped_samples": 12,

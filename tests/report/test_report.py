@@ -15,6 +15,7 @@ from sdbench.analysis.throughput_plots import MICRO_BATCH, OTHER_MICRO_BATCHES, 
 from sdbench.cli import main
 from tests.report.results_folder import (
     BREAKDOWN,
+    DRIFTING,
     HOSTILE,
     RESULTS,
     make_gpu_record,
@@ -128,7 +129,7 @@ def test_growing_batches_are_told_from_a_constant_one(tmp_path):
 
 
 def test_runs_are_drawn_with_their_phases_warm_up_and_flags(tmp_path):
-    profiled = make_record(summary__breakdown=BREAKDOWN, summary__flags=["drift"])
+    profiled = make_record(summary__breakdown=BREAKDOWN, **DRIFTING)
     results = make_results(tmp_path, make_record(), profiled, quoted=False)
     rebuild(results)
     assert {"warm-up", "fast (drift)"} <= set(texts_of(results, "step_times"))

@@ -186,11 +186,14 @@ def test_the_page_follows_the_run_to_its_end(tmp_path, monkeypatch):
         assert seconds == 30.0
         record = json.loads((run / "record.json").read_text())
         if len(pages) == 2:
-            summary = {"train_s": 1.0, "other_s": {}, "first_step": 0, "num_saved": 1}
+            # The time that the steps took at their rates.
+            train_s = sum(record["config"]["batch_size"] / step[3] for step in make_steps(2))
+            summary = {"train_s": train_s, "other_s": {}, "first_step": 0, "num_saved": 1}
             summary |= dict.fromkeys(("images_per_second", "loss_last", "peak_memory_gib"))
-            summary |= {"total_train_s": 1.0, "num_restarts": 0, "num_lost_steps": 0}
+            summary |= {"total_train_s": train_s, "num_restarts": 0, "num_lost_steps": 0}
             summary |= {"lost_s": 0.0, "down_s": 0.0}
-            record |= {"status": "ok", "reason": None, "duration_s": 1.0, "summary": summary}
+            record |= {"status": "ok", "reason": None, "duration_s": 999.0, "summary": summary}
+            record["workload"] |= {"num_steps": 2, "num_images": 8}
         (run / "record.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(time, "sleep", train_on)

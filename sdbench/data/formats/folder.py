@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.base.outside import refuse_repeated_keys
+from sdbench.base.outside import HAS_NUL, refuse_repeated_keys
 from sdbench.base.units import counted
 from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.listing import (
@@ -36,6 +36,9 @@ CAPTION_SUFFIX = ".txt"
 LAYOUT = (
     f"images ({', '.join(IMAGE_EXTENSIONS)}), each with a .txt of the same name beside it, or "
     "captions.csv with the columns file and caption, or metadata.jsonl with file_name and text"
+)
+SUBJECT_HINT = (
+    "; pictures of one subject or style need none with --task dreambooth and --instance_prompt"
 )
 # How the rows of a table have to be written, by its extension.
 ROW_FORMS = {
@@ -76,7 +79,9 @@ class FolderSamples(Samples):
                 _raise_missing(f"The data folder has a {self._table.name} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
         if config.caption is None and not has_caption:
-            _raise_missing(f"None of the {len(self.images)} images has a caption", folder)
+            _raise_missing(
+                f"None of the {len(self.images)} images has a caption", folder, or_else=SUBJECT_HINT
+            )
         if not any(map(os.path.isfile, self.images)):
             _raise_missing(f"None of the {len(self.images)} images exists", folder)
         super().__init__([len(self.images)])
@@ -133,8 +138,8 @@ def _caption_file(image: Path) -> Path:
     return image.with_suffix(CAPTION_SUFFIX)
 
 
-def _raise_missing(what: str, folder: Path) -> NoReturn:
-    raise bad_place(what, value=str(folder), allowed=f"a folder of {LAYOUT}")
+def _raise_missing(what: str, folder: Path, *, or_else: str = "") -> NoReturn:
+    raise bad_place(what, value=str(folder), allowed=f"a folder of {LAYOUT}{or_else}")
 
 
 def _list_images(folder: Path, *, read_avif: bool) -> list[Path]:
@@ -189,8 +194,16 @@ def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | Non
     return images, captions
 
 
+def _read_table_bytes(table: Path) -> bytes:
+    content = table.read_bytes()
+    if b"\0" in content:
+        line = 1 + content.count(b"\n", 0, content.index(b"\0"))
+        _raise_row(f"it {HAS_NUL}", table, line=line, value=str(table))
+    return content
+
+
 def _read_csv(table: Path) -> Iterator[Row]:
-    data = table.read_bytes()
+    data = _read_table_bytes(table)
     line, columns = 1, None
     try:
         reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
@@ -214,7 +227,7 @@ def _read_csv(table: Path) -> Iterator[Row]:
 
 
 def _read_json_lines(table: Path) -> Iterator[Row]:
-    for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
+    for line, stored in enumerate(_read_table_bytes(table).split(b"\n"), start=1):
         if not stored.strip():
             continue
         try:

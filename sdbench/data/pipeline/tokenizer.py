@@ -94,6 +94,11 @@ class CaptionTokenizer:
                 row[: len(ids)] = ids
         return padded
 
+    def count_tokens(self, captions: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each whole caption, with bos and eos."""
+        encoded = self._tokenizer(list(captions), truncation=False, verbose=False)
+        return list(map(len, encoded["input_ids"]))
+
     def for_diffusers(self) -> Any:
         """A copy of the tokenizer for diffusers, which pads and cuts by itself."""
         tokenizer = copy.deepcopy(self._tokenizer)

@@ -37,8 +37,7 @@ class StableDiffusionXL(Family):
     network = "sdbench.models.sdxl.network:StableDiffusionXLNetwork"
     unsuitable = FROZEN_TEXT_ENCODERS
     too_wide_for_fp16 = "the activations of SDXL's VAE are too large for fp16"
-    # Training drops captions to the empty one, which is encoded like any other.
-    pipeline_options: ClassVar = {"force_zeros_for_empty_prompt": False}
+    may_zero_empty_prompt = True
 
     def own_facts(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Fact]:
         """The U-Net is told pooled text and sizes, and nothing of other families."""

@@ -19,6 +19,7 @@ from sdbench.base.conditions import BFLOAT16, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
+from sdbench.data.captions import describe_captions
 from sdbench.data.identity import DATA, MODEL, identify
 from sdbench.data.maker import FAMILY, VAE_TENSORS, WEIGHTS, tell_encoded
 from sdbench.data.mixture import keep_sizes
@@ -328,6 +329,7 @@ class Precompute(Task):
             )
         if job.config.mixture is not None:
             lines.append(job.config.mixture.describe(1))
+        lines += describe_captions(job.config, num_samples=job.num_samples)
         if num_dropped := self._reader.samples.num_dropped:
             lines.append(f"Left out by --filters: {counted(num_dropped, 'sample')}.")
         if num_missing < job.num_shards:

@@ -22,6 +22,7 @@ from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
+from sdbench.models.objective import check_num_steps, default_sampler
 from sdbench.plan.resolve import Plan, check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED
 from sdbench.settings.kinds import read_shapes
@@ -114,6 +115,14 @@ class Evaluations:
                     "training data too, or have the name and size of a training file, such as "
                     f"{found[0]!r}."
                 )
+        if config.sample_every_batches or config.score_every_batches:
+            schedule = plan.architecture.parts["scheduler"]
+            check_num_steps(
+                config.sample_steps,
+                sampler=default_sampler(schedule),
+                schedule=schedule,
+                flag="--sample_steps",
+            )
         if config.sample_every_batches:
             rows = read_prompts(config.sample_prompts, flag="--sample_prompts")
             self._prompts = rows[: config.num_sample_images]

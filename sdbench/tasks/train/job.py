@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from sdbench import data
@@ -29,22 +30,16 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     if config.text_encoder_lr is not None:
         text_encoder = trained["text_encoder"]
         trained["text_encoder"] = dataclasses.replace(text_encoder, lr=config.text_encoder_lr)
-    half_life = config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
-    if config.ema_decay is not None:
-        half_life = math.log(0.5) / math.log(config.ema_decay)
     ema = EmaSpec(
-        config.ema_impl, half_life, config.ema_interval_batches, warms_up=config.ema_warmup
+        config.ema_impl,
+        config.half_life_batches,
+        config.ema_interval_batches,
+        warms_up=config.ema_warmup,
     )
     return dataclasses.replace(
         job,
         trained=trained,
-        schedule=functools.partial(
-            learning_rate_factor,
-            schedule=config.lr_schedule,
-            num_warmup_steps=config.lr_warmup_batches,
-            num_steps=plan.num_steps,
-            end=config.lr_end_factor,
-        ),
+        schedule=learning_rate_factor_of(config, num_steps=plan.num_steps),
         ema=ema if config.use_ema else None,
         make_optimizer=functools.partial(
             make_optimizer, config=config, betas=(config.beta1, config.beta2), eps=config.adam_eps
@@ -83,6 +78,17 @@ def make_objective(config: Any) -> Objective:
         time_shift=config.time_shift,
         flow_weighting=config.flow_weighting,
         guidance_embedding=config.guidance_embedding,
+    )
+
+
+def learning_rate_factor_of(config: Any, *, num_steps: int) -> Callable[[int], float]:
+    """The multiplier of the learning rate by step, as a `TrainConfig` asks for it."""
+    return functools.partial(
+        learning_rate_factor,
+        schedule=config.lr_schedule,
+        num_warmup_steps=config.lr_warmup_batches,
+        num_steps=num_steps,
+        end=config.lr_end_factor,
     )
 
 

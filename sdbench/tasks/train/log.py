@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.files import GrowingFile, replace_file
+from sdbench.record.figures import time_of_training
 from sdbench.record.history import (
     BAD_BATCHES_NAME,
     HISTORY_NAME,
@@ -171,7 +172,8 @@ class TrainLog:
 def _add_up_time(rows: Sequence[Sequence[str]], images_per_step: int) -> float:
     """Seconds of training that steps have taken."""
     place = TRAIN_STEP_COLUMNS.index("images_per_second")
-    return sum(images_per_step / float(row[place]) for row in rows)
+    rates = (float(row[place]) for row in rows)
+    return time_of_training(rates, images_per_step=images_per_step)
 
 
 def _as_csv(rows: Sequence[Sequence[Any]]) -> str:

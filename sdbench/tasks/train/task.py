@@ -20,6 +20,7 @@ from sdbench.plan.resolve import Plan
 from sdbench.plan.window import steps_in_duration
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+from sdbench.record.figures import rate_of
 from sdbench.record.history import read_history
 from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
@@ -32,6 +33,7 @@ from sdbench.tasks.train.resuming import (
     describe_random_parts,
     digest_of_validation,
 )
+from sdbench.tasks.train.surprises import describe_average, describe_rate
 from sdbench.tasks.training import TrainingTask, end_loading
 
 if TYPE_CHECKING:
@@ -89,6 +91,11 @@ class Train(TrainingTask):
 
             given = parts_in(checkpoint)
         notes += describe_random_parts(self.plan, given=given)
+        planned: Any = self.plan.config
+        surprises = [describe_average(planned, num_steps=self.plan.num_steps)]
+        if self._found is not None and ranks.rank == 0:
+            surprises.append(describe_rate(planned, self._found, num_steps=self.plan.num_steps))
+        notes += filter(None, surprises)
         if self._evaluations is not None:
             notes += self._evaluations.notes
         self.plan.notes += notes
@@ -202,7 +209,7 @@ class Train(TrainingTask):
         num_steps = hooks.reached_step or plan.num_steps
         images = (num_steps - first_step) * job.images_per_step
         summary = {
-            "images_per_second": images / train_s if train_s else None,
+            "images_per_second": rate_of(images, train_s) if train_s else None,
             "train_s": train_s,
             "other_s": hooks.seconds,
             "first_step": first_step,
