@@ -154,6 +154,15 @@ def num_fitting(resources: Mapping[str, float], room: Mapping[str, float]) -> in
     return min(int(room.get(name, 0) / amount + 1e-9) for name, amount in resources.items())
 
 
+def states_of_places() -> set[str]:
+    """States of the places that Ray Train keeps for ranks of this job: PENDING, CREATED, ..."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()
+    places = ray.util.placement_group_table()
+    return {place["state"] for name, place in places.items() if name.endswith(job)} - {"REMOVED"}
+
+
 def check_room(config: Any, room: Mapping[str, float]) -> None:
     """Raise ConfigError if this machine alone has no room for the ranks."""
     share, number = resources_per_worker(config, room), num_workers(config, room)
