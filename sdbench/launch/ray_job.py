@@ -404,7 +404,10 @@ def _check_storage(config: Any) -> None:
     ray_cluster.import_ray()
     from ray.train import RunConfig
 
-    place = RunConfig(name=config.run_name, storage_path=_url_for_arrow(config.ray_storage_path))
+    place = RunConfig(
+        name=getattr(config, "run_name", None),
+        storage_path=_url_for_arrow(config.ray_storage_path),
+    )
     with refused_unless_written(
         config.ray_storage_path, what="the storage of checkpoints", flag="--ray_storage_path"
     ):

@@ -131,6 +131,12 @@ def carried_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
+def forget_threads_of_ray(num_places: float) -> None:
+    """Unset the threads that Ray has chosen for a worker by its CPUs, which are no cores here."""
+    if os.environ.get(OMP_VARIABLE) == str(max(1, int(num_places))):
+        del os.environ[OMP_VARIABLE]
+
+
 def tidy_up() -> None:
     """Remove torch's temporary folder, as it would itself if Ray did not kill this process."""
     module = sys.modules.get("torch.distributed.nn.jit.instantiator")

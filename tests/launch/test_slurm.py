@@ -103,7 +103,8 @@ def test_the_gpus_of_a_job_are_those_of_its_step_however_it_is_submitted(
 ):
     script = str(stub_suite / "multi-node/2.train.sbatch")
     path = "/usr/bin:/bin"  # without Composer
-    number = cluster.submit(*options, script, "--seed", "1", folder=tmp_path, PATH=path, **variables)
+    words = (*options, script, "--seed", "1")
+    number = cluster.submit(*words, folder=tmp_path, PATH=path, **variables)
     assert cluster.wait(number)["JobState"] == "COMPLETED", log_of(tmp_path)
     num_ranks = max(1, len(devices.split(",")))
     place = f"--master_addr 127.0.0.1 --master_port {10000 + number}"
@@ -122,7 +123,8 @@ def test_image_and_mounts_are_where_the_variables_of_aws_say(cluster, stub_suite
     script, log = str(stub_suite / "multi-node/2.train.sbatch"), tmp_path / "pyxis.txt"
     for data in ({"DATA_PATH": "/data"}, {"DATA_PATH": "/data", "FSX_MOUNT": "/a:/b,/c:/d"}):
         variables = {"APPS_PATH": str(image.parent), "PYXIS_STUB_LOG": str(log), **data}
-        assert cluster.wait(cluster.submit(script, folder=tmp_path, **variables))["ExitCode"] == "0:0"
+        number = cluster.submit(script, folder=tmp_path, **variables)
+        assert cluster.wait(number)["ExitCode"] == "0:0", log_of(tmp_path)
     suite = f"container-mounts={stub_suite}:{stub_suite}"
     assert set(log.read_text().splitlines()) == {
         f"container-image={image}",
