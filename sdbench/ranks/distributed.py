@@ -22,6 +22,9 @@ from sdbench.ranks.ray_cluster import RAY_RESTARTS
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+# torch waits for the store and for ranks without a look at signals. It is asked to wait for so long at
+# a time, or a launcher that has lost a rank would have to kill the others.
+DEAF_S = 1.0
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None
@@ -149,6 +152,8 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
                 # torch 2.7 takes a socket that is bound already only without libuv.
                 server = socket.create_server((LOOPBACK, port))
                 listener = {"master_listen_fd": server.detach(), "use_libuv": False}
+        if not is_host:
+            _wait_for_listener(address, port, timeout_s=timeout_s)
         store = torch.distributed.TCPStore(
             address,
             port,
@@ -184,15 +189,34 @@ def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
     import torch
 
     everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
-    try:
-        store.set(everyone[ranks.rank], "")
-        store.wait(everyone, datetime.timedelta(seconds=timeout_s))
-    except torch.distributed.DistStoreError:
-        missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
-        raise RunError(
-            f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
-            status="timeout",
-        ) from None
+    end_s = time.monotonic() + timeout_s
+    store.set(everyone[ranks.rank], "")
+    while (left_s := end_s - time.monotonic()) > 0:
+        try:
+            store.wait(everyone, datetime.timedelta(seconds=min(left_s, DEAF_S)))
+        except torch.distributed.DistStoreError:
+            continue
+        return
+    missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+    raise RunError(
+        f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
+        status="timeout",
+    )
+
+
+def _wait_for_listener(address: str, port: int, *, timeout_s: float) -> None:
+    """Wait until something listens there; an OSError after `timeout_s`."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(left_s, DEAF_S))).close()
+        except OSError:
+            if left_s <= 0:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:
