@@ -22,8 +22,8 @@ from sdbench.ranks.ray_cluster import RAY_RESTARTS
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-# torch waits for the store and for ranks without a look at signals. It is asked to wait for so long at
-# a time, or a launcher that has lost a rank would have to kill the others.
+# torch waits for the store and for ranks without a look at signals. It is asked to wait for so long
+# at a time, or a launcher that has lost a rank would have to kill the others.
 DEAF_S = 1.0
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
