@@ -22,9 +22,9 @@ from sdbench.ranks.ray_cluster import RAY_RESTARTS
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-# torch waits for the store and for ranks without a look at signals. It is asked to wait for so long
-# at a time, or a launcher that has lost a rank would have to kill the others.
-DEAF_S = 1.0
+# How often the store is asked for missing ranks, and knocked at before it is there. torch would
+# wait for both without a look at signals, and a launcher have to kill the rank.
+PERIOD_S, KNOCK_S = 0.1, 5.0
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None
@@ -186,16 +186,14 @@ def is_store_of_torchrun() -> bool:
 
 def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
     """Wait until every rank has connected; the error names the ranks that have not."""
-    import torch
-
     everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
     end_s = time.monotonic() + timeout_s
     store.set(everyone[ranks.rank], "")
-    while (left_s := end_s - time.monotonic()) > 0:
-        try:
-            store.wait(everyone, datetime.timedelta(seconds=min(left_s, DEAF_S)))
-        except torch.distributed.DistStoreError:
-            continue
+    num_here = store.add("here", 1)
+    while num_here < ranks.world_size and time.monotonic() < end_s:
+        time.sleep(PERIOD_S)
+        num_here = store.add("here", 0)
+    if num_here == ranks.world_size:
         return
     missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
     raise RunError(
@@ -208,13 +206,12 @@ def _wait_for_listener(address: str, port: int, *, timeout_s: float) -> None:
     """Wait until something listens there; an OSError after `timeout_s`."""
     end_s = time.monotonic() + timeout_s
     while True:
-        left_s = end_s - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=max(0.1, min(left_s, DEAF_S))).close()
+            socket.create_connection((address, port), timeout=KNOCK_S).close()
         except OSError:
-            if left_s <= 0:
+            if time.monotonic() > end_s:
                 raise
-            time.sleep(0.1)
+            time.sleep(PERIOD_S)
         else:
             return
 
