@@ -68,12 +68,12 @@ count_gpus() { # those that CUDA may use
   fi
 }
 
+PRINT_PATH='import sys, importlib.util as u; assert u.find_spec("composer"); print(sys.executable)'
 find_python() { # the path of the first one that has Composer
   local python
   for python in python3 "${VIRTUAL_ENV:-}/bin/python3" "${CONDA_PREFIX:-}/bin/python3" \
     "$PWD/.venv/bin/python3"; do
-    if "$python" -c 'import importlib.util as u; assert u.find_spec("composer")' 2> /dev/null; then
-      command -v "$python"
+    if "$python" -c "$PRINT_PATH" 2> /dev/null; then
       return
     fi
   done

@@ -110,7 +110,8 @@ def make_python(folder: Path, *, has_composer: bool = True) -> Path:
     """A stub of Python that prints its arguments."""
     folder.mkdir(parents=True)
     stub = folder / "python3"
-    stub.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not has_composer)}\necho "$*"\n')
+    composer = 'echo "$0"; exit' if has_composer else "exit 1"
+    stub.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then {composer}; fi\necho "$*"\n')
     stub.chmod(0o755)
     return stub
 
