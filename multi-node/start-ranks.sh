@@ -12,13 +12,16 @@
 #   number of this node    NODE_RANK, PET_NODE_RANK, SLURM_NODEID, RANK (as Kubeflow's PyTorchJob
 #                          sets it for a pod); else 0 of 1
 #   ranks on it            NUM_GPUS_PER_NODE, PET_NPROC_PER_NODE, SLURM_GPUS_ON_NODE; else the GPUs
-#                          that nvidia-smi lists; else 1
+#                          in CUDA_VISIBLE_DEVICES, or those that nvidia-smi lists; else 1
 #   address of node 0      MASTER_ADDR, PET_MASTER_ADDR
 #   port on node 0         MASTER_PORT, PET_MASTER_PORT
 #   WORLD_SIZE             is only checked: nodes, or nodes times ranks
 #   NUM_RANKS              is only checked: nodes times ranks (WORLD_SIZE belongs to operators)
 #   LAUNCHER               composer (default): a fixed job. torchrun: the same, or, where
 #                          PET_RDZV_ENDPOINT is set, an elastic one that starts again after a loss
+#
+# The launcher is that of the Python on PATH; if this one has no Composer, that of VIRTUAL_ENV, of
+# CONDA_PREFIX, or of .venv, which `make` sets up.
 #
 # Exit codes: 2 for a bad value, else that of the launcher. SIGTERM reaches every rank, and the
 # script ends when all of them have.
@@ -55,10 +58,25 @@ check_num_ranks() { # nodes of the job
   fi
 }
 
-count_gpus() {
-  if command -v nvidia-smi > /dev/null && nvidia-smi --list-gpus > /dev/null 2>&1; then
+count_gpus() { # those that CUDA may use
+  if [[ -v CUDA_VISIBLE_DEVICES ]]; then
+    { grep -oE '(^|,)([0-9]+|(GPU|MIG)-[^,]+)' <<< "$CUDA_VISIBLE_DEVICES" || true; } | wc -l
+  elif nvidia-smi --list-gpus > /dev/null 2>&1; then
     nvidia-smi --list-gpus | wc -l
+  else
+    echo 0
   fi
+}
+
+PRINT_PATH='import sys, importlib.util as u; assert u.find_spec("composer"); print(sys.executable)'
+find_python() { # the path of the first one that has Composer
+  local python
+  for python in python3 "${VIRTUAL_ENV:-}/bin/python3" "${CONDA_PREFIX:-}/bin/python3" \
+    "$PWD/.venv/bin/python3"; do
+    if "$python" -c "$PRINT_PATH" 2> /dev/null; then
+      return
+    fi
+  done
 }
 
 program=benchmark.py
@@ -79,9 +97,24 @@ case $launcher in
   *) refuse "the launcher is unknown" "$launcher" "composer or torchrun" LAUNCHER ;;
 esac
 
+if [[ ${SLURM_STEP_NUM_TASKS:-1} != "${SLURM_STEP_NUM_NODES:-1}" ]]; then
+  refuse "srun starts the ranks of a node more than once" \
+    "$SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes" "one task on each node" \
+    "--ntasks-per-node of srun"
+fi
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(find_python)
+if [[ -z $python ]]; then
+  refuse "no Python has Composer" "$(command -v python3)" \
+    "an active environment, or .venv of the suite, with requirements.txt" PATH
+fi
+
 ranks_per_node=$(first_set NUM_GPUS_PER_NODE PET_NPROC_PER_NODE SLURM_GPUS_ON_NODE)
-ranks_per_node=${ranks_per_node:-$(count_gpus)}
-ranks_per_node=${ranks_per_node:-1}
+if [[ -z $ranks_per_node ]]; then
+  num_gpus=$(count_gpus)
+  ranks_per_node=$((num_gpus > 0 ? num_gpus : 1))
+fi
 check_number NUM_GPUS_PER_NODE "$ranks_per_node" 1 1024 "the number of ranks per node"
 
 options=()
@@ -97,7 +130,7 @@ if [[ $launcher == torchrun && -n ${PET_RDZV_ENDPOINT:-} ]]; then
   # A store that torchrun keeps over a restart still has the addresses of the attempt before.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   echo "start-ranks.sh: up to ${PET_NNODES:-1} nodes with $ranks_per_node ranks each," \
-    "rendezvous ${PET_RDZV_BACKEND:-static} at $PET_RDZV_ENDPOINT"
+    "rendezvous ${PET_RDZV_BACKEND:-static} at $PET_RDZV_ENDPOINT, $launcher of $python"
 else
   num_nodes=$(first_set NUM_NODES PET_NNODES SLURM_NNODES)
   num_nodes=${num_nodes:-1}
@@ -131,17 +164,12 @@ else
     options+=(--master_addr "$master" --master_port "$port")
   fi
   echo "start-ranks.sh: node $node_rank of $num_nodes, $ranks_per_node ranks of $world_size," \
-    "node 0 at ${master:-this machine}${port:+:$port}, $launcher"
+    "node 0 at ${master:-this machine}${port:+:$port}, $launcher of $python"
 fi
 # They say where a pod or a node is, and would be taken for where a rank is.
 unset RANK WORLD_SIZE NUM_RANKS LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ -x .venv/bin/$launcher ]]; then
-  PATH=$PWD/.venv/bin:$PATH # `make` has set this environment up
-fi
-if ! command -v "$launcher" > /dev/null; then
-  refuse "the launcher is not installed" "$launcher" "an environment with requirements.txt" PATH
-fi
-exec python3 -m sdbench.launch.node "$GRACE_S" \
+# What the launcher starts finds the programs of the same environment.
+PATH=${python%/*}:$PATH
+exec "$python" -m sdbench.launch.node "$GRACE_S" \
   "$launcher" "${options[@]}" "$program" "$@"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from sdbench.engines import load_engine
 from sdbench.measure import hardware
 from sdbench.measure.phases import PHASES, PhaseClock
 from sdbench.models.diffusion import DiffusionModel
+from sdbench.tasks.benchmark import Benchmark
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.runs import only_record
 
@@ -35,6 +37,8 @@ FORWARD_S = (0.125, 0.375)
 COMMUNICATION_S = 0.25
 # "Within a minute" is the promise for a rank that dies.
 END_WITHIN_S = 60
+# Until a forked rank waits for the other.
+STARTS_WITHIN_S = 10
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,6 +139,46 @@ def test_nobody_on_the_network_can_join_them(tmp_path):
         ]
     listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "reason"),
+    [
+        ("resolve", 1, "rank 1 on node 1: TypeError: leaked"),
+        ("make_folder", 0, "rank 0 on node 0: TypeError: leaked"),
+    ],
+)
+def test_an_error_that_no_code_expects_ends_all_of_them(method, rank, reason, tmp_path):
+    """Before a run has begun, without a launcher that would end the others."""
+
+    def leak(*_):
+        raise TypeError("leaked")
+
+    def program():
+        if os.environ["RANK"] == str(rank):
+            setattr(Benchmark, method, leak)
+        return run(tmp_path, *FIVE_STEPS)
+
+    with forked_ranks(program, tmp_path, num_nodes=2) as ranks:
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [1, 1]
+    printed = [log_of(tmp_path, number).read_text() for number in range(2)]
+    assert printed[0].endswith(f"error: {reason}\n")
+    assert ["Traceback" in text for text in printed] == [number == rank for number in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_one_that_waits_for_another_obeys_its_launcher(tmp_path, waiting):
+    def program():
+        if os.environ["RANK"] != str(waiting):
+            time.sleep(END_WITHIN_S)
+        return run(tmp_path, *FIVE_STEPS)
+
+    with forked_ranks(program, tmp_path) as ranks:
+        time.sleep(STARTS_WITHIN_S)
+        ranks[waiting].terminate()
+        ranks[waiting].join(STARTS_WITHIN_S)
+        assert ranks[waiting].exitcode == 130, log_of(tmp_path, waiting).read_text()
 
 
 @pytest.mark.slow

@@ -118,6 +118,9 @@ class RanksStrategy(DDPStrategy):
         """The device that this rank has chosen."""
         return find_device()
 
+    def _configure_launcher(self) -> None:
+        """Have no launcher: the ranks are there, and Lightning's would choose their threads."""
+
     def configure_ddp(self) -> None:
         """Wrap the model for DDP."""
         if not self._is_sharded:

@@ -26,6 +26,7 @@ import psutil
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError, first_line
+from sdbench.base.files import refused_unless_written
 from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
@@ -98,6 +99,7 @@ def launch_ranks(
     """
     ray_cluster.check_installed()
     ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
+    _check_storage(request.config)
     ray_cluster.connect(request.config.ray_address)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -168,7 +170,8 @@ class _Driver:
         """Start the ranks, and wait for their end or for a second signal."""
         thread = self._thread
         thread.start()
-        began_s, next_told_s = time.monotonic(), PATIENCE_S
+        began_s = looked_s = time.monotonic()
+        next_told_s, no_room_s = PATIENCE_S, 0.0
         num_passed_on = 0
         while thread.is_alive():
             thread.join(PERIOD_S)
@@ -181,12 +184,17 @@ class _Driver:
                     return self._end_at_once(signals[0])
                 print("The ranks end after the step under way.", file=sys.stderr, flush=True)
                 self._desk.ask_to_stop.remote(signals[0])
-            waited_s = 0.0 if self._heard.num_starts else time.monotonic() - began_s
-            if waited_s > self._config.dist_timeout:
+            if self._heard.num_starts or not ray_cluster.is_listening(self._head):
+                continue
+            has_room, now_s = self._has_room(), time.monotonic()
+            if not has_room:
+                no_room_s += now_s - looked_s
+            looked_s = now_s
+            if no_room_s > self._config.dist_timeout:
                 return self._give_up()
-            if waited_s > next_told_s:
+            if now_s - began_s > next_told_s:
                 next_told_s *= 2
-                self._tell_of_wait()
+                self._tell_of_wait(has_room=has_room)
         self._listen()
         return self._conclude()
 
@@ -240,14 +248,23 @@ class _Driver:
             ray.get(self._desk.ask_to_stop.remote(signal.SIGKILL), timeout=PERIOD_S)
         return True
 
-    def _tell_of_wait(self) -> None:
+    def _has_room(self) -> bool:
+        """Whether the ranks have places, or Ray has not asked for any yet."""
+        states = ray_cluster.states_of_places()
+        # With a least number Ray asks when there is room for so many.
+        return "PENDING" not in states if states else self._config.min_ray_workers is None
+
+    def _tell_of_wait(self, *, has_room: bool) -> None:
+        if has_room:
+            print("Waiting for Ray, which is starting the ranks.", file=sys.stderr, flush=True)
+            return
         import ray
 
         free = ray_cluster.resources_in_words(ray.available_resources())
         share = ray_cluster.resources_per_worker(self._config, ray.cluster_resources())
         needed = ray_cluster.resources_in_words(share)
         print(
-            f"Waiting for Ray to start the ranks. Each needs {needed}; free in the cluster: {free} "
+            f"Waiting for room for the ranks. Each needs {needed}; free in the cluster: {free} "
             "(--num_ray_workers, --ray_worker_resources)",
             file=sys.stderr,
             flush=True,
@@ -377,8 +394,33 @@ def _carry_variables() -> Any:
     return callback
 
 
+def _check_storage(config: Any) -> None:
+    """Refuse a place for copies of checkpoints that Ray Train could not write.
+
+    It would find that in another process, and end the run for a cause of its own.
+    """
+    if config.ray_storage_path is None:
+        return
+    ray_cluster.import_ray()
+    from ray.train import RunConfig
+
+    place = RunConfig(
+        name=getattr(config, "run_name", None),
+        storage_path=_url_for_arrow(config.ray_storage_path),
+    )
+    with refused_unless_written(
+        config.ray_storage_path, what="the storage of checkpoints", flag="--ray_storage_path"
+    ):
+        try:
+            place.storage_context  # noqa: B018  writes a file
+        except (ValueError, RuntimeError, ImportError) as error:  # of Arrow
+            raise OSError(first_line(error)) from None
+
+
 def _url_for_arrow(storage: str) -> str:
-    """A folder or URL, with the endpoint of `S3_ENDPOINT_URL` for S3."""
+    """An absolute folder or a URL, with the endpoint of `S3_ENDPOINT_URL` for S3."""
+    if "://" not in storage:
+        return os.path.abspath(os.path.expanduser(storage))
     endpoint = os.environ.get("S3_ENDPOINT_URL")
     if endpoint is None or not storage.startswith("s3://"):
         return storage

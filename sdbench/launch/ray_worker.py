@@ -15,10 +15,10 @@ from typing import Any
 from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
 from sdbench.ranks.ray_cluster import (
-    OMP_VARIABLE,
     RAY_BEGAN_S,
     RAY_LAUNCH_S,
     RAY_RESTARTS,
+    forget_threads_of_ray,
     head_address,
     is_listening,
     tidy_up,
@@ -57,8 +57,7 @@ def run_rank(
         os.chdir(cwd)
     num_ranks = int(os.environ["WORLD_SIZE"])
     num_before, launch_s = ray.get(desk.begin.remote(num_ranks)) if is_first else (0, 0.0)
-    if os.environ.get(OMP_VARIABLE) == "1":  # Ray's choice for a worker of one CPU
-        del os.environ[OMP_VARIABLE]
+    forget_threads_of_ray(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
     os.environ |= {
         **variables,
         RAY_RESTARTS: str(num_before),

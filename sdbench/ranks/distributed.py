@@ -22,6 +22,9 @@ from sdbench.ranks.ray_cluster import RAY_RESTARTS
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+# How often the store is asked for missing ranks, and knocked at before it is there. torch would
+# wait for both without a look at signals, and a launcher have to kill the rank.
+PERIOD_S, KNOCK_S = 0.1, 5.0
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None
@@ -149,6 +152,8 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
                 # torch 2.7 takes a socket that is bound already only without libuv.
                 server = socket.create_server((LOOPBACK, port))
                 listener = {"master_listen_fd": server.detach(), "use_libuv": False}
+        if not is_host:
+            _wait_for_listener(address, port, timeout_s=timeout_s)
         store = torch.distributed.TCPStore(
             address,
             port,
@@ -181,18 +186,34 @@ def is_store_of_torchrun() -> bool:
 
 def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
     """Wait until every rank has connected; the error names the ranks that have not."""
-    import torch
-
     everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
-    try:
-        store.set(everyone[ranks.rank], "")
-        store.wait(everyone, datetime.timedelta(seconds=timeout_s))
-    except torch.distributed.DistStoreError:
-        missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
-        raise RunError(
-            f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
-            status="timeout",
-        ) from None
+    end_s = time.monotonic() + timeout_s
+    store.set(everyone[ranks.rank], "")
+    num_here = store.add("here", 1)
+    while num_here < ranks.world_size and time.monotonic() < end_s:
+        time.sleep(PERIOD_S)
+        num_here = store.add("here", 0)
+    if num_here == ranks.world_size:
+        return
+    missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+    raise RunError(
+        f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
+        status="timeout",
+    )
+
+
+def _wait_for_listener(address: str, port: int, *, timeout_s: float) -> None:
+    """Wait until something listens there; an OSError after `timeout_s`."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=KNOCK_S).close()
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(PERIOD_S)
+        else:
+            return
 
 
 def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:

@@ -131,6 +131,12 @@ def carried_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
+def forget_threads_of_ray(num_places: float) -> None:
+    """Unset the threads that Ray has chosen for a worker by its CPUs, which are no cores here."""
+    if os.environ.get(OMP_VARIABLE) == str(max(1, int(num_places))):
+        del os.environ[OMP_VARIABLE]
+
+
 def tidy_up() -> None:
     """Remove torch's temporary folder, as it would itself if Ray did not kill this process."""
     module = sys.modules.get("torch.distributed.nn.jit.instantiator")
@@ -152,6 +158,15 @@ def num_workers(config: Any, room: Mapping[str, float]) -> int:
 def num_fitting(resources: Mapping[str, float], room: Mapping[str, float]) -> int:
     """How many processes with these resources each find room."""
     return min(int(room.get(name, 0) / amount + 1e-9) for name, amount in resources.items())
+
+
+def states_of_places() -> set[str]:
+    """States of the places that Ray Train keeps for ranks of this job: PENDING, CREATED, ..."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()
+    places = ray.util.placement_group_table()
+    return {place["state"] for name, place in places.items() if name.endswith(job)} - {"REMOVED"}
 
 
 def check_room(config: Any, room: Mapping[str, float]) -> None:

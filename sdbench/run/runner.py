@@ -14,6 +14,7 @@ import os
 import pkgutil
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -149,8 +150,8 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
     try:
         check_gpu_code(machine)
         task.resolve(machine, ranks)
-    except (ConfigError, RunError) as found:
-        error = found
+    except Exception as found:
+        error = _to_tell(found, ranks)
     if ranks.world_size == 1:
         if error is not None:
             raise error
@@ -174,6 +175,15 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
         _SHARED.append(failure)
         _record_failure(task, failure, ranks=ranks, command=command)
         raise failure
+
+
+def _to_tell(error: Exception, ranks: Ranks) -> Exception:
+    """The error that all ranks raise for an error of this one, whose traceback they lack."""
+    if ranks.world_size == 1 or isinstance(error, (ConfigError, RunError)):
+        return error
+    traceback.print_exception(error)
+    where = distributed.name_ranks([ranks.rank], ranks)
+    return RunError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _find_differences(task: Task, ranks: Ranks) -> str:
@@ -211,8 +221,8 @@ def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
     if ranks.rank == 0:
         try:
             answer = action()
-        except (ConfigError, RunError) as error:
-            answer = error
+        except Exception as error:
+            answer = _to_tell(error, ranks)
     answer = distributed.broadcast(answer, ranks)
     if isinstance(answer, Exception):
         _SHARED.append(answer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
+from sdbench.ranks.ray_cluster import OMP_VARIABLE
 from sdbench.settings.setting import SAME_FP32
 from tests.engines.linear import (
     BATCH_SIZE,
@@ -32,6 +34,7 @@ from tests.engines.linear import (
     train_by_hand,
     watch_with,
 )
+from tests.forked import run_in_group
 from tests.marks import quick_and_slow
 from tests.runs import only_record
 from tests.train.written import read_losses
@@ -193,6 +196,20 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32(warms_up, decay):
     assert average.dtype == torch.float32
     # 1 + (1 - d), which bf16 would round to 1 without a warm-up.
     torch.testing.assert_close(average, torch.full((3,), 2 - decay))
+
+
+def test_two_ranks_keep_the_threads_of_the_plan(tmp_path):
+    """Lightning would give each all cores of the machine, and say so in the variable."""
+
+    def run(rank):
+        os.environ.pop(OMP_VARIABLE, None)
+        for engine in ENGINES:
+            torch.set_num_threads(3)
+            job = make_parts(num_ranks=2, rank=rank)
+            load_engine(engine)(job, make_config(), watch_with())
+            assert (torch.get_num_threads(), os.environ.get(OMP_VARIABLE)) == (3, None), engine
+
+    run_in_group(run, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -106,20 +106,34 @@ def test_composers_version_is_that_of_the_requirements():
         assert set(versions) == {pinned[1]}, path
 
 
+def make_python(folder: Path, *, has_composer: bool = True) -> Path:
+    """A stub of Python that prints its arguments."""
+    folder.mkdir(parents=True)
+    stub = folder / "python3"
+    composer = 'echo "$0"; exit' if has_composer else "exit 1"
+    stub.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then {composer}; fi\necho "$*"\n')
+    stub.chmod(0o755)
+    return stub
+
+
 @pytest.fixture
-def start_ranks(tmp_path):
+def suite(tmp_path) -> Path:
+    """A folder with a space in its name."""
+    suite = tmp_path / "our suite"
+    (suite / "multi-node").mkdir(parents=True)
+    shutil.copy(ROOT / "multi-node/start-ranks.sh", suite / "multi-node")
+    return suite
+
+
+@pytest.fixture
+def start_ranks(suite):
     """Run start-ranks.sh up to Python, a stub that prints its arguments."""
-    for name in ("composer", "torchrun", "python3"):
-        stub = tmp_path / name
-        stub.write_text('#!/bin/sh\necho "$*"\n')
-        stub.chmod(0o755)
-    script = tmp_path / "multi-node/start-ranks.sh"
-    script.parent.mkdir()
-    script.write_text((ROOT / "multi-node/start-ranks.sh").read_text())
-    path = f"{tmp_path}:/usr/bin:/bin"
+    python = make_python(suite / "environment")
+    path = f"{python.parent}:/usr/bin:/bin"
 
     def start(*argv: str, **variables: str) -> subprocess.CompletedProcess:
-        return run("bash", str(script), *argv, env={"PATH": path, **variables})
+        script = str(suite / "multi-node/start-ranks.sh")
+        return run("bash", script, *argv, env={"PATH": path, **variables})
 
     return start
 
@@ -159,6 +173,14 @@ ELASTIC |= {"LAUNCHER": "torchrun", "PET_NNODES": "2:2", "NUM_GPUS_PER_NODE": "8
         (
             {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "4"},
             "composer --nproc 4 --world_size 4 --node_rank 0 benchmark.py",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "2,GPU-5d2a"},
+            "composer --nproc 2 --world_size 2 --node_rank 0 benchmark.py",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            "composer --nproc 1 --world_size 1 --node_rank 0 benchmark.py",
         ),
     ],
 )
@@ -202,6 +224,39 @@ def test_a_bad_variable_is_refused_by_name(start_ranks, job, name, value):
     (message,) = done.stderr.splitlines()
     assert f"got '{value.split(':')[-1]}'; allowed: " in message
     assert name in message.split("change it with ")[1]
+
+
+def test_several_tasks_on_a_node_do_not_each_start_all_of_its_ranks(start_ranks):
+    done = start_ranks(SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NUM_NODES="2", **TWO_NODES)
+    assert done.returncode == 2
+    assert "got '16 tasks on 2 nodes'; allowed: one task on each node" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("has_composer", "used"),
+    [
+        # A virtual environment or one of conda that is active, and an image.
+        ({"on PATH": True, "virtual": True, ".venv": True}, "on PATH"),
+        # The base environment of conda, or a module that was loaded later.
+        ({"on PATH": False, "virtual": True, "conda": True, ".venv": True}, "virtual"),
+        ({"on PATH": False, "virtual": False, "conda": True, ".venv": True}, "conda"),
+        ({"on PATH": False, "conda": False, ".venv": True}, ".venv"),
+        ({"on PATH": False, ".venv": False}, None),
+    ],
+)
+def test_the_launcher_is_that_of_the_active_environment(suite, has_composer, used):
+    pythons = {
+        name: make_python(suite / name / "bin", has_composer=has)
+        for name, has in has_composer.items()
+    }
+    env = {"PATH": f"{pythons['on PATH'].parent}:/usr/bin:/bin"}
+    env |= {"VIRTUAL_ENV": str(suite / "virtual"), "CONDA_PREFIX": str(suite / "conda")}
+    done = run("bash", str(suite / "multi-node/start-ranks.sh"), env=env)
+    if used is None:
+        assert done.returncode == 2
+        assert f"no Python has Composer: got '{pythons['on PATH']}'; allowed: " in done.stderr
+    else:
+        assert f", composer of {pythons[used]}\n{STARTED} composer " in done.stdout
 
 
 @pytest.mark.parametrize("name", ["composer", "torchrun"])

@@ -18,6 +18,7 @@ import train
 from sdbench.record.store import load_record
 from tests.forked import codes_of
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
+from tests.launch.test_scripts import make_python
 from tests.runs import TINY, only_record
 from tests.train.written import read_losses
 from tests.waiting import wait_for
@@ -62,9 +63,74 @@ def folder(tmp_path) -> Path:
     return tmp_path / "multi-node"
 
 
+@pytest.fixture
+def stub_suite(tmp_path) -> Path:
+    """A suite with a space in its name, whose Python prints its GPUs and its arguments."""
+    suite = tmp_path / "our suite"
+    shutil.copytree(ROOT / "multi-node", suite / "multi-node")
+    (suite / "benchmark.py").touch()
+    python = make_python(suite / ".venv/bin")
+    python.write_text(python.read_text().replace('"$*"', '"$CUDA_VISIBLE_DEVICES: $*"'))
+    return suite
+
+
 def log_of(folder: Path) -> str:
     # Slurm makes it some moments after the job has begun.
     return "".join(log.read_text() for log in folder.glob("stable-diffusion_*.log"))
+
+
+ALL = "0,1,2,3,4,5,6,7"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "devices"),
+    [
+        ((), {}, ALL),
+        (("--gpus-per-node=2",), {}, "0,1"),
+        (("--gres=gpu:4",), {}, "0,1,2,3"),
+        (("--gres=gpu",), {}, "0"),
+        (("--gpus-per-node=0",), {}, ""),
+        # Of the one on GPUs of its own each, Slurm would start this script eight times on a node.
+        (("--ntasks-per-node=8", "--gpus-per-task=1"), {}, ALL),
+        (("--export=NONE",), {}, ALL),
+        # Left in the shell by the commands for Kubernetes.
+        ((), {"NUM_GPUS_PER_NODE": "2", "WORLD_SIZE": "4", "PET_NNODES": "7"}, ALL),
+    ],
+    ids=str,
+)
+def test_the_gpus_of_a_job_are_those_of_its_step_however_it_is_submitted(
+    cluster, stub_suite, tmp_path, options, variables, devices
+):
+    script = str(stub_suite / "multi-node/2.train.sbatch")
+    path = "/usr/bin:/bin"  # without Composer
+    words = (*options, script, "--seed", "1")
+    number = cluster.submit(*words, folder=tmp_path, PATH=path, **variables)
+    assert cluster.wait(number)["JobState"] == "COMPLETED", log_of(tmp_path)
+    num_ranks = max(1, len(devices.split(",")))
+    place = f"--master_addr 127.0.0.1 --master_port {10000 + number}"
+    started = [line for line in log_of(tmp_path).splitlines() if "sdbench.launch" in line]
+    assert sorted(started) == [
+        f"{node}: {devices}: -m sdbench.launch.node 110 composer --nproc {num_ranks} --world_size "
+        f"{2 * num_ranks} --node_rank {node} {place} benchmark.py --stop_grace_s 110 --seed 1"
+        for node in range(2)
+    ]
+
+
+def test_image_and_mounts_are_where_the_variables_of_aws_say(cluster, stub_suite, tmp_path):
+    image = tmp_path / "apps/mosaicml-stable-diffusion.sqsh"
+    image.parent.mkdir()
+    image.touch()
+    script, log = str(stub_suite / "multi-node/2.train.sbatch"), tmp_path / "pyxis.txt"
+    for data in ({"DATA_PATH": "/data"}, {"DATA_PATH": "/data", "FSX_MOUNT": "/a:/b,/c:/d"}):
+        variables = {"APPS_PATH": str(image.parent), "PYXIS_STUB_LOG": str(log), **data}
+        number = cluster.submit(script, folder=tmp_path, **variables)
+        assert cluster.wait(number)["ExitCode"] == "0:0", log_of(tmp_path)
+    suite = f"container-mounts={stub_suite}:{stub_suite}"
+    assert set(log.read_text().splitlines()) == {
+        f"container-image={image}",
+        f"{suite},/data:/data",
+        f"{suite},/a:/b,/c:/d",
+    }
 
 
 def wait_for_step(cluster, number: int, folder: Path, *, start: int = 1) -> None:

@@ -9,13 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import benchmark
 import data
+from sdbench.launch import ray_job
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.ray_cluster import NUM_PLACES
 from tests.documents import ON_RAY, commands
@@ -144,6 +147,72 @@ def test_the_one_thread_that_ray_chooses_for_a_job_is_not_the_users(
     if in_job:
         monkeypatch.setenv(ray_cluster.JOB_VARIABLE, "{}")
     assert ray_cluster.carried_variables().get("OMP_NUM_THREADS") == carried
+
+
+@pytest.mark.parametrize(
+    ("num_places", "threads", "left"),
+    [(1, "1", None), (10, "10", None), (0.5, "1", None), (10, "4", "4"), (1, None, None)],
+)
+def test_the_threads_that_ray_chooses_for_a_worker_are_not_the_users(
+    num_places, threads, left, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    ray_cluster.forget_threads_of_ray(num_places)
+    assert os.environ.get("OMP_NUM_THREADS") == left
+
+
+@pytest.mark.parametrize("place", ["/proc/none", "/dev/null/copies", "no-such+scheme://bucket"])
+def test_a_storage_that_cannot_be_written_is_refused_before_a_cluster_is_asked(
+    place, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ray_cluster, "connect", None)
+    argv = (*TINY, "--ray_address", "10.0.0.1:6379", "--ray_storage_path", place)
+    argv += ("--results_dir", str(tmp_path / "runs"))
+    assert benchmark.main(argv) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--ray_storage_path", place)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_storage_may_be_a_folder_of_this_one_with_a_space(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(ray_storage_path="my copies", run_name="first")
+    ray_job._check_storage(config)
+    assert (tmp_path / "my copies" / "first").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("states", "min_workers", "has_room"),
+    [
+        ({"PENDING"}, None, False),
+        ({"CREATED"}, None, True),
+        (set(), None, True),  # the controller is still being started
+        (set(), 1, False),  # with a least number of ranks it asks for places only if there are some
+        ({"CREATED"}, 1, True),
+    ],
+)
+def test_ranks_that_ray_is_starting_are_not_said_to_have_no_room(
+    states, min_workers, has_room, monkeypatch, capsys
+):
+    monkeypatch.setattr(ray_job, "PERIOD_S", 0.01)
+    monkeypatch.setattr("ray.get", lambda *_, **__: ray_job.Heard("", 0, 0, None))
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: "")
+    monkeypatch.setattr(ray_cluster, "is_listening", lambda _: True)
+    monkeypatch.setattr(ray_cluster, "states_of_places", lambda: states)
+    config = SimpleNamespace(dist_timeout=0.1, num_ray_workers=2, min_ray_workers=min_workers)
+    desk = SimpleNamespace(collect=SimpleNamespace(remote=object))
+    is_over = threading.Event()
+
+    def fit():  # starts no rank, and ends well after a while
+        is_over.wait(0.3 if has_room else None)
+        return SimpleNamespace(return_value=0)
+
+    code = ray_job._Driver(desk, config, SimpleNamespace(fit=fit)).run([])
+    is_over.set()
+    assert code == (0 if has_room else 1)
+    assert ("no room for the ranks within 0.1 s" in capsys.readouterr().err) != has_room
 
 
 def test_the_threads_of_a_rank_leave_cores_to_decoders_and_encoders(tmp_path, monkeypatch, capsys):
