@@ -6,6 +6,7 @@ import contextlib
 import functools
 import http.server
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -167,16 +168,18 @@ def test_an_unfinished_conversion_keeps_no_secret_and_knows_its_source(tmp_path,
         for name in ("a.png", "a.txt"):
             tar.addfile(tarfile.TarInfo(name))
 
-    def convert(password):
-        source = f"http://me:{password}@{served['host']}/tars/bad.tar"
+    def convert(password, name="bad"):
+        source = f"http://me:{password}@{served['host']}/tars/{name}.tar"
         return cli.main(
             ["convert", source, "--folder", str(tmp_path / "mds"), "--num_workers", "0"]
         )
 
+    shutil.copy(served["folder"] / "tars" / "bad.tar", served["folder"] / "tars" / "other.tar")
     assert convert(SECRET) == 1
     assert files_with_secret(tmp_path / "mds.partial") == []
-    assert convert(SECRET) == 1  # goes on, as far as the bad sample
-    assert convert("another") == 2
+    for password in (SECRET, "another"):
+        assert convert(password) == 1  # goes on, as far as the bad sample
+    assert convert(SECRET, "other") == 2
     output = "".join(capfd.readouterr())
     assert "with another source" in output and SECRET not in output
 

@@ -196,6 +196,11 @@ def as_job(model: DiffusionModel) -> SimpleNamespace:
     )
 
 
+def state_of(averages) -> SimpleNamespace:
+    """What of a `TrainState` is asked for."""
+    return SimpleNamespace(averages=averages, is_whole=True)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_averages_take_the_place_of_weights_and_go_again(precision) -> None:
     model = build(precision=precision)
@@ -203,12 +208,38 @@ def test_averages_take_the_place_of_weights_and_go_again(precision) -> None:
     before = {name: weight.detach().clone() for name, weight in job.trained_weights().items()}
     averages = {name: weight.float() + 0.123 for name, weight in before.items()}
     kept = {name: average.clone() for name, average in averages.items()}
-    with pytest.raises(ZeroDivisionError), averaged_weights(job, averages, ranks=place()):
+    state = state_of(averages)
+    with pytest.raises(ZeroDivisionError), averaged_weights(job, state, ranks=place()):
         for name, weight in job.trained_weights().items():
             assert torch.equal(weight, kept[name].to(weight.dtype))
+        assert not state.is_whole
         raise ZeroDivisionError
     assert all(torch.equal(before[name], weight) for name, weight in job.trained_weights().items())
     assert all(torch.equal(kept[name], average) for name, average in averages.items())
+    assert state.is_whole
+
+
+@pytest.mark.parametrize(("error", "is_whole"), [(MemoryError, True), (KeyboardInterrupt, False)])
+def test_averages_that_do_not_come_in_leave_the_weights_or_a_state_that_is_not_whole(
+    error, is_whole, monkeypatch
+) -> None:
+    """No memory for a copy, and a signal in the middle of a swap."""
+    job = as_job(build())
+    before = {name: weight.detach().clone() for name, weight in job.trained_weights().items()}
+    state = state_of(averages_of(job))
+    turns = itertools.count()
+    clone = torch.Tensor.clone
+
+    def clone_a_few(tensor):
+        if next(turns) == 3:
+            raise error
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone_a_few)
+    with pytest.raises(error), averaged_weights(job, state, ranks=place()):
+        raise AssertionError("all were swapped")
+    assert all(torch.equal(before[name], weight) for name, weight in job.trained_weights().items())
+    assert state.is_whole == is_whole
 
 
 def averages_of(job) -> dict[str, torch.Tensor]:
@@ -218,7 +249,7 @@ def averages_of(job) -> dict[str, torch.Tensor]:
 def measure(job, averages, *groups, ranks: Ranks) -> list[dict]:
     """The losses before, with and after averages."""
     losses = [validation_loss(job.model, batches(*groups), ranks=ranks)]
-    with averaged_weights(job, averages, ranks=ranks):
+    with averaged_weights(job, state_of(averages), ranks=ranks):
         losses.append(validation_loss(job.model, batches(*groups), ranks=ranks))
     return [*losses, validation_loss(job.model, batches(*groups), ranks=ranks)]
 

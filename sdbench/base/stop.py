@@ -33,6 +33,8 @@ SAME_REQUEST_S = 1.0
 PATIENCE_S = 10.0
 # By then the code that drops exceptions has most likely ended; if not, the signal comes again.
 SEND_AGAIN_S = 0.01
+# How often a wait in another thread than the main one looks at the request.
+LOOK_S = 0.5
 
 
 class Terminated(BaseException):
@@ -59,6 +61,7 @@ class StopRequest:
         self._patience_s = patience_s
         self.number: signal.Signals | None = None
         self._since_s = 0.0
+        self._raises = False
         self._reminder: threading.Timer | None = None
 
     def note(self, number: int) -> None:
@@ -66,8 +69,28 @@ class StopRequest:
         if self.number is None:
             self.number, self._since_s = signal.Signals(number), time.monotonic()
 
+    @contextlib.contextmanager
+    def raises_at_once(self) -> Iterator[None]:
+        """During the block a signal raises, also one that has come before.
+
+        For work that may be broken off anywhere, since nothing is kept of it.
+        """
+        self._raises = True
+        try:
+            self.obey()
+            yield
+        finally:
+            self._raises = False
+
+    def obey(self) -> None:
+        """Raise a signal that has come, where signals raise at once."""
+        if self._raises and self.number is not None:
+            raise stopped_by(self.number)
+
     def takes(self, number: int) -> bool:
         """Take a signal as the request; False if it has to raise at once."""
+        if self._raises:
+            return False
         if self.number is None:
             self.note(number)
             # A reminder that comes earlier would count as the same request.
@@ -91,6 +114,23 @@ _process_id: int | None = None
 _stopped_s: float | None = None
 # A stop signal that another process received for this one.
 _asked: int | None = None
+
+
+def waited(is_over: Callable[[float], bool], timeout_s: float) -> bool:
+    """Wait in parts, between which a stop signal is obeyed; False if the time has run out.
+
+    `is_over` waits for so many seconds. A signal interrupts it only in the main thread, which is
+    not that of a rank in a worker of Ray.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        if _request is not None:
+            _request.obey()
+        left_s = end_s - time.monotonic()
+        if is_over(max(0.0, min(LOOK_S, left_s))):
+            return True
+        if left_s <= LOOK_S:
+            return False
 
 
 def ask_to_stop(number: int) -> None:

@@ -136,7 +136,7 @@ class TrainingCallback(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; the loss is the mean over all ranks."""
-        self._training.update_average()
+        self._training.update_ended()
         self._training.step_ended(state.total_loss_dict["loss/train/total"])
         if self._watch.is_over:
             state.stop_training()

@@ -80,12 +80,18 @@ class Batches:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._ahead: Batch | None = None
         self._state_before_ahead: dict[str, Any] = {}
+        self._fault: Exception | None = None  # why no batch is ahead
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; the current stream waits until it is there."""
+        """The next batch; the current stream waits until it is there.
+
+        Raises between two steps what has gone wrong: an error of the loader, or a StopAskedError.
+        """
+        if self._fault is not None:
+            raise self._fault
         if self._stream is None:
             batch = self._load()
             self._watch.timer.shape = self._shape
@@ -111,11 +117,15 @@ class Batches:
         A batch that is not trained on would be counted as delivered all the same.
         """
         if self._stream is not None and not self._watch.is_last_step:
-            self._fetch()
+            try:
+                self._fetch()
+            except Exception as fault:
+                self._fault = fault  # the current step is ended first
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position after the last batch that was returned."""
-        return self._loader.state_dict() if self._ahead is None else self._state_before_ahead
+        is_ahead = self._ahead is not None or self._fault is not None
+        return self._state_before_ahead if is_ahead else self._loader.state_dict()
 
     def _fetch(self) -> None:
         self._state_before_ahead = self._loader.state_dict()
@@ -126,7 +136,8 @@ class Batches:
 
     def _load(self) -> Batch:
         self._watch.data_wait_begins()
-        batch = next(self._batches)
+        with self._watch.alone():
+            batch = next(self._batches)
         self._watch.data_wait_ends()
         if self._has_buckets:
             self._shape = shape_of(batch)

@@ -23,8 +23,12 @@ SEEDS_OF_A_STEP = 1_000_003
 class TrainState:
     """The state of one rank between two steps.
 
-    `num_steps` have been trained, those before a resume included. `is_skipped`: the update of the
-    current or the last step is skipped.
+    It stays as it is until the update of the next step begins, and may be saved until then.
+
+    Attributes:
+        num_steps: Steps that have been trained, those before a resume included.
+        is_skipped: Whether the update of the current or the last step is skipped.
+        is_whole: Whether the state is that behind `num_steps`, with a step of this process.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class TrainState:
     ) -> None:
         self.num_steps = 0
         self.is_skipped = False
+        self.is_whole = False
         self._job = job
         self._optimizer = optimizer
         self._ema = ema
@@ -45,6 +50,8 @@ class TrainState:
         self._scaler: torch.amp.GradScaler | None = None
         self._config = config
         self._random_states: dict[str, Tensor] = {}
+        # The position in the data after the batch that was trained on last.
+        self.position: dict[str, Any] = {}
         self._loaded_scale: dict[str, Any] = {}
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -58,16 +65,22 @@ class TrainState:
         self._optimizer.zero_grad(set_to_none=True)
         self.is_skipped = True
 
+    def update_begins(self) -> None:
+        """The update of a step is about to change the state."""
+        self.is_whole = False
+
+    def update_ended(self) -> None:
+        """Count a step, and note what the next one changes before its update."""
+        self.num_steps += 1
+        self.position = self._batches.state_dict()
+        self._random_states = _random_states()
+        self.is_whole = True
+
     def gradient_norm(self) -> Tensor:
         """The norm of this rank's gradients, on the device."""
         weights = self._job.trained_weights().values()
         norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The position in the data after the batch that was trained on last."""
-        return self._batches.state_dict()
 
     @property
     def averages(self) -> dict[str, Tensor] | None:
@@ -80,7 +93,8 @@ class TrainState:
         ``model.*``, ``fp32.*``, ``ema.*`` and ``optimizer.*`` end in the name of a trained weight,
         ``frozen.*`` in the name of a weight that the job keeps. ``random.<rank>.*`` are copies, and
         so is ``model.*`` if FSDP shards fp32 copies. With ZeRO-1 each rank has a part of the
-        optimizer and the average; what several ranks have is equal on all of them.
+        optimizer and the average; what several ranks have is equal on all of them. There are random
+        states behind a step, as it has left them.
         """
         # Here, since a measurement does without torch.distributed.checkpoint.
         from sdbench.state import checkpoint as names
@@ -105,7 +119,7 @@ class TrainState:
                 for part, tensor in _plain_tensors(value).items():
                     named[f"optimizer.{key}{part}.{name}"] = tensor
         named |= {names.AVERAGED_PREFIX + name: one for name, one in (self.averages or {}).items()}
-        return named | _random_states()
+        return named | self._random_states
 
     def facts(self) -> dict[str, Any]:
         """The rest of the state as JSON, equal on all ranks."""
@@ -125,10 +139,9 @@ class TrainState:
         Random states are among them if the same number of ranks has saved them for these devices.
         """
         named = self.tensors()
-        has_ranks = facts["world_size"] == Ranks.from_environment().world_size
-        for name in _random_states():
-            if not has_ranks or name not in saved:
-                del named[name]
+        if facts["world_size"] == Ranks.from_environment().world_size:
+            random_states = _random_states().items()
+            named |= {name: value for name, value in random_states if name in saved}
         return named
 
     def loaded(self, named: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

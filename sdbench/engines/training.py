@@ -92,6 +92,9 @@ class Training:
             self.job, self.optimizer, ema=self.ema, batches=batches, config=self.config
         )
         if self.hooks is not None:
+            if self.config.update_in_backward:
+                # Elsewhere `gradients_ready` comes before the first update.
+                self.optimizer.register_step_pre_hook(lambda *_: self.state.update_begins())
             self.hooks.begins(self.state)
         first = self.state.num_steps
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -113,24 +116,26 @@ class Training:
         if self.hooks is not None:
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self.hooks.gradients_ready(loss, norm)
+            self.state.update_begins()
 
-    def update_average(self) -> None:
-        """Update the moving average, unless the step's update was skipped."""
+    def update_ended(self) -> None:
+        """Count the step; update the moving average first, unless the step was skipped."""
         if self.ema is not None and not self.state.is_skipped:
             with self.watch.phases.phase(phases.EMA):
                 self.ema.update()
+        if self.hooks is not None:
+            self.state.update_ended()
 
     def end_step(self, loss: Tensor, batches: Batches) -> None:
         """End a step whose update is done; `loss`, of this rank's batch, is overwritten."""
         self.schedule.step()
-        self.update_average()
+        self.update_ended()
         loss = mean_over_ranks(loss, self.watch.phases)
         batches.fetch_ahead()
         self.step_ended(loss)
 
     def step_ended(self, loss: Tensor) -> None:
         """Tell watch and hooks that a step has ended, with its mean loss over all ranks."""
-        self.state.num_steps += 1
         self.watch.step_ends(loss=loss)
         if self.hooks is not None:
             self.hooks.step_ended(self.state)

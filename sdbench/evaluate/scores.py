@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
 if TYPE_CHECKING:
+    from sdbench.measure.watch import Alone
     from sdbench.models.diffusion import DiffusionModel
     from sdbench.models.drawing import DrawingSettings, Tokenize
 
@@ -115,28 +117,34 @@ class Scores:
             found = self._clip.similarities(batch.pictures, batch.captions).tolist()
             self._similarities |= zip(batch.numbers, found, strict=True)
 
-    def compute(self, ranks: Ranks) -> dict[str, Any]:
+    def compute(self, ranks: Ranks, *, alone: Alone = contextlib.nullcontext) -> dict[str, Any]:
         """The scores of the pictures of all ranks, on every rank; each has to call."""
         parts = (self._reference, self._features, self._similarities)
-        reference, features, similarities = (
-            distributed.gather_numbered(part, ranks) for part in parts
-        )
-        num_pictures = max(len(features), len(similarities))
-        facts: dict[str, Any] = {"num_pictures": num_pictures}
-        if ranks.rank == 0:  # the other ranks wait
-            fewest = num_pictures if self._fid is None else min(num_pictures, len(reference))
-            if fewest < 2:
-                raise RunError(f"Scores need two pictures and there are {fewest}.")
-            if self._fid is not None:
-                facts |= _fid_facts(reference, features)
-                facts["fid_network"] = self._fid.describe()
-            if self._clip is not None:
-                facts |= _clip_facts(similarities)
-                facts["clip_network"] = self._clip.describe()
-            for name in ("fid", "clip_score"):
-                if not math.isfinite(facts.get(name, 0.0)):
-                    raise RunError(f"{name} is not finite: the network gives no finite numbers.")
+        of_all = [distributed.gather_numbered(part, ranks) for part in parts]
+        facts: dict[str, Any] = {}
+        with alone():  # the other ranks wait
+            if ranks.rank == 0:
+                facts = self._facts_of(*of_all)
         return distributed.broadcast(facts, ranks)
+
+    def _facts_of(
+        self, reference: list[np.ndarray], features: list[np.ndarray], similarities: list[float]
+    ) -> dict[str, Any]:
+        num_pictures = max(len(features), len(similarities))
+        fewest = num_pictures if self._fid is None else min(num_pictures, len(reference))
+        if fewest < 2:
+            raise RunError(f"Scores need two pictures and there are {fewest}.")
+        facts: dict[str, Any] = {"num_pictures": num_pictures}
+        if self._fid is not None:
+            facts |= _fid_facts(reference, features)
+            facts["fid_network"] = self._fid.describe()
+        if self._clip is not None:
+            facts |= _clip_facts(similarities)
+            facts["clip_network"] = self._clip.describe()
+        for name in ("fid", "clip_score"):
+            if not math.isfinite(facts.get(name, 0.0)):
+                raise RunError(f"{name} is not finite: the network gives no finite numbers.")
+        return facts
 
 
 def score_model(
@@ -150,13 +158,15 @@ def score_model(
     settings: DrawingSettings,
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
+    alone: Alone = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Generate a picture for the caption of each held-out picture, and score them.
 
     The model is the same on every rank, or sharded; every rank has to call. At most `num_images`
     held-out pictures are taken, from the first on. They and those of `settings` are squares of one
-    size. `check` is called before each batch that all ranks have, and before each denoising step;
-    it may raise. The scores are the same for any number of ranks.
+    size. Each batch is read in a context of `alone`, and `check` is called after each denoising
+    step, both equally often on every rank; they may raise. The scores are the same for any number
+    of ranks.
     """
     from sdbench.models.drawing import draw_share
     from sdbench.models.objective import default_sampler
@@ -164,18 +174,14 @@ def score_model(
     num_images = min(num_images, reader.num_samples)
     scores = Scores(networks)
     captions: dict[int, str] = {}
-    num_common = num_images // ranks.world_size // settings.batch_size
-    for number, batch in enumerate(
-        read_pictures(
-            reader,
-            range(ranks.rank, num_images, ranks.world_size),
-            batch_size=settings.batch_size,
-        )
-    ):
-        if number < num_common:
-            check()
-        scores.add_reference(batch)
-        captions |= zip(batch.numbers, batch.captions, strict=True)
+    share = range(ranks.rank, num_images, ranks.world_size)
+    size = settings.batch_size
+    for first in range(0, math.ceil(num_images / ranks.world_size), size):
+        with alone():
+            # A rank may have no picture of the last batch.
+            for batch in read_pictures(reader, share[first : first + size], batch_size=size):
+                scores.add_reference(batch)
+                captions |= zip(batch.numbers, batch.captions, strict=True)
     prompts = distributed.gather_numbered(captions, ranks)
     for numbers, pictures in draw_share(
         model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
@@ -192,7 +198,7 @@ def score_model(
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,
     }
-    return scores.compute(ranks) | how
+    return scores.compute(ranks, alone=alone) | how
 
 
 def _frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:

@@ -13,26 +13,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sdbench.base.errors import RunError
-from sdbench.base.stop import StopRequest, stop_signals_ask
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.stop import STOPS, StopRequest, signal_of, stop_signals_ask
 from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor
 from sdbench.measure.hardware import peak_memory_gib
 from sdbench.measure.phases import DATA_WAIT, OTHER, RANK_WAIT, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaDevice, StepTimer
-from sdbench.ranks.distributed import Ranks, maximum_on_hosts
-from sdbench.record.store import INVALID
+from sdbench.ranks.distributed import Ranks, gather, maximum_on_hosts
+from sdbench.record.store import FAILED, INVALID
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# At the end of a step ranks agree on the largest of 0 (go on), the number of a signal, and this.
-LOSS_IS_NOT_FINITE = 1000
+# At the end of a step ranks agree on the largest of 0 (go on), the number of a signal, and the
+# first of these; behind what each does alone, with the second.
+LOSS_IS_NOT_FINITE, HAS_FAILED = 1000, 1001
 # A stop waits this many times as long as the longest step, or the current one, has taken, and some
 # seconds more: a step may take longer than those before it, and one that hangs does not end.
 STEPS_OF_PATIENCE, LEAST_PATIENCE_S = 3, 10.0
 # Share of a scheduler's grace period that a stop waits; the rest is for the record.
 SHARE_OF_GRACE = 0.8
+
+
+# `StepWatch.alone`.
+Alone = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class StopAskedError(Exception):
@@ -61,6 +66,7 @@ class StepWatch:
     Attributes:
         attention: Profiles the step after the profiled ones, which it would slow down.
         is_stopped: Whether a signal has ended the run before its last step.
+        ends_together: Whether all ranks end between the same two steps, or there is only one.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class StepWatch:
         gpu_monitor: GpuMonitor | None = None,
         num_steps: int | None = None,
         trace_file: Path | None = None,
-        judges_losses: bool = True,
+        keeps_steps: bool = False,
         records_attention: bool = True,
         stop_grace_s: float | None = None,
     ) -> None:
@@ -85,8 +91,9 @@ class StepWatch:
             gpu_monitor: Of this rank's GPU; the timer starts and reads it. None on a CPU.
             num_steps: Length of the run; None ends it when everything is measured.
             trace_file: Where the first rank writes torch's trace of one more step, which all train.
-            judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
-            all ranks have read it after the same step.
+            keeps_steps: Whether steps are saved. Then ranks agree before each step that all have a
+                batch: one that ends alone cannot save. A loss that is not finite does not end the
+                run; `timer.losses` of all ranks have read it after the same step.
             records_attention: Whether to train one more step after profiled ones, in which the
                 first rank records the kernels of attention.
             stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
@@ -99,7 +106,7 @@ class StepWatch:
         self._observers = observers
         self._num_steps = num_steps
         self._trace_file = trace_file
-        self._judges_losses = judges_losses
+        self._keeps_steps = keeps_steps
         self._records_attention = records_attention
         self._stop_grace_s = stop_grace_s
         self._step_began_s = time.monotonic()
@@ -109,6 +116,7 @@ class StepWatch:
         self._request = StopRequest()
         self._peak_memory_gib: float | None = None
         self.is_stopped = False
+        self.ends_together = self._ranks.world_size == 1
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
@@ -216,26 +224,57 @@ class StepWatch:
             values = losses.read()
             index = losses.first_not_finite
             assert index is not None, "ranks have different losses"
-            if not self._judges_losses:
+            if self._keeps_steps:
                 return  # a stop signal is agreed on after the next step
             raise RunError(f"the loss is {values[index]} at step {index + 1}", status=INVALID)
         if agreed:
             self._stop(agreed)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """The context of work between two steps that this rank does without the others.
+
+        A stop signal breaks it off at once. Behind it all ranks, which have to enter it equally
+        often, raise if one has failed, or StopAskedError if one has a stop signal. Several ranks of
+        a measurement do not agree, which takes time: a signal ends them behind the step.
+        """
+        if self._ranks.world_size > 1 and not self._keeps_steps:
+            yield
+            return
+        fault = None
+        try:
+            with self._request.raises_at_once():
+                yield
+        except STOPS as stop:
+            self._request.note(signal_of(stop))
+        except Exception as error:
+            fault = error
+        self._agree(fault)
 
     def check_stop(self) -> None:
         """Raise StopAskedError if a rank has a stop signal between two steps.
 
         All ranks have to call it equally often.
         """
-        number = self._maximum_of_ranks(self._request.number or 0)
-        if number:
-            self._stop(number)
+        self._agree(None)
+
+    def _agree(self, fault: Exception | None) -> None:
+        """Raise on all ranks if one has a stop signal or, with its rank, an error."""
+        own = self._request.number or (0 if fault is None else HAS_FAILED)
+        agreed = self._maximum_of_ranks(own)
+        if not agreed:
+            return
+        self.ends_together = True
+        if agreed != HAS_FAILED:
+            self._stop(agreed)
             raise StopAskedError
+        faults = gather(_as_told(fault, self._ranks), self._ranks)
+        raise fault or next(told for told in faults if told is not None)
 
     def _stop(self, number: int) -> None:
         self._request.note(number)
         self._request.forget()  # saving after the last step takes its time
-        self.is_stopped = True
+        self.is_stopped = self.ends_together = True
 
     def _maximum_of_ranks(self, number: int) -> int:
         """The largest number of all ranks; waits for the last of them."""
@@ -263,6 +302,14 @@ class StepWatch:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
+
+
+def _as_told(fault: Exception | None, ranks: Ranks) -> Exception | None:
+    """An error for the ranks that do not have it."""
+    if fault is None or isinstance(fault, ConfigError):
+        return fault
+    reason = str(fault) if isinstance(fault, RunError) else f"{type(fault).__name__}: {fault}"
+    return RunError(f"rank {ranks.rank}: {reason}", status=getattr(fault, "status", FAILED))
 
 
 def make_watch(

@@ -17,6 +17,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
 from sdbench.base.shape import Shape
+from sdbench.models.architecture import Architecture
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import ZEROS_KEY, kind_of
 from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
@@ -131,7 +132,9 @@ def draw(
     return VaeImageProcessor().postprocess(images, output_type="pil")
 
 
-def make_pipeline(model: DiffusionModel, parts: Mapping[str, Any], *, sampler: Any) -> Any:
+def make_pipeline(
+    model: DiffusionModel | Architecture, parts: Mapping[str, Any], *, sampler: Any
+) -> Any:
     """The pipeline of diffusers of a model, with these parts and tokenizers; others are None."""
     family = model.family
     options = dict.fromkeys((*family.parts, *family.tokenizers)) | family.pipeline_options

@@ -344,7 +344,7 @@ def _matrices_by_diffusers(
 ) -> dict[str, Tensor]:
     """The matrices that diffusers' pipeline loads with strength 1, by PEFT's names."""
     sampler = make_sampler(None, architecture.parts["scheduler"])
-    pipeline = make_pipeline(architecture.family, modules, sampler=sampler)
+    pipeline = make_pipeline(architecture, modules, sampler=sampler)
     with quiet_diffusers(), quiet_transformers():
         pipeline.load_lora_weights(
             str(file.parent),

@@ -1,6 +1,6 @@
 """`Checkpoint`: the files of a checkpoint on disk, the names of its tensors, and reading them.
 
-    step_00000120/            has this name only when it is whole
+    step_00000120/            has this name only when it is whole, and no other one of a step
         checkpoint.json       step, facts about the run, size and CRC-32 of each other file
         .metadata             where each part of each tensor is, by torch.distributed.checkpoint
         __<rank>_0.distcp     the parts that a rank has written
@@ -43,6 +43,7 @@ from sdbench.ranks.distributed import ALONE, Ranks, gather
 SCHEMA_VERSION = 4
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
+PREFIX = "step_"
 # Prefixes of weights, before `<module>.<parameter>`: trained, the fp32 copies that an optimizer
 # keeps of bf16 weights, moving averages, and frozen ones that the run keeps.
 TRAINED_PREFIX, COPIES_PREFIX = "model.", "fp32."
@@ -70,6 +71,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 
+class OtherStepError(ConfigError):
+    """The folder of a checkpoint has the name of another step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: all its files are there, with the sizes that they were saved with.
@@ -78,6 +83,7 @@ class Checkpoint:
         step: Step after which it was saved.
         facts: What was saved about the run beside the tensors.
         files: Size and checksum of each file, from `describe_file`, by name.
+        metadata: What `.metadata` says, whose checksum is right.
         ranks: Ranks that read it.
         is_checked: Whether the checksums of all files have been checked.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
@@ -87,6 +93,7 @@ class Checkpoint:
     step: int
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
+    metadata: dcp.Metadata
     ranks: Ranks = ALONE
     is_checked: bool = False
     passed_over: tuple[str, ...] = ()
@@ -96,7 +103,8 @@ class Checkpoint:
         """Open a checkpoint.
 
         Raises ConfigError if a file is missing or has another size, or if the description is
-        damaged or of another version.
+        damaged or of another version, or that of the tensors is damaged, and OtherStepError if the
+        folder has the name of another step.
         """
         path = folder / DESCRIPTION_NAME
         try:
@@ -121,13 +129,25 @@ class Checkpoint:
             if size != described["bytes"]:
                 what = f"it has {size} bytes; {described['bytes']} were saved"
                 raise _damaged(folder / name, what)
-        return cls(folder=folder, ranks=ranks, **content)
+        name = folder.resolve().name
+        named = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and named.isdecimal() and int(named) != content["step"]:
+            raise OtherStepError(
+                "The folder of the checkpoint has the name of another step",
+                value=f"{folder}, which holds step {content['step']}",
+                allowed=f"the name that it was saved with, {PREFIX}{content['step']:08d}; or move "
+                "the folder elsewhere",
+                flag="the name of the folder",
+            )
+        _check_file(folder / METADATA_NAME, content["files"])
+        metadata = _read_metadata(folder / METADATA_NAME)
+        return cls(folder=folder, ranks=ranks, metadata=metadata, **content)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The saved tensors on the meta device, with their whole size and dtype."""
         return {
             name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-            for name, saved in self._read_metadata().state_dict_metadata.items()
+            for name, saved in self.metadata.state_dict_metadata.items()
         }
 
     def check_share(self) -> None:
@@ -137,7 +157,7 @@ class Checkpoint:
         what has been read here is loaded from memory.
         """
         for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
-            self._check_file(name)
+            _check_file(self.folder / name, self.files)
 
     def read(self, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Read the tensors whose names begin with one of the prefixes, to the CPU."""
@@ -169,18 +189,10 @@ class Checkpoint:
                 raise found
         dcp.load(
             {name: tensor.detach() for name, tensor in tensors.items()},
-            storage_reader=_Reader(self.folder, self._read_metadata()),
+            storage_reader=_Reader(self.folder, self.metadata),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             no_dist=True,
         )
-
-    def _check_file(self, name: str) -> None:
-        try:
-            found = describe_file(self.folder / name)
-        except OSError as error:
-            raise _unreadable(self.folder / name, error) from None
-        if found != self.files[name]:
-            raise _damaged(self.folder / name, "its checksum is not the one that was saved")
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         saved = self.tensors()
@@ -193,16 +205,6 @@ class Checkpoint:
                     allowed=_describe(tensor),
                     flag="--resume",
                 )
-
-    def _read_metadata(self) -> dcp.Metadata:
-        self._check_file(METADATA_NAME)
-        try:
-            with (self.folder / METADATA_NAME).open("rb") as file:
-                metadata = _Unpickler(file).load()
-        except Exception as error:  # a damaged pickle may raise anything
-            what = f"it is no description of tensors ({error})"
-            raise _damaged(self.folder / METADATA_NAME, what) from None
-        return metadata
 
 
 def weight_prefixes(*, use_ema: bool) -> tuple[str, ...]:
@@ -294,6 +296,25 @@ def synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_file(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare a file with its description among those of a checkpoint."""
+    try:
+        found = describe_file(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if found != files[path.name]:
+        raise _damaged(path, "its checksum is not the one that was saved")
+
+
+def _read_metadata(path: Path) -> dcp.Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _damaged(path, f"it is no description of tensors ({error})") from None
+    return metadata
 
 
 def _crc32_of(content: Any) -> str:

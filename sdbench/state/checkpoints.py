@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.ranks.distributed import Ranks, broadcast, gather, maximum_on_hosts
 from sdbench.record.store import FAILED, INVALID
-from sdbench.state.checkpoint import ALONE, Checkpoint
+from sdbench.state.checkpoint import ALONE, PREFIX, Checkpoint, OtherStepError
 from sdbench.state.writer import (
     CheckpointWriter,
     CopyingPlanner,
@@ -35,7 +35,6 @@ from sdbench.state.writer import (
 )
 
 FOLDER_NAME = "checkpoints"
-PREFIX = "step_"
 # Tensors up to this size are copied at once: some, such as random states, change in a step's
 # forward pass.
 SMALL_BYTES = 2**16
@@ -283,7 +282,8 @@ def find_newest(
     """The newest whole checkpoint of a run, the same on all ranks, which call it.
 
     `reads_all` checks the checksums of all files, and not only their sizes. Steps from `before` on
-    are left out.
+    are left out. A folder with the name of another step is a ConfigError: a save of that step would
+    remove it.
     """
     folder = run / FOLDER_NAME
     passed_over: list[str] = []
@@ -295,11 +295,14 @@ def find_newest(
             if reads_all:
                 found.check_share()
         except ConfigError as error:
-            fault = f"{error.what} ({error.value})"
-        faults = [found_by_rank for found_by_rank in gather(fault, ranks) if found_by_rank]
+            fault = error
+        faults = [of_rank for of_rank in gather(fault, ranks) if of_rank is not None]
+        for refused in faults:
+            if isinstance(refused, OtherStepError):
+                raise refused
         if not faults:
             return dataclasses.replace(found, is_checked=reads_all, passed_over=tuple(passed_over))
-        passed_over.append(faults[0])
+        passed_over.append(f"{faults[0].what} ({faults[0].value})")
     if passed_over:
         raise ConfigError(
             "none of the run's checkpoints is whole",

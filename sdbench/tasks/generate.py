@@ -20,7 +20,6 @@ from sdbench.base.progress import Progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
-from sdbench.data.identity import describe_changes, identify
 from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -253,6 +252,8 @@ class Generate(Task):
             name: f"{name} differs" for name, now in self._job.items() if earlier.get(name) != now
         }
         if "inputs" in unlike and "inputs" in earlier:
+            from sdbench.data.identity import describe_changes
+
             changes = describe_changes(earlier["inputs"], self._job["inputs"])
             unlike["inputs"] = "; ".join(changes.values())
         if unlike:
@@ -266,6 +267,8 @@ class Generate(Task):
     @functools.cached_property
     def _job(self) -> dict[str, Any]:
         """The facts that decide the pictures, as JSON values."""
+        from sdbench.data.identity import identify
+
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
         parts = architecture.modules if self._ranks.rank == 0 else ()

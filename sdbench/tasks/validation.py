@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.base.stop import STOPS
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.source import SourceConfig
@@ -27,6 +28,10 @@ from sdbench.models.autoencoder import Autoencoder
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+
+if TYPE_CHECKING:
+    from sdbench.engines.train_state import TrainState
+    from sdbench.measure.watch import Alone
 
 NUM_TIMESTEPS = 8
 # Where in each of so many parts of the schedule, by the value of ``--validation_times``.
@@ -64,25 +69,25 @@ def held_out_batches(
     num_samples: int | None,
     batch_size: int,
     ranks: Ranks,
-    check: Callable[[], None] = lambda: None,
+    alone: Alone = contextlib.nullcontext,
 ) -> Iterator[NumberedBatch]:
     """Read this rank's share of the first held-out samples, or of all, in stored order.
 
-    All ranks get the same number of batches. `check` is called before each; it may raise. Raises
-    RunError if a sample is bad and may not be left out, or if all are bad.
+    All ranks get the same number of batches. Each is read in a context of `alone`. Raises RunError
+    if a sample is bad and may not be left out, or if all are bad.
     """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
     has_good = False
     for numbers in reader.split(range(num_samples)):
         for batch in _batches_of_shape(
-            reader, numbers, batch_size=batch_size, ranks=ranks, check=check
+            reader, numbers, batch_size=batch_size, ranks=ranks, alone=alone
         ):
             has_good = True
             yield batch
     if not has_good:
-        raise RunError(
-            f"All {num_samples} held-out samples are bad, the last: {reader.name(num_samples - 1)}"
-        )
+        with alone():
+            last = reader.name(num_samples - 1)
+            raise RunError(f"All {num_samples} held-out samples are bad, the last: {last}")
 
 
 def _batches_of_shape(
@@ -91,21 +96,21 @@ def _batches_of_shape(
     *,
     batch_size: int,
     ranks: Ranks,
-    check: Callable[[], None],
+    alone: Alone,
 ) -> Iterator[NumberedBatch]:
     num_samples = len(samples)
     num_each = -(-num_samples // ranks.world_size)
     mine = range(ranks.rank, num_each * ranks.world_size, ranks.world_size)
     for first in range(0, num_each, batch_size):
-        check()
         wanted = [samples[place % num_samples] for place in mine[first : first + batch_size]]
         # Places behind the last sample fill the batch alone.
         is_own = [place < num_samples for place in mine[first : first + batch_size]]
-        good = reader.read_good([Key(0, number) for number in wanted])
-        if not good.keys:
-            # Ranks have equally many batches: a sample that counts elsewhere fills this one.
-            fillers = (reader.read_good([Key(0, number)]) for number in samples)
-            good = next((filler for filler in fillers if filler.keys), good)
+        with alone():
+            good = reader.read_good([Key(0, number) for number in wanted])
+            if not good.keys:
+                # Ranks have equally many batches: a sample that counts elsewhere fills this one.
+                fillers = (reader.read_good([Key(0, number)]) for number in samples)
+                good = next((filler for filler in fillers if filler.keys), good)
         if not good.keys:
             return  # on all ranks: none of this shape is good
         found = {key.index: position for position, key in enumerate(good.keys)}
@@ -124,16 +129,17 @@ def validation_loss(
     *,
     ranks: Ranks,
     times: str = "middles",
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Measure the mean error of a model's predictions, over all time steps and ``by_timestep``.
 
     Each sample is predicted at the middles, or the starts, of `NUM_TIMESTEPS` equal parts of the
     schedule, with noise that is seeded by its number. The latents of an image are the means of the
     VAE. The global random state is left alone. Every rank has to call, with its own share of the
-    samples.
+    samples. `check` is called before each prediction; it may raise.
     """
     timesteps = model.objective.validation_times(NUM_TIMESTEPS, place=PLACES[times])
-    errors_of = functools.partial(_errors, model, timesteps=timesteps)
+    errors_of = functools.partial(_errors, model, timesteps=timesteps, check=check)
     rows = _measure(model, batches, errors_of, ranks=ranks)
     return {
         "loss": rows.mean().item(),
@@ -185,6 +191,7 @@ def _errors(
     batch: Mapping[str, Tensor],
     *,
     timesteps: Sequence[float],
+    check: Callable[[], None],
 ) -> Tensor:
     """Mean squared errors (B, T)."""
     latents, conditions = model.encode_means(batch)
@@ -199,6 +206,7 @@ def _errors(
     ).to(latents.device)
     errors = []
     for position, timestep in enumerate(timesteps):
+        check()
         prediction, target = model.predict(
             latents,
             conditions,
@@ -210,36 +218,41 @@ def _errors(
 
 
 @contextlib.contextmanager
-def averaged_weights(
-    job: TrainJob, averages: Mapping[str, Tensor] | None, *, ranks: Ranks
-) -> Iterator[None]:
+def averaged_weights(job: TrainJob, state: TrainState, *, ranks: Ranks) -> Iterator[None]:
     """Replace the model's weights by their moving averages, if they are kept, during the block.
 
     Every rank has to call. Weights and averages of one dtype are swapped one tensor at a time,
-    without a second copy of the model. No save may read them meanwhile. Averages that this rank
-    does not keep come from the ranks that have them (ZeRO-1).
+    without a second copy of the model. No save may read them meanwhile: the state is whole again
+    once all weights are back. Averages that this rank does not keep come from the ranks that have
+    them (ZeRO-1).
     """
+    averages = state.averages
     if averages is None:
         yield
         return
+    was_whole, state.is_whole = state.is_whole, False
     forget_gathered(job)
     weights = job.trained_weights()
     owners = _find_owners(weights, averages, ranks)
     kept: dict[str, Tensor] = {}
     swapped: list[str] = []
     try:
-        with torch.no_grad():
-            for name, weight in weights.items():
-                average = averages.get(name)
-                if owners[name] is None and average.dtype == weight.dtype:
-                    swapped.append(name)
-                    _swap(weight, average)
-                    continue
-                kept[name] = weight.detach().clone()
-                if average is not None:
-                    weight.copy_(average)
-                if owners[name] is not None:
-                    torch.distributed.broadcast(weight.detach(), src=owners[name])
+        try:
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    average = averages.get(name)
+                    if owners[name] is None and average.dtype == weight.dtype:
+                        _swap(weight, average)
+                        swapped.append(name)
+                        continue
+                    kept[name] = weight.detach().clone()
+                    if average is not None:
+                        weight.copy_(average)
+                    if owners[name] is not None:
+                        torch.distributed.broadcast(weight.detach(), src=owners[name])
+        except STOPS:
+            was_whole = False  # a value may be lost in the middle of a swap
+            raise
         forget_gathered(job)
         yield
     finally:
@@ -249,6 +262,7 @@ def averaged_weights(
             for name, value in kept.items():
                 weights[name].copy_(value)
         forget_gathered(job)
+        state.is_whole = was_whole
 
 
 def _find_owners(

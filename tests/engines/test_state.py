@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.job import EmaSpec
@@ -103,6 +105,25 @@ def test_the_position_is_that_of_the_batch_in_training(copy_stream, encode_ahead
         assert len(prepared) == number + encode_ahead
         assert loader.num_images_delivered == (number + num_ahead) * BATCH_SIZE
         assert batches.state_dict() == {"num_images": number * BATCH_SIZE}
+
+
+def test_a_fault_of_the_batch_ahead_is_raised_behind_the_step(fake_stream):
+    class FailingLoader(CountingLoader):
+        def __iter__(self):
+            yield from itertools.islice(super().__iter__(), 2)
+            self.num_images_delivered += BATCH_SIZE  # the bad batch is behind it
+            raise RunError("a bad picture")
+
+    loader, config = FailingLoader(Pairs(), batch_size=BATCH_SIZE), make_config(copy_stream="side")
+    device = torch.device("cpu")
+    batches = Batches(loader, device=device, watch=watch_with(), config=config)
+    next(batches)
+    batches.fetch_ahead()
+    next(batches)
+    batches.fetch_ahead()
+    assert batches.state_dict() == {"num_images": 2 * BATCH_SIZE}
+    with pytest.raises(RunError, match="a bad picture"):
+        next(batches)
 
 
 def test_each_profiled_step_encodes_one_batch_also_ahead(fake_stream, sleep):

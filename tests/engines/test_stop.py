@@ -106,6 +106,40 @@ def test_a_signal_after_the_loop_does_not_disturb_the_end_that_the_first_one_has
     assert caught.value.__context__ is None
 
 
+@pytest.mark.parametrize("comes_before", [False, True])
+def test_work_that_may_be_broken_off_is_not_waited_for(comes_before):
+    with pytest.raises(Terminated), stop_signals_raise(), stop.stop_signals_ask() as request:
+        if comes_before:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with request.raises_at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("still here")
+
+
+def test_a_wait_that_no_signal_interrupts_looks_at_the_request(monkeypatch):
+    """As that of a rank of Ray, whose thread is not the main one."""
+    monkeypatch.setattr(stop, "LOOK_S", 0.01)
+    monkeypatch.setattr(stop, "_asked", None)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        time.sleep(seconds)
+        if len(waits) == 2:
+            stop.ask_to_stop(signal.SIGTERM)
+        return False
+
+    with (
+        pytest.raises(Terminated),
+        stop.stop_signals_ask() as request,
+        request.raises_at_once(),
+    ):
+        stop.waited(wait, 60.0)
+    assert len(waits) == 2
+    assert not stop.waited(lambda _: False, 0.02)
+    assert stop.waited(lambda _: True, 0.0)
+
+
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_a_step_that_does_not_end_is_broken_off(asks_first, monkeypatch):
     """And outside a loop, where no step is to be ended, the first signal is obeyed."""

@@ -159,22 +159,37 @@ def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):
     assert all(str(path) in fault for path, fault in zip(paths, caught.value.value, strict=True))
 
 
+def write_metadata(checkpoints, step, content):
+    """Replace the metadata of a checkpoint, with a checksum that is right."""
+    folder = checkpoints.folder / f"step_{step:08d}"
+    files = Checkpoint.open(folder).files
+    (folder / ".metadata").write_bytes(content)
+    files |= {".metadata": checkpoint.describe_file(folder / ".metadata")}
+    checkpoint.write_description(folder, step=step, facts={}, files=files)
+    return str(folder / ".metadata")
+
+
 @pytest.mark.parametrize("place", ["alone", "beside tensors"])
-def test_code_in_the_metadata_is_not_run(tmp_path, place, monkeypatch):
-    checkpoints, harm = make_checkpoints(tmp_path), Harm(tmp_path / "harm")
-    write = pickle.dump
+def test_code_in_the_metadata_is_not_run(two_checkpoints, tmp_path, place):
+    harm = Harm(tmp_path / "harm")
+    metadata = two_checkpoints.newest().metadata
+    tensors = {**metadata.state_dict_metadata, "harm": harm}
+    harmful = dataclasses.replace(metadata, state_dict_metadata=tensors)
+    content = pickle.dumps(harm if place == "alone" else harmful)
+    path = write_metadata(two_checkpoints, 20, content)
+    newest = two_checkpoints.newest()
+    assert newest.step == 10 and path in newest.passed_over[0]
+    harm.check_not_done(content)
 
-    def write_harm(metadata, file):
-        tensors = {**metadata.state_dict_metadata, "harm": harm}
-        harmful = dataclasses.replace(metadata, state_dict_metadata=tensors)
-        write(harm if place == "alone" else harmful, file)
 
-    monkeypatch.setattr(pickle, "dump", write_harm)
-    save(checkpoints, 10)  # with a checksum that is right
-    path = checkpoints.folder / "step_00000010" / ".metadata"
-    with refused("--resume", value=str(path)):
-        checkpoints.newest().load_into(make_state())
-    harm.check_not_done(path.read_bytes())
+def test_a_folder_that_has_the_name_of_another_step_is_refused(two_checkpoints):
+    """A save of that step would remove it."""
+    folder = two_checkpoints.folder
+    (folder / "step_00000020").rename(folder / "step_00000030")
+    with refused("the name of the folder") as caught:
+        two_checkpoints.newest()
+    assert "step_00000030, which holds step 20" in caught.value.value
+    assert "step_00000020" in caught.value.allowed
 
 
 def test_a_checkpoint_of_python_3_11_2_can_be_read(tmp_path, monkeypatch):
@@ -189,17 +204,15 @@ def test_a_checkpoint_of_python_3_11_2_can_be_read(tmp_path, monkeypatch):
     assert holds(checkpoints.newest(), 10)
 
 
-def test_an_attribute_of_anything_else_is_not_read(tmp_path, monkeypatch):
+def test_an_attribute_of_anything_else_is_not_read(two_checkpoints):
     class Attribute:
         def __reduce__(self):
             return getattr, (torch.Size, "numel")
 
-    write = pickle.dump
-    monkeypatch.setattr(pickle, "dump", lambda metadata, file: write(Attribute(), file))
-    checkpoints = make_checkpoints(tmp_path)
-    save(checkpoints, 10)
-    with refused("--resume"):
-        checkpoints.newest().load_into(make_state())
+    path = write_metadata(two_checkpoints, 20, pickle.dumps(Attribute()))
+    with refused("--resume", value=path):
+        Checkpoint.open(two_checkpoints.folder / "step_00000020")
+    assert two_checkpoints.newest().step == 10
 
 
 def test_a_description_of_100_000_brackets_is_passed_over(two_checkpoints):

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import train
+from sdbench.engines import load_engine
+from sdbench.engines.training import Training
 from sdbench.record.store import load_record
 from sdbench.report.watch import write_page
 from sdbench.state.checkpoint import Checkpoint
@@ -26,6 +29,7 @@ from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
+from tests.forked import codes_of, log_of
 from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
@@ -327,6 +331,35 @@ def test_two_ranks_go_back_together(tmp_path):
     assert (event["step"], event["action"]) == (4, "back") and event["tensor"]
     assert load_record(RUN)["status"] == "ok"
     assert finite_saves()[-1] == LONG
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("action", "codes"), [("stop", [1, 1]), ("skip", [0, 0])])
+def test_a_gradient_that_is_infinite_on_one_rank_alone_ends_or_is_skipped_on_both(
+    tmp_path, action, codes
+):
+    """After the ranks have averaged it, as a fault of one GPU makes it."""
+    load_engine("torch")
+    write_folder(Path("data"))
+    gradients_ready = Training.gradients_ready
+
+    def poison_one(training, loss):
+        if training.state.num_steps + 1 == BAD_STEP and os.environ["RANK"] == "1":
+            gradient = next(iter(training.job.trained_weights().values())).grad
+            gradient[(0,) * gradient.dim()] = math.inf
+        gradients_ready(training, loss)
+
+    def program() -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Training, "gradients_ready", poison_one)
+            argv = (*POISONED, *CLIPPED, "--device_train_microbatch_size", 1)
+            return run(action, *argv, num_steps=BAD_STEP + 1)
+
+    assert codes_of(program, tmp_path, timeout_s=120) == codes, log_of(tmp_path, 0).read_text()
+    (event,) = bad_events()
+    facts = (event["step"], event["gradient_norm"], event["action"])
+    assert facts == (BAD_STEP, "inf", action)
+    assert finite_saves() == ([2] if action == "stop" else [2, 4])
 
 
 @pytest.mark.slow

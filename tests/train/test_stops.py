@@ -12,6 +12,7 @@ import pytest
 
 import train
 from sdbench.engines import load_engine
+from sdbench.engines.train_state import TrainState
 from sdbench.measure import watch
 from sdbench.measure.watch import StepWatch
 from sdbench.record.history import read_history
@@ -71,7 +72,16 @@ def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
 
 @pytest.mark.slow
 def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
-    be_slow(monkeypatch, step_s=60.0, signal_in=4)
+    """In its update, where no state is whole."""
+    update_begins = TrainState.update_begins
+
+    def begin_and_hang(state):
+        update_begins(state)
+        if state.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60.0)
+
+    monkeypatch.setattr(TrainState, "update_begins", begin_and_hang)
     argv = ("--engine", "torch", "--save_every_batches", 2, "--stop_grace_s", 0.5)
     assert run(*argv) == 130
     assert kept() == ([2], [1, 2, 3])

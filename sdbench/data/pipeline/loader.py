@@ -20,11 +20,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _error_if_any_worker_fails
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.stop import obey_parent_alone
+from sdbench.base.stop import obey_parent_alone, waited
 from sdbench.base.units import counted
 from sdbench.data.colours import describe_profiles
 from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
@@ -93,13 +94,46 @@ def _start_worker(number: int) -> None:
 
 
 class _Workers(_MultiProcessingDataLoaderIter):
-    """torch's iterator over workers, which a stop signal may end while they are being started."""
+    """torch's iterator over workers, which is interrupted only while it starts or waits for them.
+
+    A stop signal may end it. torch's own handler would raise wherever the training is when a worker
+    has died, such as in the middle of an update.
+    """
+
+    is_waiting = False
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, _look_while_waiting)
 
     def __del__(self) -> None:
         # torch's method needs this attribute, which is set last, when all workers have been
         # started. Running workers end with this process.
         if hasattr(self, "_workers_status"):
             super().__del__()
+
+    def _try_get_data(self, timeout: float) -> tuple[bool, Any]:
+        """Wait for a batch as torch does, and look for a stop signal."""
+        found = False, None
+
+        def has_come(wait_s: float) -> bool:
+            nonlocal found
+            _error_if_any_worker_fails()  # what a dead one has sent may be there in part
+            found = super(_Workers, self)._try_get_data(wait_s)
+            return found[0]
+
+        _Workers.is_waiting = True
+        try:
+            waited(has_come, timeout)
+        finally:
+            _Workers.is_waiting = False
+        return found
+
+
+def _look_while_waiting(number: int, frame: FrameType | None) -> None:
+    if _Workers.is_waiting:
+        _error_if_any_worker_fails()
 
 
 def watch(

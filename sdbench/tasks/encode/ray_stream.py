@@ -23,6 +23,7 @@ import numpy as np
 
 from sdbench.base.errors import RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
+from sdbench.base.stop import waited
 from sdbench.ranks.ray_cluster import carried_variables, has_room, resources_in_words, tidy_up
 from sdbench.settings.online import ANY, ActorSettings
 
@@ -240,13 +241,13 @@ class StreamEnd:
 
     def take(self) -> Row | None:
         """The next row; None after the last one."""
-        try:
-            row = self._coming.result(self._timeout_s)
-        except futures.TimeoutError:
+        coming = [self._coming]
+        if not waited(lambda wait_s: bool(futures.wait(coming, wait_s).done), self._timeout_s):
             raise RunError(
                 f"Ray Data gave no batch for {self._timeout_s:g} s: a decoder or an encoder is "
                 "stuck, or has no place in the cluster. --data_timeout_s sets how long to wait."
-            ) from None
+            )
+        row = self._coming.result()
         self._coming = self._begin()
         return row
 

@@ -51,25 +51,26 @@ class BadLosses:
 
         Waits for the device only then. `loss` and `norm`, if it is known, are on the device.
         """
+        import torch
+
         if self.has_scaler:
             norm = None
         elif norm is None and self.action == SKIP:
             norm = state.gradient_norm()
-        if norm is not None:
-            self._norms.add(norm)
-        if self.action != SKIP:
+        if norm is None and self.action != SKIP:
             return
-        total = loss.detach().double()
-        if norm is not None:
-            total += norm
+        known = [loss] if norm is None else [loss, norm]
+        sums = torch.stack([one.detach().double().squeeze() for one in known])
         if self.ranks.world_size > 1:
-            import torch
-
-            torch.distributed.all_reduce(total)
-        if total.isfinite():
-            self._num_in_a_row = 0
-        else:
-            state.skip_update()
+            # A norm may be that of this rank alone, and what is not finite has to be so on all.
+            torch.distributed.all_reduce(sums)
+        if norm is not None:
+            self._norms.add(sums[-1] / self.ranks.world_size)
+        if self.action == SKIP:
+            if sums.isfinite().all():
+                self._num_in_a_row = 0
+            else:
+                state.skip_update()
 
     @property
     def is_known(self) -> bool:
@@ -89,10 +90,11 @@ class BadLosses:
         if self._bad_save is None:
             self._bad_save = step, tensor
 
-    def act(self, state: TrainState, *, is_last: bool) -> bool:
+    def act(self, state: TrainState, *, is_last: bool) -> None:
         """Log the first bad step and its samples, and go on as --on_bad_loss says.
 
-        Returns whether an earlier state has been loaded; a `RunError` ends the run.
+        A `RunError` ends the run. The state is not whole then, nor where an earlier one has been
+        loaded.
         """
         step, tensor, facts = self._find_fault(state.num_steps)
         self._num_in_a_row += 1
@@ -109,6 +111,8 @@ class BadLosses:
             facts["lost_steps"] = [checkpoint.step + 1, state.num_steps]
         if self.log is not None:
             self.log.add_event("bad_loss", step=step, **facts)
+        if facts["action"] != SKIP:
+            state.is_whole = False
         if reason is not None:
             what = ", ".join(f"{name} {facts[name]}" for name in facts if name != "action")
             raise RunError(
@@ -117,7 +121,7 @@ class BadLosses:
                 status=INVALID,
             )
         if checkpoint is None:
-            return False
+            return
         # Random states, steps and the position in the data stay as they are.
         tensors = state.tensors()
         checkpoint.load_into(
@@ -125,7 +129,6 @@ class BadLosses:
         )
         state.went_back(checkpoint.facts["state"])
         self._came_back_to = checkpoint.step
-        return True
 
     def _find_fault(self, num_steps: int) -> tuple[int, str | None, dict[str, Any]]:
         """The first fault, which counts as handled now: its step, the bad tensor, and its facts.

@@ -21,6 +21,7 @@ from sdbench.data.remote import storable_name
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
+from sdbench.measure.watch import StepWatch
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.models.objective import check_num_steps, default_sampler
 from sdbench.plan.resolve import Plan, check_latents
@@ -37,10 +38,9 @@ from sdbench.tasks.validation import (
 
 SAMPLES_NAME = "samples"
 
-# Raises to end an evaluation early; called now and then, equally often on every rank.
-Check = Callable[[], None]
-# Returns the facts of an event; called on every rank.
-Evaluation = Callable[[TrainState, Check], dict[str, Any]]
+# Returns the facts of an event; called on every rank. A stop signal ends it early, by an exception
+# on all ranks.
+Evaluation = Callable[[TrainState], dict[str, Any]]
 
 
 def _held_out_source(plan: Plan) -> SourceConfig:
@@ -130,13 +130,15 @@ class Evaluations:
             for shape in self._shapes:
                 plan.architecture.check_shape(shape, flag="--sample_shapes")
 
-    def begin(self, job: TrainJob, folder: Path) -> dict[str, tuple[int, Evaluation]]:
+    def begin(
+        self, job: TrainJob, folder: Path, watch: StepWatch
+    ) -> dict[str, tuple[int, Evaluation]]:
         """Read the held-out samples once; return each event's interval in steps and its evaluation.
 
         Grids are written into the folder of the run.
         """
         config, ranks = self._config, self._plan.ranks
-        self._job, self._folder = job, folder
+        self._job, self._folder, self._watch = job, folder, watch
         if config.validate_every_batches:
             self._reader = open_held_out(self.held_out)
             self._reader.may_skip = not config.has_subject
@@ -153,8 +155,9 @@ class Evaluations:
         }
         return {event: one for event, one in evaluations.items() if one[0] is not None}
 
-    def _validate(self, state: TrainState, check: Check) -> dict[str, Any]:
+    def _validate(self, state: TrainState) -> dict[str, Any]:
         """The loss of the weights and of their average, if one is kept."""
+        check = self._watch.check_stop
 
         def measure() -> dict[str, Any]:
             batches = held_out_batches(
@@ -162,51 +165,54 @@ class Evaluations:
                 num_samples=self._config.num_validation_images,
                 batch_size=self._config.device_train_microbatch_size,
                 ranks=self._plan.ranks,
-                check=check,
+                alone=self._watch.alone,
             )
             model, ranks = self._job.model, self._plan.ranks
             if self._config.train == "vae":
                 return reconstruction_loss(model, batches, ranks=ranks)
             times = self._config.validation_times
-            return validation_loss(model, batches, ranks=ranks, times=times)
+            return validation_loss(model, batches, ranks=ranks, times=times, check=check)
 
         facts = measure()
         if state.averages is not None:
-            with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
+            with averaged_weights(self._job, state, ranks=self._plan.ranks):
                 facts["ema_loss"] = measure()["loss"]
         return facts
 
-    def _sample(self, state: TrainState, check: Check) -> dict[str, Any]:
+    def _sample(self, state: TrainState) -> dict[str, Any]:
         """A picture for each prompt, by the averaged weights if they are kept."""
         prompts = [prompt for _, prompt in self._prompts]
-        drawing = self._drawing() | {"shapes": self._shapes, "check": check}
-        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
-            pictures = draw_samples(self._job.model, prompts, **drawing)
+        drawing = self._drawing()
+        with averaged_weights(self._job, state, ranks=self._plan.ranks):
+            pictures = draw_samples(self._job.model, prompts, shapes=self._shapes, **drawing)
         file: str | None = f"{SAMPLES_NAME}/step_{state.num_steps:08d}.png"
-        if self._plan.ranks.rank == 0:
-            try:
-                _keep_pictures(pictures, self._prompts, grid=self._folder / file)
-            except OSError as error:  # a full disk is no reason to stop training
-                what = f"pictures of step {state.num_steps} are lost"
-                print(f"warning: {what}: {error}", file=sys.stderr)
-                file = None
+        with self._watch.alone():
+            if self._plan.ranks.rank == 0:
+                try:
+                    _keep_pictures(pictures, self._prompts, grid=self._folder / file)
+                except OSError as error:  # a full disk is no reason to stop training
+                    what = f"pictures of step {state.num_steps} are lost"
+                    print(f"warning: {what}: {error}", file=sys.stderr)
+                    file = None
         return {"file": file, "num_pictures": len(pictures)}
 
-    def _score(self, state: TrainState, check: Check) -> dict[str, Any]:
+    def _score(self, state: TrainState) -> dict[str, Any]:
         """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
         from sdbench.evaluate.networks import open_networks
         from sdbench.evaluate.scores import score_model
 
         # Loaded each time: training needs the memory in between.
         device = next(self._job.model.parameters()).device
-        networks = open_networks(self._config, image_size=self._config.image_size, device=device)
-        with averaged_weights(self._job, state.averages, ranks=self._plan.ranks):
+        size = self._config.image_size
+        with self._watch.alone():
+            networks = open_networks(self._config, image_size=size, device=device)
+        with averaged_weights(self._job, state, ranks=self._plan.ranks):
             return score_model(
                 self._job.model,
                 self._pictures,
                 networks=networks,
                 num_images=self._config.num_score_images,
-                check=check,
+                alone=self._watch.alone,
                 **self._drawing(),
             )
 
@@ -215,6 +221,7 @@ class Evaluations:
         family = self._plan.architecture.family
         return {
             "seed": config.seed,
+            "check": self._watch.check_stop,
             "tokenize": CaptionTokenizers.of(
                 self._plan.architecture, new_token=config.learned_token
             ),

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import RunError
-from sdbench.measure.watch import StopAskedError
+from sdbench.base.errors import RunError, add_remark, first_line
+from sdbench.base.stop import STOPS
 from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import digest_of_validation
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.evaluations import Evaluation
 
 
-def reaches(target: float | None, event: str, facts: Mapping[str, Any] | None) -> bool:
+def reaches(target: float | None, event: str, facts: Mapping[str, Any]) -> bool:
     """Whether an event is a validation at a target; averaged weights decide where they are kept."""
-    if target is None or event != "validation" or facts is None:
+    if target is None or event != "validation":
         return False
     loss = facts.get("ema_loss", facts["loss"])
     return loss is not None and loss <= target
@@ -114,11 +114,13 @@ class TrainHooks:
     def step_ended(self, state: TrainState) -> None:
         """Write figures, save and evaluate, as far as each is due.
 
-        The save comes first: an evaluation takes minutes, in which a run may be stopped.
+        The save comes first: an evaluation takes minutes, in which a run may be killed. A step that
+        is stopped is saved by `end_early`.
         """
-        step, is_last = state.num_steps, self.watch.is_over
+        step, is_stopped = state.num_steps, self.watch.is_stopped
         if self.log is not None:
             self.log.mark_step(step)
+        is_last = self.watch.is_over and not is_stopped
 
         def is_due(interval: int | None) -> bool:
             return is_last or (interval is not None and step % interval == 0)
@@ -127,9 +129,9 @@ class TrainHooks:
         due = {
             event: evaluate
             for event, (interval, evaluate) in self.evaluations.items()
-            if is_due(interval) and not self.watch.is_stopped
+            if is_due(interval) and not is_stopped
         }
-        ends_period = saves or due or is_due(self._config.log_every_batches)
+        ends_period = saves or due or is_stopped or is_due(self._config.log_every_batches)
         if ends_period or state.is_skipped:
             self._bad_losses.read()
         self._report_saves()
@@ -142,33 +144,48 @@ class TrainHooks:
             return
         self._timer.pause()
         started_s = time.perf_counter()
-        has_gone_back = False
         if is_bad:
             with contextlib.suppress(RunError):  # a save that failed is reported in the next line
                 self.checkpoints.finish()
             self._report_saves()
-            is_end = is_last and not self.watch.is_stopped
-            has_gone_back = self._bad_losses.act(state, is_last=is_end)
+            self._bad_losses.act(state, is_last=is_last)
             self.seconds["bad_loss"] += time.perf_counter() - started_s
-        # After going back, the state is that of an older checkpoint.
-        may_save = step != self._saved_step and not has_gone_back
+        may_save = step != self._saved_step and state.is_whole
         if saves and may_save:
             self._begin_save(state)
         for event, evaluate in due.items():
             self.checkpoints.wait_until_read()  # evaluations swap the weights for averages
             facts = self._evaluate(event, evaluate, state)
             # After going back they are of weights of an older step.
-            if not has_gone_back and reaches(self._config.target_loss, event, facts):
+            if state.is_whole and reaches(self._config.target_loss, event, facts):
                 self.reached_step = step
                 self.watch.end_early()
                 if self.log is not None:
                     print(f"step {step}: the validation loss has reached --target_loss", flush=True)
-            if self.watch.is_stopped:  # a signal has ended the evaluation
-                break
-        if (self.watch.is_stopped or self.reached_step) and due and may_save and not saves:
+        if self.reached_step and may_save and not saves:
             self._begin_save(state)
         self.progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
+
+    def end_early(self, error: BaseException) -> None:
+        """Save the last step that has ended, and add to the error what is lost.
+
+        It is saved if its state is whole, if other ranks save it too, and if nothing is known to be
+        bad. A further signal ends the wait.
+        """
+        state = self._state
+        try:
+            with contextlib.suppress(RunError):  # it is reported
+                self.close()
+            if state is not None and state.is_whole and self.watch.ends_together:
+                self._bad_losses.read()
+                if state.num_steps > self._whole_step and not self._bad_losses.is_known:
+                    self._begin_save(state)
+                    with contextlib.suppress(RunError):
+                        self.close()
+        except (Exception, *STOPS) as fault:  # the reason is what has ended the run
+            print(f"warning: the last step was not saved: {first_line(fault)}", file=sys.stderr)
+        add_remark(error, self.describe_saved_steps())
 
     def close(self) -> None:
         """Wait for the checkpoint under way; a `RunError` says that it was not saved."""
@@ -219,17 +236,12 @@ class TrainHooks:
     def _learning_rate(self, step: int) -> float:
         return self._config.lr * self.job.schedule(step - 1)
 
-    def _evaluate(
-        self, event: str, evaluate: Evaluation, state: TrainState
-    ) -> dict[str, Any] | None:
-        """The facts of an evaluation; None: a stop has ended it."""
+    def _evaluate(self, event: str, evaluate: Evaluation, state: TrainState) -> dict[str, Any]:
         started_s = time.perf_counter()
-        facts = None
-        with contextlib.suppress(StopAskedError):
-            facts = evaluate(state, self.watch.check_stop)
+        facts = evaluate(state)
         seconds = time.perf_counter() - started_s
         self.seconds[event] += seconds
-        if self.log is not None and facts is not None:
+        if self.log is not None:
             self.log.add_event(event, step=state.num_steps, seconds=seconds, **facts)
         return facts
 

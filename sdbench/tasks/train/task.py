@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError, RunError, add_remark
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
 from sdbench.data.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
@@ -175,7 +175,7 @@ class Train(TrainingTask):
                 print(message)
         evaluations = {}
         if self._evaluations is not None:
-            evaluations = self._evaluations.begin(job, run.folder)
+            evaluations = self._evaluations.begin(job, run.folder, watch)
         job = dreambooth.encode_once(job, plan, keeps_encoders=bool(evaluations))
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
@@ -199,9 +199,7 @@ class Train(TrainingTask):
             with contextlib.closing(progress):
                 measurements = fit(job, config, watch, hooks)
         except BaseException as error:
-            with contextlib.suppress(RunError):  # the reason is what ended the run
-                hooks.close()
-            add_remark(error, hooks.describe_saved_steps())
+            hooks.end_early(error)
             raise
         hooks.close()
         end_loading(job.loader, run.folder, ranks=ranks)
@@ -400,6 +398,6 @@ def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> Ste
         phases=PhaseClock(),
         observers=observers,
         num_steps=num_steps,
-        judges_losses=False,  # --on_bad_loss does
+        keeps_steps=True,
         stop_grace_s=plan.config.stop_grace_s,
     )
