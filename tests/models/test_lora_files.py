@@ -527,7 +527,7 @@ def by_diffusers(family: str, folder: Path) -> dict[str, np.ndarray]:
         for weight in part.parameters():
             weight.detach().zero_()
     sampler = make_sampler(None, architecture.parts["scheduler"])
-    pipeline = make_pipeline(architecture.family, parts, sampler=sampler)
+    pipeline = make_pipeline(architecture, parts, sampler=sampler)
     pipeline.load_lora_weights(folder, weight_name=DIFFUSERS_NAME)
     pipeline.fuse_lora(pipeline._lora_loadable_modules)
     pipeline.unload_lora_weights()

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
 from sdbench.data.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
