@@ -105,9 +105,9 @@ test: $(DEV_STAMP) ## Run the tests that need no GPU; other pytest options in AR
 test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make networks: root on Debian
 	$(VENV)/bin/python -m pytest -m system $(ARGS)
 
-# Two at a time: a test waits most of its time, for nodes and workers that come and go.
+# In one process: a Ray cluster of two workers keeps two cores busy.
 test-ray: $(DEV_STAMP) ## Run the tests of the engine ray, which start clusters on this machine
-	$(VENV)/bin/python -m pytest -m "ray and not full" -n 2 --dist loadfile --durations 10 $(ARGS)
+	$(VENV)/bin/python -m pytest -m "ray and not full" --durations 10 $(ARGS)
 
 
 lint: $(DEV_STAMP) ## Check style with ruff, and who imports whom
