@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
+from sdbench.data.pipeline import transforms
 from sdbench.data.pipeline.order import keys_of_first_epoch
 from sdbench.data.pipeline.transforms import decode_image, measure_image, read_size
 from sdbench.data.samples import BadSampleError, decoding
@@ -197,8 +201,6 @@ def test_damage_is_named_by_every_reader_of_every_format(kind, tmp_path, capfd):
 
 
 def test_what_others_write_while_a_picture_is_decoded_is_not_lost(monkeypatch, capfd):
-    from sdbench.data.pipeline import transforms
-
     decode = transforms.decode_with_torchvision
 
     def write_too(*arguments, **options):
@@ -210,6 +212,23 @@ def test_what_others_write_while_a_picture_is_decoded_is_not_lost(monkeypatch, c
     with pytest.raises(OSError, match="^Corrupt JPEG data: [^\n]*$"):
         decode_image(damaged_scan(), shape=SHAPE)
     assert capfd.readouterr().err == "from another thread\n" * 2
+
+
+def test_threads_that_decode_at_once_leave_stderr_where_it_was(monkeypatch, capfd):
+    decode, both = transforms.decode_with_torchvision, threading.Barrier(2)
+
+    def decode_together(*args, **options):
+        # Both within a decoder at once, if that is possible.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(transforms, "decode_with_torchvision", decode_together)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda _: decode_image(encode("JPEG"), shape=SHAPE), range(2)):
+            pass
+    os.write(2, b"behind both\n")
+    assert capfd.readouterr().err == "behind both\n"
 
 
 def test_a_webp_of_one_colour_is_not_taken_for_one_that_ends_in_zeros():

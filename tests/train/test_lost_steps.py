@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import os
@@ -25,13 +24,13 @@ from sdbench.measure.watch import StepWatch
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.record.store import load_record
 from sdbench.tasks.train import evaluations
-from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import codes_of, log_of
 from tests.marks import quick_and_slow
 from tests.score_networks import write_fid_network
 from tests.state.states import flip_byte
+from tests.train.at_losses import before_each_loss
 from tests.train.written import read_events, read_losses, saved_steps
 
 RUN = Path("runs/run")
@@ -98,22 +97,18 @@ def in_batch_of_step_4(patch: Patch, act: Callable[[], None]) -> None:
     do_before(patch, SampleBatchReader, "read_good", look)
 
 
+def signal_in_the_wait_for_step_4(patch: Patch) -> None:
+    waits = iter(range(1, NUM_STEPS + 1))
+
+    def look(watch):
+        if next(waits) == LAST + 1:
+            signal_soon()
+
+    do_before(patch, StepWatch, "data_wait_begins", look)
+
+
 def in_forward_pass_of_step_4(patch: Patch, act: Callable[[], None]) -> None:
-    build, num_losses = train_job.build, 0
-
-    def build_acting(*args, **options):
-        job = build(*args, **options)
-
-        def loss(output):
-            nonlocal num_losses
-            num_losses += 1
-            if num_losses == LAST + 1:
-                act()
-            return job.loss(output)
-
-        return dataclasses.replace(job, loss=loss)
-
-    patch.setattr(train_job, "build", build_acting)
+    before_each_loss(patch, lambda number: act() if number == LAST + 1 else None)
 
 
 def bad_picture(patch: Patch) -> None:
@@ -132,13 +127,7 @@ def silent_loader_at_sigterm(patch: Patch) -> None:
 
 def silent_worker_at_sigterm(patch: Patch) -> None:
     in_batch_of_step_4(patch, lambda: time.sleep(FOREVER_S))
-    waits = iter(range(1, NUM_STEPS + 1))
-    do_before(
-        patch,
-        StepWatch,
-        "data_wait_begins",
-        lambda _: signal_soon() if next(waits) == LAST + 1 else None,
-    )
+    signal_in_the_wait_for_step_4(patch)
 
 
 def silent_loader(patch: Patch) -> None:
@@ -239,13 +228,7 @@ def silent_loader_of_one_rank_at_sigterm(patch: Patch) -> None:
             time.sleep(FOREVER_S)
 
     do_before(patch, SampleBatchReader, "read_good", look)
-    waits = iter(range(1, NUM_STEPS + 1))
-    do_before(
-        patch,
-        StepWatch,
-        "data_wait_begins",
-        lambda _: signal_soon() if next(waits) == LAST + 1 else None,
-    )
+    signal_in_the_wait_for_step_4(patch)
 
 
 def error_while_one_rank_writes_pictures(patch: Patch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
@@ -17,11 +16,11 @@ from sdbench.measure import watch
 from sdbench.measure.watch import StepWatch
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
-from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import codes_of
 from tests.score_networks import write_fid_network
+from tests.train.at_losses import before_each_loss
 from tests.train.written import read_events, read_steps, saved_steps
 
 RUN = Path("runs/run")
@@ -39,22 +38,13 @@ def run(*argv):
 
 def be_slow(monkeypatch, *, step_s, signal_in, others_s=0.0):
     """Send SIGTERM at the beginning of a step, and let it take so long."""
-    build, number = train_job.build, 0
 
-    def build_slow(*args, **options):
-        job = build(*args, **options)
+    def act(number: int) -> None:
+        if number == signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(step_s if number == signal_in else others_s)
 
-        def loss(output):
-            nonlocal number
-            number += 1
-            if number == signal_in:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(step_s if number == signal_in else others_s)
-            return job.loss(output)
-
-        return dataclasses.replace(job, loss=loss)
-
-    monkeypatch.setattr(train_job, "build", build_slow)
+    before_each_loss(monkeypatch, act)
 
 
 def kept() -> tuple[list[int], list[int]]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,6 +57,7 @@ DAMAGE_TOLD = (
 )
 # What libjpeg tells of odd headers, of pixels that it decodes all the same.
 HARMLESS_TOLD = (b"Invalid SOS parameters", b"Unknown Adobe color", b"Warning: unknown JFIF")
+_STDERR_TAKEN = threading.Lock()
 
 # A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
 # `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
@@ -234,27 +237,27 @@ def _damage_raised() -> Iterator[None]:
     They write it to the file descriptor 2 alone, and libjpeg goes on with pixels that it makes up.
     What others have written there meanwhile is written after the block.
     """
-    sink = os.memfd_create("stderr-of-a-decoder")
-    try:
-        kept = os.dup(2)
-    except OSError:  # it is closed
-        os.close(sink)
-        yield
-        return
-    os.dup2(sink, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        lines = os.pread(sink, os.fstat(sink).st_size, 0).splitlines(keepends=True)
-        os.close(sink)
-        told = [line for line in lines if line.startswith(DAMAGE_TOLD)]
-        known = (*DAMAGE_TOLD, *HARMLESS_TOLD)
-        if others := b"".join(line for line in lines if not line.startswith(known)):
-            os.write(2, others)
-        if told:
-            raise OSError(told[0].decode(errors="replace").strip())
+    # One thread at a time: each would take the file of the other for the descriptor to restore.
+    with _STDERR_TAKEN, tempfile.TemporaryFile() as sink:
+        try:
+            kept = os.dup(2)
+        except OSError:  # it is closed
+            yield
+            return
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            sink.seek(0)
+            lines = sink.readlines()
+            told = [line for line in lines if line.startswith(DAMAGE_TOLD)]
+            known = (*DAMAGE_TOLD, *HARMLESS_TOLD)
+            if others := b"".join(line for line in lines if not line.startswith(known)):
+                os.write(2, others)
+            if told:
+                raise OSError(told[0].decode(errors="replace").strip())
 
 
 def _cut_out_fast(
