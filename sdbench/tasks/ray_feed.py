@@ -132,7 +132,7 @@ class OnlineFeed:
         target = settings.batch_size / step_s if step_s else settings.target_images_per_second
         stages: dict[str, Any] = {}
         for worker, stage in (("decoder", DecodeStage), ("encoder", EncodeStage)):
-            rate, interval = _rate_of_one(
+            rate, interval = rate_of_one(
                 [one[stage.__name__] for one in samples if stage.__name__ in one],
                 images_per_row=settings.batch_size // len(feeds),
             )
@@ -154,7 +154,7 @@ class OnlineFeed:
         }
 
 
-def _rate_of_one(
+def rate_of_one(
     times: Sequence[StageTime], *, images_per_row: int
 ) -> tuple[float | None, dict[str, Any] | None]:
     """Images/s of one busy actor in the window, with an interval; None if too little was made."""
@@ -165,6 +165,10 @@ def _rate_of_one(
     ]
     if not parts:
         return None, None
-    rate = images_per_row * sum(p.num_rows for p in parts) / sum(p.busy_s for p in parts)
-    seconds_per_row = [part.busy_s / part.num_rows for part in parts]
-    return rate, estimate_interval(seconds_per_row, images_per_step=images_per_row)
+    num_rows = sum(part.num_rows for part in parts)
+    row_s = sum(part.busy_s for part in parts) / num_rows
+    # Parts have few rows or many, so the mean of their times per row is not the time of a row. The
+    # times of a ratio estimator have that mean (Cochran, Sampling Techniques, 1977, chapter 6).
+    mean_num_rows = num_rows / len(parts)
+    times_s = [row_s + (part.busy_s - row_s * part.num_rows) / mean_num_rows for part in parts]
+    return images_per_row / row_s, estimate_interval(times_s, images_per_step=images_per_row)

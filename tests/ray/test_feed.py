@@ -14,7 +14,7 @@ from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
 from sdbench.settings.rules import UNKNOWN, Unknown
 from sdbench.tasks.feed import Feed
-from sdbench.tasks.ray_feed import read_stages
+from sdbench.tasks.ray_feed import StageTime, rate_of_one, read_stages
 from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
 from tests.machines import make_cpu_machine
@@ -122,3 +122,15 @@ def test_actors_that_take_turns_are_one_stage():
         for number, (num_rows, rate) in enumerate([(6, 2.0), (5, 2.5)])
     )
     assert read_stages(text) == {"DecodeStage": (11, 5.0)}
+
+
+def test_a_rate_is_in_the_middle_of_its_interval_though_some_parts_have_few_rows():
+    """The mean time per row of parts, 0.03 s, is 2.5 times that of a row, 0.012 s."""
+    parts = [StageTime(1, 0.05), StageTime(19, 0.19)] * 6
+    times = [StageTime(0, 0.0)]
+    for part in parts:
+        times.append(StageTime(times[-1].num_rows + part.num_rows, times[-1].busy_s + part.busy_s))
+    rate, interval = rate_of_one(times, images_per_row=2)
+    assert rate == pytest.approx(2 / 0.012)
+    assert interval is not None and interval["high"] is not None
+    assert 1 / interval["low"] + 1 / interval["high"] == pytest.approx(2 / rate)
