@@ -30,6 +30,7 @@ class Captions:
         num_tokens: Ids of a caption; a longer caption is cut, a shorter one is filled up.
         pad_token_id: The id that fills a caption up.
         folder: Of the model's own tokenizer; None: the tokenizer that this package carries.
+        vocabulary_size: Ids that the text encoder knows; None: not known.
     """
 
     name: str = "input_ids"
@@ -37,6 +38,7 @@ class Captions:
     num_tokens: int = NUM_CLIP_TOKENS
     pad_token_id: int = 0
     folder: Path | None = None
+    vocabulary_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

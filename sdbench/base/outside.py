@@ -7,12 +7,15 @@ that can be written as UTF-8.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from sdbench.base.errors import ConfigError
 
 # Everything measured, bought or counted here lies between them, and every loss that fp32 can hold.
 SMALLEST, LARGEST = 1e-100, 3e38
@@ -115,6 +118,18 @@ def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
 def shorten(text: str, *, length: int = 60) -> str:
     """The text, or its beginning if it is long."""
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+@contextlib.contextmanager
+def refuse_errors(what: str, *, value: Any, allowed: str, flag: str) -> Iterator[None]:
+    """Make a ConfigError of each error of the block: libraries that read files raise all kinds."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = shorten(" ".join(str(error).split()), length=200)
+        raise ConfigError(f"{what} ({said})", value=value, allowed=allowed, flag=flag) from error
 
 
 def _check_leaf(place: str, value: Any) -> None:

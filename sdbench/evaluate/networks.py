@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImageProcessor, CLIPModel
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import refuse_errors
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
-from sdbench.models.architecture import refuse_errors
 from sdbench.models.quiet import quiet_transformers
 from sdbench.models.stored import compare_weights, read_headers
 from sdbench.models.weights import check_content

@@ -6,7 +6,6 @@ Only a hub id needs the network. torch is not imported here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +13,7 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from sdbench.base.conditions import (
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import fingerprint
 from sdbench.base.names import nearest
-from sdbench.base.outside import shorten
+from sdbench.base.outside import refuse_errors
 from sdbench.base.shape import Shape
 from sdbench.models.families import (
     PIPELINE_FILE,
@@ -196,12 +195,14 @@ class Architecture:
 
     def _captions_by(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
         """How one of the tokenizers makes the tensor `name` of a batch."""
+        encoder = self.parts.get(tokenizer.replace("tokenizer", "text_encoder"), {})
         return Captions(
             name=name,
             kind=self.family.tokenizers[tokenizer],
             num_tokens=num_tokens,
             pad_token_id=self.parts[tokenizer]["pad_token_id"],
             folder=self.tokenizer_folders.get(tokenizer),
+            vocabulary_size=encoder.get("vocab_size"),
         )
 
     def clip_captions(self, tokenizer: str, *, name: str = "input_ids") -> Captions:
@@ -366,18 +367,6 @@ def _single_file(path: str) -> ConfigError:
     )
 
 
-@contextlib.contextmanager
-def refuse_errors(what: str, *, value: Any, allowed: str, flag: str = MODEL_FLAG) -> Iterator[None]:
-    """Make a ConfigError of each error of the block: diffusers and transformers raise all kinds."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        said = shorten(" ".join(str(error).split()), length=200)
-        raise ConfigError(f"{what} ({said})", value=value, allowed=allowed, flag=flag) from error
-
-
 def _read_built_in(name: str) -> dict[str, Any]:
     return json.loads(built_in_files()[name].read_text(encoding="utf-8"))
 
@@ -425,6 +414,7 @@ def _load_folder(
         "the configurations of the model folder make no model",
         value=str(folder),
         allowed="config.json files as they were saved",
+        flag=MODEL_FLAG,
     ):
         facts = family.facts(parts, folder)
     facts += [

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from sdbench.base.errors import ConfigError
-from sdbench.models.architecture import MODEL_FLAG, Architecture, refuse_errors
+from sdbench.base.outside import refuse_errors
+from sdbench.models.architecture import MODEL_FLAG, Architecture
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.family import Family
 from sdbench.models.parts import PARTS_FLAG
@@ -73,6 +74,7 @@ def make_part(
         f"no {part} can be made from the configuration of the model",
         value=architecture.name,
         allowed="a model whose config.json files are as they were saved",
+        flag=MODEL_FLAG,
     )
     with torch.device("meta"), refusing:
         if is_text_encoder:

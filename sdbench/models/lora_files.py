@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sdbench.base.errors import RunError
-from sdbench.models.architecture import Architecture, refuse_errors
+from sdbench.base.outside import refuse_errors
+from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_part
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.drawing import make_pipeline, make_sampler

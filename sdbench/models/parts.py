@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import refuse_errors
 from sdbench.models.architecture import (
     PAD_TOKEN_IDS,
     Architecture,
-    refuse_errors,
     resolve_architecture,
 )
 

@@ -374,7 +374,6 @@ def test_synthetic_samples_of_stable_diffusion_are_what_they_were():
 @pytest.mark.parametrize(
     ("files", "is_there"),
     [
-        ({"tokenizer.json": "{}"}, True),
         ({"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'}, True),
         (
             {"tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}', "spiece.model": ""},

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from transformers import T5TokenizerFast
 
-from sdbench.base.conditions import T5, Captions
+from sdbench.base.conditions import CLIP, T5, Captions
+from sdbench.data.formats.checks import check_tokenizer_folder
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from tests.refusals import refused
 
 BOS, EOS = 49406, 49407
 
@@ -95,6 +97,38 @@ def write_unigrams(folder: Path) -> None:
         single=["$A", "</s>"], special_tokens=[("</s>", T5_EOS)]
     )
     T5TokenizerFast(tokenizer_object=made, extra_ids=0).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("vocabulary_size", [None, 7])
+def test_a_sound_tokenizer_is_accepted(vocabulary_size, tmp_path):
+    write_unigrams(tmp_path)
+    check_tokenizer_folder(Captions(kind=T5, folder=tmp_path, vocabulary_size=vocabulary_size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        (T5, {"tokenizer.json": ""}),
+        (CLIP, {"tokenizer.json": "{}"}),
+        (CLIP, {"vocab.json": "[]", "merges.txt": ""}),
+        (CLIP, {"vocab.json": '{"a": "b"}', "merges.txt": ""}),
+        (CLIP, {"vocab.json": "{}", "merges.txt": ""}),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_before_the_run_and_as_it_is_loaded(kind, files, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with refused("--model_name", value=str(tmp_path)):
+        check_tokenizer_folder(Captions(kind=kind, folder=tmp_path))
+    if "tokenizer.json" in files:
+        with refused("--model_name", value=str(tmp_path)):
+            CaptionTokenizer(folder=tmp_path, kind=kind, pad_token_id=0)
+
+
+def test_ids_that_the_text_encoder_does_not_know_are_refused(tmp_path):
+    write_unigrams(tmp_path)
+    with refused("--model_name", value=str(tmp_path)):
+        check_tokenizer_folder(Captions(kind=T5, folder=tmp_path, vocabulary_size=6))
 
 
 @pytest.mark.parametrize("sets_prefix", [False, True])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from sdbench.base.conditions import T5, Captions
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import read_json_object
+from sdbench.base.outside import read_json_object, refuse_errors
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
+TOKENIZER_FLAG = "--model_name"
 # A class of transformers.
 BYT5 = "ByT5Tokenizer"
 # How the files of a format may end; ``.tar.gz`` and ``.tgz`` are gzip files.
@@ -109,23 +111,48 @@ def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
 
 
 def check_tokenizer_folder(captions: Captions) -> None:
-    """Check that the tokenizer of captions can be loaded from its folder, if one is given."""
+    """Check the folder of a tokenizer, if one is given: its files, and the ids that it makes."""
     folder = captions.folder
-    if folder is None or (folder / "tokenizer.json").is_file():
+    if folder is None:
         return
+    whole = folder / "tokenizer.json"
     if captions.kind == T5:
-        is_there = names_byt5(folder)
+        is_there = whole.is_file() or names_byt5(folder)
         allowed = f"tokenizer.json, or the files of a {BYT5}, which has no vocabulary"
     else:
-        is_there = all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+        names = ("vocab.json", "merges.txt")
+        is_there = whole.is_file() or all((folder / name).is_file() for name in names)
         allowed = "tokenizer.json, or vocab.json with merges.txt"
+    refusal = functools.partial(
+        ConfigError, value=str(folder), allowed=allowed, flag=TOKENIZER_FLAG
+    )
     if not is_there:
-        raise ConfigError(
-            "The model folder holds no tokenizer",
-            value=str(folder),
-            allowed=allowed,
-            flag="--model_name",
+        raise refusal("The model folder holds no tokenizer")
+    with refuse_tokenizer(folder):
+        if whole.is_file():
+            from tokenizers import Tokenizer
+
+            ids = Tokenizer.from_file(str(whole)).get_vocab().values()
+        elif captions.kind == T5:
+            return
+        else:
+            ids = read_json_object(folder / "vocab.json").values()
+        largest = max(map(int, ids))
+    if captions.vocabulary_size is not None and largest >= captions.vocabulary_size:
+        raise refusal(
+            f"The tokenizer makes ids up to {largest}, and its text encoder knows those below "
+            f"{captions.vocabulary_size}"
         )
+
+
+def refuse_tokenizer(folder: Path) -> AbstractContextManager[None]:
+    """Make a ConfigError of each error that a library raises for files of a tokenizer."""
+    return refuse_errors(
+        "The tokenizer of the model folder cannot be read",
+        value=str(folder),
+        allowed="files as they were saved",
+        flag=TOKENIZER_FLAG,
+    )
 
 
 def names_byt5(folder: Path) -> bool:

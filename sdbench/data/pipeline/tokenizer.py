@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer, CLIPTokenizerFast, T5TokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sdbench.base.conditions import CLIP, NUM_CLIP_TOKENS, T5, Captions
-from sdbench.data.formats.checks import names_byt5
+from sdbench.data.formats.checks import names_byt5, refuse_tokenizer
 from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, VOCABULARY_SIZE
 
 END_OF_WORD = "</w>"
@@ -53,7 +53,11 @@ class CaptionTokenizer:
         """
         self.pad_token_id = pad_token_id
         self.num_tokens = num_tokens
-        tokenizer = (_load_t5 if kind == T5 else _load_clip)(folder, pad_token_id)
+        if folder is None:
+            tokenizer = ByT5Tokenizer() if kind == T5 else load_carried_tokenizer(pad_token_id)
+        else:
+            with refuse_tokenizer(folder):
+                tokenizer = _load(folder, kind=kind)
         if new_token is not None:
             tokenizer = copy.deepcopy(tokenizer)  # others share the carried one
             tokenizer.add_tokens([new_token])
@@ -134,19 +138,10 @@ class CaptionTokenizers:
         }
 
 
-def _load_clip(folder: Path | None, pad_token_id: int) -> CLIPTokenizerFast:
-    if folder is None:
-        return load_carried_tokenizer(pad_token_id)
-    return CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
-def _load_t5(folder: Path | None, pad_token_id: int) -> ByT5Tokenizer | T5TokenizerFast:
-    """Load a tokenizer of T5, whose padding is the id 0 in each.
-
-    The class is chosen here, by the name in the folder: no code from the folder is run.
-    """
-    if folder is None:
-        return ByT5Tokenizer()
+def _load(folder: Path, *, kind: str) -> CLIPTokenizerFast | ByT5Tokenizer | T5TokenizerFast:
+    """Load a tokenizer; its class is chosen here, and no code from the folder is run."""
+    if kind == CLIP:
+        return CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     options = {"local_files_only": True, **_further_tokens(folder)}
     if names_byt5(folder):
         return ByT5Tokenizer.from_pretrained(folder, **options)
