@@ -10,6 +10,7 @@ The configuration keeps the real values: `redact` is for text that is printed or
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -113,7 +114,7 @@ def redact(text: str) -> str:
 
 def redact_environment(text: str) -> str:
     """The text with ``<NAME>`` in place of each secret of the environment variable NAME."""
-    for name, secret in _secrets():
+    for name, secret in _secrets(tuple(os.environ.items())):
         for form in (secret, json.dumps(secret)[1:-1]):
             text = text.replace(form, f"<{name}>")
     return text
@@ -151,10 +152,14 @@ def _program(command: str) -> str:
     return f"pipe:{program[1] if program else ''}"
 
 
-def _secrets() -> list[tuple[str, str]]:
-    """Name and value of secret environment variables, and each line of values of several lines."""
+@functools.lru_cache(maxsize=1)
+def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """Name and value of secret environment variables, and each line of values of several lines.
+
+    To look for them takes longer than the rest of `redact`, and the environment rarely changes.
+    """
     secrets = []
-    for name, value in os.environ.items():
+    for name, value in environment:
         found = []
         if is_secret_name(name):
             found = [value, *value.splitlines()]
