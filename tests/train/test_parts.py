@@ -62,9 +62,8 @@ COPIES = ("--precision", "bf16", "--master_weights", "fp32")
 @pytest.mark.parametrize(
     ("engine", "weights", "argv"),
     [
-        ("torch", "model", ()),
+        ("torch", "fp32", COPIES),
         ("composer", "model", ("--lora_rank", "2")),
-        ("ray", "fp32", COPIES),
     ],
 )
 def test_the_text_encoder_learns_at_its_own_rate_also_after_a_resume(engine, weights, argv):
