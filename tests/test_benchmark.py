@@ -1,4 +1,4 @@
-"""benchmark.py through its front door, on the tiny model: figures, records, faults, exit codes."""
+"""benchmark.py through its front door, on a miniature: figures, records, faults, exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.runs import only_record, run_and_load
 from tests.schemas import validate
 from tests.train.written import read_losses, read_steps
 
-TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
+TINY = ("--model_name", "nano", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
 # As many steps as the tests count: no profile, and no second window for one that has not settled.
 EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
@@ -48,9 +48,9 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert (record["status"], record["reason"]) == ("ok", None)
     assert record["config"]["batch_size"] == 4
     assert record["origin"]["batch_size"] == "flag"
-    assert record["chosen"]["image_size"] == "default of tiny"
+    assert record["chosen"]["image_size"] == "default of nano"
     assert record["workload"]["num_images"] == 12 * 4
-    assert record["command"][:3] == ["benchmark.py", "--model_name", "tiny"]
+    assert record["command"][:3] == ["benchmark.py", "--model_name", "nano"]
     assert record["versions"]["torch"] and record["machine"]["num_cpu_cores"] >= 1
 
     summary = record["summary"]
@@ -111,7 +111,7 @@ def test_another_seed_gives_other_losses(tmp_path):
 
 
 def test_tasks_of_srun_are_refused_unless_each_knows_its_rank(capsys, monkeypatch):
-    argv = ["--model_name", "tiny", "--use_synth_data", "--print_config"]
+    argv = ["--model_name", "nano", "--use_synth_data", "--print_config"]
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert benchmark.main(argv) == 2
     assert printed_refusal(capsys.readouterr().err).value == "2 tasks without RANK"
@@ -219,7 +219,7 @@ def test_a_wandb_that_is_missing_or_raises_costs_a_warning(
 @pytest.mark.slow
 def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
     (picture_folder / "3.png").write_bytes(b"no picture")
-    argv = ("--model_name", "tiny", "--remote", str(picture_folder), "--on_bad_sample", "skip")
+    argv = ("--model_name", "nano", "--remote", str(picture_folder), "--on_bad_sample", "skip")
     argv += ("--batch_size", "2", "--engine", "torch", "--no_measure_peak")
     argv += ("--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0")
     record, code = run(tmp_path, *argv, "--max_bad_fraction", "0.1")

@@ -20,7 +20,7 @@ from sdbench.models.drawing import DrawingSettings, draw, make_sampler
 from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
-from tests.train.tiny_model import build_tiny
+from tests.train.smallest_model import build_smallest
 
 OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
 PROMPTS = "a red circle | a blue square|a green star"
@@ -56,7 +56,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
         {"uid": "00001", "caption": "a blue square", "seed": "41", "file": "00001.png"},
         {"uid": "00002", "caption": "a green star", "seed": "42", "file": "00002.png"},
     ]
-    model = build_tiny(40)
+    model = build_smallest(40)
     expected = draw(
         model,
         ["a green star"],
@@ -81,7 +81,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
 def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_path):
     argv = ("--prompts", "a red circle", "--guidance_scale", "3", "--folder")
     run("--negative_prompt", "blurred", *argv, "with")
-    model = build_tiny(40)
+    model = build_smallest(40)
     tokenize = CaptionTokenizer(pad_token_id=0)
     pipeline = StableDiffusionPipeline(
         unet=model.unet,
@@ -120,7 +120,7 @@ def test_a_picture_has_its_width_and_height(tmp_path, capsys):
     assert "Drawing 1 picture of 128x64 px by tiny into out" in capsys.readouterr().out
     assert (record["job"]["width"], record["job"]["height"]) == (128, 64)
     (expected,) = draw(
-        build_tiny(40),
+        build_smallest(40),
         ["a cat"],
         [40],
         tokenize=CaptionTokenizers((Captions(),)),

@@ -30,7 +30,7 @@ END_WITHIN_S = 60
 # linux/fs.h
 MNT_DETACH = 2
 
-TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--engine", "torch")
+TINY = ("--model_name", "nano", "--use_synth_data", "--num_workers", "0", "--engine", "torch")
 FEW_STEPS = (
     *("--warmup_batches", "1", "--max_warmup_batches", "1"),
     *("--measure_batches", "2", "--max_measure_batches", "2"),
@@ -145,7 +145,7 @@ def fill(disk: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-PRECOMPUTE = ("precompute", "--model_name", "tiny", "--use_synth_data", "--max_samples", "8")
+PRECOMPUTE = ("precompute", "--model_name", "nano", "--use_synth_data", "--max_samples", "8")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_disk_that_fills_costs_no_figures(small_disk, tmp_path, main, flags, s
     assert "Traceback" not in printed
 
 
-DRAWING = ("generate", "--model_name", "tiny", "--prompts", "a cat")
+DRAWING = ("generate", "--model_name", "nano", "--prompts", "a cat")
 
 
 @pytest.mark.parametrize(

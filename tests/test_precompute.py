@@ -33,11 +33,11 @@ from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 from tests.runs import only_record, run_and_load
 from tests.schemas import validate
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 from tests.train.written import read_losses
 
 NUM_PICTURES = 10  # of the fixture picture_folder
-TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--device_batch_size", "2")
+TINY = ("--model_name", "nano", "--encoder_dtype", "fp32", "--device_batch_size", "2")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def run(tmp_path, picture_folder):
 
 def train(results: Path, *argv: str) -> tuple[dict, list[float]]:
     """The record of a run of benchmark.py, and its losses."""
-    options = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
+    options = ("--model_name", "nano", "--encoder_dtype", "fp32", "--batch_size", "2")
     options += ("--precision", "fp32", "--no_shuffle", "--num_workers", "0")
     options += ("--no_measure_peak", "--engine", "torch")
     window = ("--warmup_batches", "1", "--measure_batches", "7", "--profile_batches", "0")
@@ -399,7 +399,7 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
 ):
     """Weights are compared if they are known of both; without a note nothing is refused."""
     model = tmp_path / "mine"
-    write_tiny_model(model)
+    write_model(model)
     run("latents", "--model_name", str(model))
     place = tmp_path / "latents"
     note = read_note(place)
@@ -418,7 +418,7 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
         return printed_refusal(printed) if exit_code else None
 
     assert train_dry(model) is None
-    assert train_dry("tiny") is None  # random weights
+    assert train_dry("nano") is None  # random weights
     assert train_dry(model, vae_tensors=None) is None
     other = train_dry(model, vae_tensors="00000000")
     assert (other.flag, other.value) == ("--model_name", vae)
@@ -427,7 +427,7 @@ def test_latents_of_another_family_or_vae_are_refused_before_anything_is_built(
     save_file(load_file(file), file, metadata={"saved": "again"})
     assert zlib.crc32(file.read_bytes()) != int(known[1].removeprefix("crc32 "), 16)
     assert train_dry(model) is None
-    other = train_dry("tiny", family="flux")
+    other = train_dry("nano", family="flux")
     assert (other.flag, other.value) == ("--model_name", "sd")
     other = train_dry("tiny-flux")
     assert (other.flag, other.value) == ("--model_name", "flux")
@@ -447,7 +447,7 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_record(
     tmp_path, capsys, argv, flag, value
 ):
     places = ["--folder", str(tmp_path / "latents"), "--results_dir", str(tmp_path / "runs")]
-    assert precompute.main(["--model_name", "tiny", *places, *argv]) == 2
+    assert precompute.main(["--model_name", "nano", *places, *argv]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, value)
     assert list(tmp_path.iterdir()) == []

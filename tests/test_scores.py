@@ -44,7 +44,7 @@ from tests.score_networks import (
     write_fid_network,
     write_pictures,
 )
-from tests.train.tiny_model import build_tiny
+from tests.train.smallest_model import build_smallest
 from tests.train.written import exported, read_events, trained
 
 LONG = "a caption of far more tokens than CLIP reads " * 20
@@ -187,7 +187,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
 
 @pytest.mark.slow
 def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
-    model = build_tiny(3)
+    model = build_smallest(3)
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
     (folder / "03.png").write_bytes(b"no picture")
     networks = {"fid": FidNetwork(fid, device="cpu"), "clip": ClipNetwork(clip, device="cpu")}

@@ -5,6 +5,8 @@ Data, noise and weights are those of one seed, so that only the arithmetic may d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("plain_replay")
 
 # Two micro-batches a step, the second of them smaller.
 RUN = (
-    *("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak"),
+    *("--model_name", "nano", "--use_synth_data", "--num_workers", "0", "--no_measure_peak"),
     *("--warmup_batches", "0", "--measure_batches", "3", "--profile_batches", "0"),
     *("--batch_size", "3", "--device_train_microbatch_size", "2", "--allow_uneven_batch"),
 )
@@ -199,7 +201,17 @@ FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
 ONE_GRAPH = ["", "--attention flash --group_norm fused --activation_checkpointing full"]
 
 
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Forget what was compiled before, and after it what was counted, which flags later runs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.utils.counters.clear()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     ("family", "num_parts", "unit"),
     [("sdxl", 4, "model"), ("sd3", 5, "model"), ("sd3", 5, "block"), ("flux", 4, "model")],
@@ -214,8 +226,6 @@ def test_each_compiled_part_of_a_family_is_one_graph(
         "compile",
         lambda module, *, mode, dynamic: compile_it(module, backend="eager", dynamic=dynamic),
     )
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     losses_of(tmp_path, *FAST, "--model_name", f"tiny-{family}", "--compile_unit", unit)
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert num_graphs == num_parts if unit == "model" else num_graphs > num_parts
@@ -223,6 +233,7 @@ def test_each_compiled_part_of_a_family_is_one_graph(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     ("breaks", "flags"),
     [*((False, flags) for flags in ONE_GRAPH), (True, "")],
@@ -238,8 +249,6 @@ def test_each_compiled_model_is_one_graph_and_a_broken_one_is_flagged(
         compile_it(module, backend="eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch.nn.Module, "compile", trace)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     losses_of(tmp_path, *FAST, *flags.split())
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     is_flagged = "graph_breaks" in only_record(tmp_path)["summary"]["flags"]

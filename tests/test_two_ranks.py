@@ -25,7 +25,7 @@ from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.runs import only_record
 
 TINY = (
-    *("--model_name", "tiny", "--engine", "composer", "--use_synth_data", "--num_workers", "0"),
+    *("--model_name", "nano", "--engine", "composer", "--use_synth_data", "--num_workers", "0"),
     *("--num_threads", "1", "--no_measure_peak"),
 )
 # The fourth step is profiled, and a fifth shows the kernels of attention.

@@ -30,7 +30,7 @@ from tests.engines.linear import make_config
 from tests.forked import run_in_group
 from tests.reference.families import predict_flux
 
-TINY = resolve_architecture("tiny")
+TINY = resolve_architecture("nano")
 NUM_SAMPLES = 5
 # bf16 weights, whose copies in fp32 are shared out.
 COPIES = "copies"

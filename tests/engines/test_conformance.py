@@ -214,7 +214,7 @@ def test_two_ranks_keep_the_threads_of_the_plan(tmp_path):
 
 @pytest.mark.parametrize(
     "model",
-    quick_and_slow(["tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux"], quick=["tiny", "tiny-flux"]),
+    quick_and_slow(["nano", "tiny-sdxl", "tiny-sd3", "tiny-flux"], quick=["nano", "tiny-flux"]),
 )
 def test_all_engines_draw_the_same_noise_and_have_the_same_losses(
     model, tmp_path, launched, plain_replay

@@ -142,14 +142,14 @@ def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch)
     import generate
     from sdbench.cli import main as sdbench
     from tests.launch.steps_here import run_steps_here
-    from tests.train.tiny_model import write_tiny_model
+    from tests.train.smallest_model import write_model
 
     run_steps_here(monkeypatch)
     monkeypatch.chdir(workplace)
     Path("my-images").rename("my-dog")
     for caption in Path("my-dog").glob("*.txt"):
         caption.unlink()
-    write_tiny_model(Path("stable-diffusion-2-base"))
+    write_model(Path("stable-diffusion-2-base"))
     few = "--num_class_images 2 --num_samples 1 --sample_prompts unqtkn --engine torch"
     few += " --generate_flags '--num_steps 2' -- --max_duration 1ba --batch_size 2"
     of_subject = [command for command in launched() if is_of_subject(command)]

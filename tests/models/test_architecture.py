@@ -23,7 +23,7 @@ from sdbench.models.architecture import DRAWING, built_in_names, resolve_archite
 from sdbench.models.components import make_part
 from sdbench.models.diffusion import build_model
 from tests.refusals import refused
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +34,14 @@ def hub_out_of_reach(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "mine"
-    write_tiny_model(folder)
+    write_model(folder)
     change(folder / "tokenizer" / "tokenizer_config.json", pad_token={"content": "<|endoftext|>"})
     return folder
 
 
 @pytest.fixture
 def folder(written, tmp_path) -> Path:
-    """The tiny model as diffusers saves it, of the seed 9, with the pad token of SD 1."""
+    """The smallest model as diffusers saves it, of the seed 9, with the pad token of SD 1."""
     return Path(shutil.copytree(written, tmp_path / "mine"))
 
 
@@ -72,6 +72,7 @@ def test_built_ins() -> None:
         "sd3-medium": ("sd3", 1024, [49407, 0, 0], None),
         "sdxl": ("sdxl", 1024, [49407, 0], "epsilon"),
         "small": ("sd", 128, [0], "epsilon"),
+        "nano": ("sd", 64, [0], "epsilon"),
         "tiny": ("sd", 64, [0], "epsilon"),
         "tiny-flux": ("flux", 64, [49407, 0], None),
         "tiny-sd3": ("sd3", 64, [49407, 0, 0], None),
@@ -191,7 +192,7 @@ def test_folder_comes_back_with_its_weights_or_random_ones(folder, random_weight
     assert architecture.weights_folder == (None if random_weights else folder)
     assert architecture.tokenizer_folders == {"tokenizer": folder / "tokenizer"}
     assert architecture.parts["tokenizer"] == {"pad_token_id": 49407}
-    expected = parameters_of(resolve_architecture("tiny"), seed=4 if random_weights else 9)
+    expected = parameters_of(resolve_architecture("nano"), seed=4 if random_weights else 9)
     found = parameters_of(architecture, seed=4)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -24,7 +24,7 @@ from sdbench.plan.resolve import find_model
 from sdbench.ranks.distributed import Ranks
 from tests.forked import run_in_group
 from tests.refusals import refused
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 
 TINY = resolve_architecture("tiny")
 PORTRAIT, LANDSCAPE = Shape(64, 128), Shape(192, 64)
@@ -193,7 +193,7 @@ def test_a_grid_has_room_for_pictures_of_several_shapes() -> None:
 @pytest.mark.parametrize("said", [True, False, None], ids=["zeros", "encoded", "not said"])
 @torch.no_grad()
 def test_an_empty_negative_prompt_of_sdxl_is_what_its_folder_asks_for(tmp_path, said) -> None:
-    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    write_model(tmp_path / "model", name="tiny-sdxl")
     file = tmp_path / "model" / "model_index.json"
     index = json.loads(file.read_text())
     assert index[ZEROS_KEY] is False  # an export says what it was trained with
@@ -222,7 +222,7 @@ def test_an_empty_negative_prompt_of_sdxl_is_what_its_folder_asks_for(tmp_path, 
 
 
 def test_training_that_drops_captions_draws_with_the_encoded_empty_one(tmp_path) -> None:
-    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    write_model(tmp_path / "model", name="tiny-sdxl")
     file = tmp_path / "model" / "model_index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {ZEROS_KEY: True}))
     config = {"model_name": str(tmp_path / "model"), "model_revision": None}

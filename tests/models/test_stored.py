@@ -27,7 +27,7 @@ from sdbench.models.stored import NAMINGS
 from sdbench.models.weights import Weights, check_filled, draw_weights, fill_with_nan, own_weights
 from sdbench.tasks.train.weights import check_weights
 from tests.refusals import printed_refusal, refused
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 
 MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -52,7 +52,7 @@ def stored(request, tmp_path_factory) -> Architecture:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder)
+    write_model(folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.stored import CLIP_NAMING
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 
 MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
 LAYER = r"(self_attn\.(q|k|v|out)_proj|mlp\.fc[12]|layer_norm[12])\.(weight|bias)"
@@ -53,7 +53,7 @@ def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exports") / request.param
-    write_tiny_model(folder, name=request.param)
+    write_model(folder, name=request.param)
     return folder
 
 
@@ -114,6 +114,6 @@ def test_a_folder_of_either_form_has_the_same_weights_and_tokens(exported) -> No
 
 
 def test_to_write_and_to_load_a_folder_prints_no_line_of_a_library(tmp_path, capfd):
-    write_tiny_model(tmp_path / "model", name="tiny-sdxl")
+    write_model(tmp_path / "model", name="tiny-sdxl")
     build_model(resolve_architecture(str(tmp_path / "model")), seed=1)
     assert capfd.readouterr() == ("", "")

@@ -40,7 +40,7 @@ OPTIONS = ("--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-s
 # Each node holds one rank.
 HEAD, SECOND = {"rank": 1, "trainer": 1}, {"rank": 1, "encoder": 1}
 RANKS = ("--ray_worker_resources", '{"CPU": 1, "rank": 1}')
-TINY = ("--model_name", "tiny", "--image_size", "64", "--batch_size", "4", "--use_synth_data")
+TINY = ("--model_name", "nano", "--image_size", "64", "--batch_size", "4", "--use_synth_data")
 PLAIN = ("--engine", "ray", "--num_workers", "0", "--num_threads", "1", "--log_every_batches", "1")
 NUM_STEPS = 24
 SAVED = ("--save_every_batches", "3", "--resume", "auto")

@@ -21,7 +21,7 @@ from tests.machines import make_cpu_machine
 from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 from tests.schemas import validate
 
-TINY = ("--engine", "ray", "--model_name", "tiny", "--image_size", "64")
+TINY = ("--engine", "ray", "--model_name", "nano", "--image_size", "64")
 NUM_STEPS, STEP_S = 20, 0.1
 
 
@@ -108,10 +108,10 @@ def test_what_no_cluster_can_do_is_refused_ahead_and_by_ranks(
         Feed(request, None).resolve(make_cpu_machine(), ranks)
 
 
-@pytest.mark.parametrize("flag", ["--num_decoders=2", "--num_ray_workers=2", "--model_name=tiny"])
+@pytest.mark.parametrize("flag", ["--num_decoders=2", "--num_ray_workers=2", "--model_name=nano"])
 def test_without_ray_its_flags_are_refused(flag, capsys):
     assert script.main(["--use_synth_data", flag]) == 2
-    assert printed_refusal(capsys.readouterr().err).value in (2, "tiny")
+    assert printed_refusal(capsys.readouterr().err).value in (2, "nano")
 
 
 def test_actors_that_take_turns_are_one_stage():

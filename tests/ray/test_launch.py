@@ -27,7 +27,7 @@ from tests.ray.conftest import ADDRESS_LEFT
 from tests.refusals import printed_refusal
 from tests.runs import only_record
 
-TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "ray")
+TINY = ("--model_name", "nano", "--use_synth_data", "--engine", "ray")
 SHORT = ("--image_size", "64", "--no_measure_peak", "--warmup_batches", "1")
 SHORT += ("--measure_batches", "2")
 # From a result to the end of the command: 3 s at a load of 5 on two cores.

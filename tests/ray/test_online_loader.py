@@ -33,7 +33,7 @@ from tests.data.s3_server import BUCKET
 from tests.machines import make_cpu_machine, make_machine
 from tests.refusals import refused
 
-TINY = resolve_architecture("tiny", revision=None, random_weights=False)
+TINY = resolve_architecture("nano", revision=None, random_weights=False)
 BATCH_SIZE, ENCODER_BATCH_SIZE = 8, 4
 NUM_BATCHES = datasets.NUM_SAMPLES // BATCH_SIZE  # of an epoch: 6
 ENCODER = "EncodeStage"
@@ -80,7 +80,7 @@ def open_loader(
     from sdbench.tasks.encode.online import OnlineLoader
 
     options = {
-        "model_name": "tiny",
+        "model_name": "nano",
         "online_preprocessing": True,
         "online_encoder_batch_size": ENCODER_BATCH_SIZE,
         "encoder_resources": {"CPU": 1.0},
@@ -320,7 +320,7 @@ ON_RAY = ("--online_preprocessing", "--engine", "ray")
 
 
 def plan(*argv: str, machine=None):
-    words = ["--model_name", "tiny", "--use_synth_data", *argv]
+    words = ["--model_name", "nano", "--use_synth_data", *argv]
     request = parse_request(words, description="", epilog="")
     return resolve(request, machine=machine or make_cpu_machine(), ranks=ALONE)
 

@@ -13,7 +13,7 @@ from tests.data.datasets import read_files
 from tests.ray.conftest import run_alone
 from tests.schemas import validate
 
-OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64")
+OPTIONS = ("--model_name", "nano", "--encoder_dtype", "fp32", "--image_size", "64")
 SHARDS = ("--device_batch_size", "2", "--samples_per_shard", "4")
 RAY = ("--engine", "ray", "--num_decoders", "2")
 

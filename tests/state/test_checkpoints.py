@@ -16,7 +16,7 @@ from tests.refusals import refused
 from tests.state.states import holds, make_checkpoints, make_state, names, save
 
 BIG = 2**24  # values, 64 MiB: still being written when the next statement is reached
-FACTS = {"images": 2048, "loss": 0.1, "settings": {"lr": 1e-4, "model": "tiny"}, "ids": [3, None]}
+FACTS = {"images": 2048, "loss": 0.1, "settings": {"lr": 1e-4, "model": "nano"}, "ids": [3, None]}
 
 
 def set_room(monkeypatch, has_room):

@@ -32,7 +32,7 @@ from tests.data.datasets import write_folder
 from tests.forked import codes_of, log_of
 from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 from tests.train.written import read_events, read_steps, read_tensors, saved_steps
 
 BAD_WORD = "poison"
@@ -53,9 +53,9 @@ COPIES = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The tiny model with NaN for the embedding of a word, as a damaged or an untrained row has."""
+    """The model with NaN for the embedding of a word, as a damaged or an untrained row has."""
     folder = tmp_path_factory.mktemp("model") / "damaged"
-    tokenizer = write_tiny_model(folder)
+    tokenizer = write_model(folder)
     path = folder / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     (embeddings,) = (weight for name, weight in tensors.items() if "token_embedding" in name)
@@ -78,7 +78,7 @@ def write_samples(*bad: int) -> None:
 
 
 def command(
-    action: str, *argv: object, model="tiny", num_steps: int = NUM_STEPS, name="run"
+    action: str, *argv: object, model="nano", num_steps: int = NUM_STEPS, name="run"
 ) -> list[str]:
     """The arguments of train.py for a run on data/."""
     line = [*RECIPE, "--remote", "data", "--model_name", model, "--on_bad_loss", action]

@@ -191,7 +191,7 @@ def test_data_py_measures_buckets_without_a_model(pictures, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_memory_estimate_is_that_of_the_largest_shape(pictures):
     def estimate(*argv: str) -> float:
-        request = parse_request(["--model_name", "tiny", *argv], description="", epilog="")
+        request = parse_request(["--model_name", "nano", *argv], description="", epilog="")
         ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
         return resolve(request, machine=make_cpu_machine(), ranks=ranks).memory.activations
 

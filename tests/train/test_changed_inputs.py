@@ -25,13 +25,13 @@ from tests.data.datasets import flip_a_bit, make_png, write_folder, write_tar
 from tests.opened import opened_below
 from tests.refusals import printed_refusal, refused
 from tests.score_networks import OnRequest, write_clip, write_fid_network
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 
 
 @pytest.fixture
 def model():
-    """The tiny model in a folder."""
-    write_tiny_model(Path("model"))
+    """The model in a folder."""
+    write_model(Path("model"))
     return Path("model")
 
 
@@ -103,7 +103,7 @@ def test_a_run_does_not_go_on_with_something_else(model, change, told, capsys):
 @pytest.mark.parametrize("name", ["lr", "a_setting_that_is_gone"])
 def test_a_checkpoint_with_other_settings_than_this_version_is_refused(name, capsys):
     write_folder(Path("data"))
-    assert run(1, "tiny") == 0
+    assert run(1, "nano") == 0
     (note,) = Path("runs/run").rglob("checkpoint.json")
     content = json.loads(note.read_text())
     config = content["facts"]["config"]
@@ -113,7 +113,7 @@ def test_a_checkpoint_with_other_settings_than_this_version_is_refused(name, cap
         config[name] = 1
     kept = {part: content[part] for part in ("step", "facts", "files")}
     write_description(note.parent, **kept)
-    assert run(2, "tiny") == 2
+    assert run(2, "nano") == 2
     told = capsys.readouterr().err
     assert f"was saved by a version of the suite with other settings: got '{name}'" in told
 
@@ -296,7 +296,7 @@ def test_each_file_that_a_run_opens_is_named_if_it_changes_before_the_resume(
     tmp_path, prepare, monkeypatch, capsys
 ):
     inputs = tmp_path / "inputs"
-    write_tiny_model(inputs / "model")
+    write_model(inputs / "model")
     line = f"""--remote {inputs}/data --model_name {inputs}/model --engine torch --batch_size 4
         --run_name run --resume auto {prepare(inputs)} --max_duration"""
     with opened_below(inputs) as opened:
@@ -332,19 +332,19 @@ def test_a_loss_on_other_held_out_samples_reaches_no_target(tmp_path, capsys):
     write_folder(Path("data"), num_samples=8)
     write_folder(Path("held-out"), num_samples=4)
     look = ("--validation_remote", "held-out", "--validate_every_batches", 1, "--target_loss", 1000)
-    assert run(1, "tiny", *look) == 0
+    assert run(1, "nano", *look) == 0
     before = Path("held-out/002.txt").stat()
     Path("held-out/002.txt").write_text("a word")
-    assert run(1, "tiny", *look) == 2
+    assert run(1, "nano", *look) == 2
     assert "held-out samples: 1 file was written again: 002.txt (" in capsys.readouterr().err
     accept = ("--changed_inputs", "accept")
-    assert run(1, "tiny", *look, *accept) == 0
+    assert run(1, "nano", *look, *accept) == 0
     assert load_record(Path("runs/run"))["summary"]["samples_to_target"] is None
-    assert run(1, "tiny", *look, *accept, "--num_validation_images", 2) == 0
+    assert run(1, "nano", *look, *accept, "--num_validation_images", 2) == 0
     assert load_record(Path("runs/run"))["summary"]["samples_to_target"] is None
     Path("held-out/002.txt").write_text("picture 2")
     os.utime("held-out/002.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert run(1, "tiny", *look) == 0
+    assert run(1, "nano", *look) == 0
     assert load_record(Path("runs/run"))["summary"]["samples_to_target"] == 4
 
 

@@ -92,7 +92,7 @@ def test_a_mapping_is_replaced_by_its_setting_and_changed_by_its_keys(file):
         ("distributed: {dist_url: 'tcp://a:1'}", (), "distributed.dist_url=VALUE", "tcp://a:1"),
         ("system: {batch_size: 0}", (), "system.batch_size=VALUE", 0),
         ("system: {gradient_accumulation: 2}", (), "system.batch_size=VALUE", None),
-        ("model_parts: {unet: {random: tiny}}", (), "--model_parts", {"unet": {"random": "tiny"}}),
+        ("model_parts: {unet: {random: nano}}", (), "--model_parts", {"unet": {"random": "nano"}}),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(file, text, argv, flag, value):
@@ -111,7 +111,7 @@ def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
         "experiment.name=first",
         "experiment.num_examples_to_see=1000",
         "system.gradient_accumulation=2",
-        *(f"model.{part}.pretrained=tiny" for part in ("vae", "text_encoder", "tokenizer")),
+        *(f"model.{part}.pretrained=nano" for part in ("vae", "text_encoder", "tokenizer")),
         "model.scheduler.pretrained=sd2-768-v",
         "dataset.params.path=pipe:aws s3 cp s3://bucket/{00000..00009}.tar -",
         "--keep=3",
@@ -139,7 +139,7 @@ def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
         "beta2": 0.98,
         "weight_decay": 0.01,
         "adam_eps": 1e-8,
-        "model_name": "tiny",
+        "model_name": "nano",
         "model_parts": {
             "unet": {"params": template["model"]["unet"]["params"] | {"norm_eps": 1e-5}},
             "scheduler": {"pretrained": "sd2-768-v"},
@@ -170,7 +170,7 @@ def test_the_other_keys_of_open_diffusion(file):
     path = file(
         "experiment: {save_only_most_recent: false, requeue: false, save_every: 5,"
         " eval_caption_file: a.csv, num_eval_images: 10}\n"
-        "model: {pretrained: tiny, use_ema: true, max_grad_norm: 1.5,"
+        "model: {pretrained: nano, use_ema: true, max_grad_norm: 1.5,"
         " gradient_checkpointing: false}\n"
         "dataset: {type: ClassificationWebDataset, params: {idx_to_prompt: classes.json}}\n"
         "lr_scheduler: {scheduler: CosineWithWarmup}\n"
@@ -185,7 +185,7 @@ def test_the_other_keys_of_open_diffusion(file):
         "sample_prompts": "a.csv",
         "sample_every_batches": 5,
         "num_sample_images": 10,
-        "model_name": "tiny",
+        "model_name": "nano",
         "model_parts": None,
         "ema_half_life_batches": 138,
         "ema_warmup": True,
@@ -198,7 +198,7 @@ def test_the_other_keys_of_open_diffusion(file):
         "optimizer_params": "trainable",
     }
     assert {name: getattr(config, name) for name in expected} == expected
-    notes = parse("--config", path, "model.unet.pretrained=tiny").translation.notes
+    notes = parse("--config", path, "model.unet.pretrained=nano").translation.notes
     assert [note.split()[0] for note in notes] == ["model.unet.pretrained", "model.scheduler"]
     assert parse("dataset.params.workers=3").config.num_workers == 3
     with refused("--wandb_project", value=2024):
@@ -252,8 +252,8 @@ def test_what_open_diffusion_does_otherwise_is_set_or_told(file, text, expected,
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """A diffusers folder of `tiny`, whose weights are those of its own seed."""
-    argv = "--model_name tiny --use_synth_data --batch_size 2 --max_duration 1ba --run_name source"
+    """A diffusers folder of `nano`, whose weights are those of its own seed."""
+    argv = "--model_name nano --use_synth_data --batch_size 2 --max_duration 1ba --run_name source"
     assert train.main([*argv.split(), "--seed", "3", "--engine", "torch"]) == 0
     assert sdbench(["export", "runs/source"]) == 0
     return (tmp_path / "runs" / "source" / "model").rename(tmp_path / "pipeline")
@@ -281,7 +281,7 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
         *(f"model.{part}.pretrained={pipeline}" for part in ("vae", "text_encoder", "tokenizer")),
         *(f"model.scheduler.pretrained={pipeline}", f"dataset.params.path={tmp_path / 'tars'}"),
         *("dataset.params.resolution=64", "dataset.params.filters=null"),
-        *unet_of("tiny"),
+        *unet_of("nano"),
         *("model.unet.params.layers_per_block=2", "--engine=torch", "--log_every_batches=1"),
     ]
     assert train.main([*argv, "experiment.num_examples_to_see=4", "--print_config"]) == 0
@@ -299,7 +299,7 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
 
     assert sdbench(["export", str(run)]) == 0
     config = json.loads((run / "model" / "unet" / "config.json").read_text())
-    assert (config["layers_per_block"], config["block_out_channels"]) == (2, [16, 32, 48, 48])
+    assert (config["layers_per_block"], config["block_out_channels"]) == (2, [16, 32])
     for part, name in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
         ours, theirs = (
             load_file(folder / part / f"{name}.safetensors") for folder in (run / "model", pipeline)
@@ -314,12 +314,12 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
         ("{unet: {params: {cross_attention_dims: 32}}}", {"cross_attention_dims": 32}),
         ("{unet: {params: {block_out_channels: [8]}}}", {"block_out_channels": [8]}),
         ("{unet: {pretrained: sd2-base}}", 1024),
-        ("{u-net: {pretrained: tiny}}", "u-net"),
+        ("{u-net: {pretrained: nano}}", "u-net"),
         ("{tokenizer: {params: {vocab_file: a}}}", {"vocab_file": "a"}),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts, value, capsys):
-    argv = ("--model_name=tiny", "--use_synth_data", "--max_duration=1ba", f"model_parts={parts}")
+    argv = ("--model_name=nano", "--use_synth_data", "--max_duration=1ba", f"model_parts={parts}")
     assert train.main([*argv, "--print_config"]) == 2
     error = printed_refusal(capsys.readouterr().err)
     assert (error.flag, error.value) == ("--model_parts", value)
@@ -327,8 +327,8 @@ def test_parts_that_do_not_fit_are_refused(parts, value, capsys):
 
 # What makes a recipe one that can be planned here; the rest of it stays.
 TINY = {
-    "model_name": "tiny",
-    "model_parts": "{unet: {pretrained: tiny}}",
+    "model_name": "nano",
+    "model_parts": "{unet: {pretrained: nano}}",
     "image_size": 64,
     "batch_size": 2,
     "device_train_microbatch_size": 1,
@@ -384,7 +384,7 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
 
 def test_what_is_printed_refers_to_nothing(tmp_path, capsys):
     place = "tars-${NAME}"
-    argv = ("--model_name=tiny", "--max_duration=1ba", "--use_synth_data", "--run_name", place)
+    argv = ("--model_name=nano", "--max_duration=1ba", "--use_synth_data", "--run_name", place)
     assert train.main([*argv, "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert parse("--config", "printed.yaml").config.run_name == place
@@ -393,7 +393,7 @@ def test_what_is_printed_refers_to_nothing(tmp_path, capsys):
 @pytest.mark.parametrize("shapes", ["64x192, 128x64", "[64x192, 128x64]"])
 def test_shapes_of_a_file_are_printed_as_a_flag_takes_them(tmp_path, capsys, shapes):
     (tmp_path / "run.yaml").write_text(f"sample_shapes: {shapes}\n")
-    argv = ("--model_name=tiny", "--max_duration=1ba", "--use_synth_data", "--config=run.yaml")
+    argv = ("--model_name=nano", "--max_duration=1ba", "--use_synth_data", "--config=run.yaml")
     argv += ("--sample_every_batches=1", "--sample_prompts=a", "--print_config")
     assert train.main(argv) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)

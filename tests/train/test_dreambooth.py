@@ -30,7 +30,7 @@ from sdbench.settings.setting import SAME_FP32
 from tests.refusals import printed_refusal, refusal_of
 from tests.runs import only_record
 from tests.train.in_turn import train_in_turn
-from tests.train.tiny_model import write_tiny_model
+from tests.train.smallest_model import write_model
 from tests.train.written import exported, has_same, read_losses, trained, weights_of
 
 SEED = 17
@@ -58,8 +58,8 @@ def write_pictures(**counts: int) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A miniature model in a folder, as diffusers has it."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_model(folder)
+    folder = tmp_path_factory.mktemp("model") / "nano"
+    write_model(folder)
     return folder
 
 
@@ -172,7 +172,7 @@ def loss_of_sdxl_by_hand(model: Path) -> float:
 
 @pytest.mark.slow
 def test_the_loss_of_sdxl_is_told_the_sizes_of_pictures(tmp_path):
-    write_tiny_model(tmp_path / "sdxl", name="tiny-sdxl")
+    write_model(tmp_path / "sdxl", name="tiny-sdxl")
     for name, colour in (("subject", "orange"), ("class", "navy")):
         Path(name).mkdir()
         picture = Image.new("RGB", (80, 64), colour)
@@ -273,7 +273,7 @@ def test_pictures_are_encoded_once_and_ranks_share_them(model, monkeypatch):
 
 @pytest.mark.slow
 def test_a_measurement_says_what_it_is_of(tmp_path):
-    argv = ["--model_name", "tiny", "--use_synth_data", "--task", "dreambooth", *FP32]
+    argv = ["--model_name", "nano", "--use_synth_data", "--task", "dreambooth", *FP32]
     argv += ["--train_text_encoder", "--no_measure_peak", "--profile_batches", "1"]
     argv += ["--warmup_batches", "0", "--measure_batches", "2", "--results_dir", "runs"]
     assert benchmark.main(argv) == 0
@@ -286,7 +286,7 @@ def test_a_measurement_says_what_it_is_of(tmp_path):
     assert seconds["vae_encode"] == 0 < seconds["text_encode"]
 
 
-TINY = ("--model_name", "tiny", "--max_duration", "1ba")
+TINY = ("--model_name", "nano", "--max_duration", "1ba")
 KNOWN_TOKEN = ("--remote", "subject", "--instance_prompt", "my <dog>, a dog")
 
 

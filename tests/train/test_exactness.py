@@ -19,7 +19,7 @@ from tests.state.states import flip_byte
 from tests.train.in_turn import train_in_turn
 from tests.train.written import read_events, read_steps
 
-TINY = ("--model_name", "tiny", "--batch_size", "16")
+TINY = ("--model_name", "nano", "--batch_size", "16")
 RECIPE = ("--use_ema", "--ema_half_life_batches", "3", "--clip_norm", "0.5")
 RECIPE += ("--lr_warmup_batches", "4", "--log_every_batches", "1")
 LORA = ("--lora_rank", "4", "--precision", "fp32")

@@ -13,7 +13,7 @@ from tests.data.datasets import write_folder
 from tests.score_networks import write_fid_network
 from tests.train.written import read_events, read_steps, trained
 
-SHORT = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
+SHORT = ("--model_name", "nano", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
 SHORT += ("--log_every_batches", "2", "--lr", "0.001")
 SAMPLES = ("--sample_every_batches", "2", "--sample_steps", "1", "--sample_prompts", "prompts.txt")
 

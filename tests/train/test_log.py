@@ -21,7 +21,7 @@ from tests.forked import codes_of, log_of
 from tests.train.written import read_events, read_steps, trained
 
 RUN = Path("runs/run")
-TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--batch_size", "2")
+TINY = ("--model_name", "nano", "--engine", "torch", "--use_synth_data", "--batch_size", "2")
 TINY += ("--run_name", RUN.name, "--log_every_batches", "1")
 
 

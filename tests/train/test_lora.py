@@ -16,15 +16,14 @@ from sdbench.models.lora import is_lora
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
-from tests.train.tiny_model import build_tiny
+from tests.train.smallest_model import build_smallest
 from tests.train.written import exported, has_same, trained, weights_of
 
-RECIPE = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "4")
+RECIPE = ("--model_name", "nano", "--use_synth_data", "--batch_size", "4")
 RECIPE += ("--engine", "torch", "--precision", "fp32", "--lr", "0.01")
 LORA = ("--lora_rank", "4", "--lora_alpha", "6", "--train_text_encoder")
 # Of train.py, and so of the random weights; generate.py draws the same ones by it.
 SEED = 17
-ONE_POSITION = "unet.mid_block.attentions.0.transformer_blocks.0.attn1"
 
 
 def picture(folder: Path, *argv: object, code: int = 0) -> bytes:
@@ -44,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(folder):
-    drawn = dict(build_tiny(SEED).named_parameters())
+    drawn = dict(build_smallest(SEED).named_parameters())
     merged = {
         f"{part}.{name}": weight
         for part in ("unet", "vae", "text_encoder")
@@ -54,7 +53,6 @@ def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(fo
     names = [name for name in checkpoint.tensors() if not name.startswith("random.")]
     assert names and all(map(is_lora, names))
     lora = read_weights(checkpoint, use_ema=False)
-    unchanged = []
     for name, weight in sorted(merged.items()):
         layer, expected = name.removesuffix(".weight"), drawn[name]
         if (down := lora.get(f"{layer}.lora_A.default.weight")) is None:
@@ -62,11 +60,8 @@ def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(fo
             continue
         change = 6 / 4 * lora[f"{layer}.lora_B.default.weight"] @ down
         torch.testing.assert_close(weight, expected + change, msg=name)
-        if change.abs().max() <= 1e-3:
-            unchanged.append(layer)
-    assert len(lora) / 2 == 80 + 8
-    # Its one position attends to itself alone, whatever query and key are.
-    assert unchanged == [f"{ONE_POSITION}.{layer}" for layer in ("to_k", "to_q")]
+        assert change.abs().max() > 1e-3, name
+    assert len(lora) / 2 == 32 + 8
 
 
 @pytest.mark.slow
@@ -90,13 +85,13 @@ def test_lora_that_was_trained_beside_few_bits_is_added_to_whole_weights():
 @pytest.mark.slow
 def test_pictures_with_its_file_are_those_of_the_export(folder, tmp_path, capsys):
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
-    plain = picture(tmp_path / "plain", "--model_name", "tiny")
+    plain = picture(tmp_path / "plain", "--model_name", "nano")
     assert plain != expected
     place, out = tmp_path / "lora", tmp_path / "out"
     line = ["export", str(folder), "--lora_format", "diffusers", "--folder", str(place)]
     assert sdbench(line) == 0
     file = place / "pytorch_lora_weights.safetensors"
-    with_file = ("--model_name", "tiny", "--lora", file)
+    with_file = ("--model_name", "nano", "--lora", file)
     with_adapters = picture(out, *with_file)
     # W x + B A x is rounded otherwise than (W + B A) x: a step of 255 between two of them.
     one, other = (

@@ -37,7 +37,7 @@ RUN = Path("runs/run")
 # In the stored order samples 6 and 7 are the batch of step 4; an evaluation is behind step 3.
 NUM_STEPS, LAST, FIRST_SAMPLE = 6, 3, 6
 FOREVER_S, AT_ONCE_S = 1000.0, 250.0
-LINE = ("--model_name", "tiny", "--remote", "data", "--no_shuffle", "--num_workers", 0)
+LINE = ("--model_name", "nano", "--remote", "data", "--no_shuffle", "--num_workers", 0)
 LINE += ("--batch_size", 2, "--use_ema", "--clip_norm", 0.5, "--log_every_batches", 1)
 LINE += ("--max_duration", f"{NUM_STEPS}ba", "--resume", "auto", "--changed_inputs", "accept")
 VALIDATION = ("--validate_every_batches", LAST, "--validation_remote", "held-out")

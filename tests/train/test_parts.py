@@ -21,9 +21,9 @@ from tests.train.written import exported, has_same, read_events, read_tensors, t
 SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--log_every_batches", "1")
 FP32 = ("--precision", "fp32", "--encoder_dtype", "fp32")
 MINI = ("--model_name", "mini", *SHORT, *FP32)
-TINY = ("--model_name", "tiny", *SHORT)
+TINY = ("--model_name", "nano", *SHORT)
 VAE, TEXT = ("--train", "vae"), ("--train_text_encoder",)
-UNET = ("--model_parts", "{unet: {pretrained: tiny}}")
+UNET = ("--model_parts", "{unet: {pretrained: nano}}")
 LATENTS = ("--latents", "precomputed")
 
 
@@ -148,7 +148,7 @@ def test_a_run_says_which_parts_stay_random(online):
 def test_latents_of_encoders_that_are_not_known_are_exported_with_those_that_made_them(online):
     folder = trained("latents", 1, *TINY, *LATENTS)
     assert random_parts_in_notes(folder) == {"vae", "text_encoder"}
-    for argv, value in (((), None), (("--encoders", "tiny"), "tiny")):
+    for argv, value in (((), None), (("--encoders", "nano"), "nano")):
         refusal = refusal_of("export", folder, *argv)
         assert (refusal.flag, refusal.value) == ("--encoders", value)
     assert not (folder / "model").exists()

@@ -24,7 +24,7 @@ from tests.train.at_losses import before_each_loss
 from tests.train.written import read_events, read_steps, saved_steps
 
 RUN = Path("runs/run")
-LINE = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "2", "--run_name", "run")
+LINE = ("--model_name", "nano", "--use_synth_data", "--batch_size", "2", "--run_name", "run")
 LINE += ("--resume", "auto", "--max_duration", "9ba")
 SAMPLES = ("--sample_every_batches", "3", "--sample_steps", "2", "--sample_prompts", "prompts.txt")
 VALIDATION = ("--validate_every_batches", "3", "--validation_remote", "held-out")
@@ -142,7 +142,7 @@ def test_a_run_that_failed_before_its_first_step_may_begin_anew_under_its_name(c
     picture = Path("data/000.png")
     content = picture.read_bytes()
     picture.write_bytes(b"no picture")
-    line = ("--model_name", "tiny", "--engine", "torch", "--remote", "data", "--no_shuffle")
+    line = ("--model_name", "nano", "--engine", "torch", "--remote", "data", "--no_shuffle")
     line += ("--batch_size", "2", "--run_name", "run", "--max_duration", "1ba")
     assert train.main([*line]) == 1
     picture.write_bytes(content)

@@ -11,7 +11,7 @@ import train
 from tests.data.datasets import write_folder, write_tar
 from tests.refusals import printed_refusal
 
-TINY = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4", "--num_threads", "1")
+TINY = ("--model_name", "nano", "--engine", "torch", "--batch_size", "4", "--num_threads", "1")
 
 
 @pytest.fixture

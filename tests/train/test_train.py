@@ -1,4 +1,4 @@
-"""train.py through its front door, on the tiny model: stops, faults, evaluations, results."""
+"""train.py through its front door, on the smallest model: stops, faults, evaluations, results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.train.written import (
 )
 from tests.waiting import wait_for
 
-DATA = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4")
+DATA = ("--model_name", "nano", "--engine", "torch", "--batch_size", "4")
 TINY = (*DATA, "--use_synth_data")
 
 

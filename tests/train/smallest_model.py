@@ -1,4 +1,4 @@
-"""The tiny model, in memory and in a folder."""
+"""The smallest model, in memory and in a folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sdbench.models.export import export
 from sdbench.models.objective import default_sampler
 
 
-def build_tiny(seed: int) -> DiffusionModel:
-    """The tiny model with random weights in fp32."""
-    return build_model(resolve_architecture("tiny"), seed=seed)
+def build_smallest(seed: int) -> DiffusionModel:
+    """The smallest model with random weights in fp32."""
+    return build_model(resolve_architecture("nano"), seed=seed)
 
 
-def write_tiny_model(folder: Path, *, name: str = "tiny") -> CaptionTokenizer:
+def write_model(folder: Path, *, name: str = "nano") -> CaptionTokenizer:
     """Write it, or another model, as diffusers has it; returns its first tokenizer."""
     architecture = resolve_architecture(name)
     tokenize = CaptionTokenizers.of(architecture)
