@@ -22,7 +22,7 @@ from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
 from tests.train.smallest_model import build_smallest
 
-OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
+OPTIONS = ("--model_name", "nano", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
 PROMPTS = "a red circle | a blue square|a green star"
 PROMPT_FLAG = "--prompts or --prompt_file"
 
@@ -117,7 +117,7 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption_in_guidance(tmp_
 @pytest.mark.slow
 def test_a_picture_has_its_width_and_height(tmp_path, capsys):
     record = run("--prompts", "a cat", "--width", 128, "--folder", "out")
-    assert "Drawing 1 picture of 128x64 px by tiny into out" in capsys.readouterr().out
+    assert "Drawing 1 picture of 128x64 px by nano into out" in capsys.readouterr().out
     assert (record["job"]["width"], record["job"]["height"]) == (128, 64)
     (expected,) = draw(
         build_smallest(40),
@@ -238,7 +238,7 @@ def test_bad_prompts_are_refused(tmp_path, flags, content, value):
     if content is not None:
         Path(flags["prompt_file"]).write_text(content)
     with refused(PROMPT_FLAG, value=value):
-        read_prompts(GenerateFlags(model_name="tiny", folder="out", **flags))
+        read_prompts(GenerateFlags(model_name="nano", folder="out", **flags))
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,4 @@ def test_prompts_are_texts_or_a_file(tmp_path, prompts, read):
     Path("p.txt").write_text("a cat\n\na | dog\n")
     Path("P.CSV").write_text("uid,caption\nb,a cat\n")
     Path("no-ending").write_text("a cow")
-    assert read_prompts(GenerateFlags(model_name="tiny", folder="out", prompts=prompts)) == read
+    assert read_prompts(GenerateFlags(model_name="nano", folder="out", prompts=prompts)) == read

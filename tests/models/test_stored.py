@@ -29,7 +29,7 @@ from sdbench.tasks.train.weights import check_weights
 from tests.refusals import printed_refusal, refused
 from tests.train.smallest_model import write_model
 
-MODELS = ("tiny", "tiny-sdxl", "tiny-sd3", "tiny-flux")
+MODELS = ("nano", "tiny-sdxl", "tiny-sd3", "tiny-flux")
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -51,14 +51,14 @@ def stored(request, tmp_path_factory) -> Architecture:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder = tmp_path_factory.mktemp("models") / "nano"
     write_model(folder)
     return folder
 
 
 @pytest.fixture
 def folder(written, tmp_path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "tiny"))
+    return Path(shutil.copytree(written, tmp_path / "nano"))
 
 
 def file_of(folder: Path, part: str) -> Path:
@@ -119,7 +119,7 @@ def test_a_part_that_lacks_weights_or_has_others_is_refused_in_every_family(stor
         file = file_of(folder, part)
         content, tensors = file.read_bytes(), load_file(file)
         # The rule is one for all: the miniature has each damage, and the others one.
-        damages = DAMAGES if stored.name == "tiny" else (rename_largest,)
+        damages = DAMAGES if stored.name == "nano" else (rename_largest,)
         for change in damages:
             said, reason = DAMAGES[change]
             save_file(change(tensors), file)
@@ -155,7 +155,7 @@ def test_programs_refuse_it_before_they_build_or_write_anything(
 
 def test_a_part_from_another_folder_is_refused_with_the_flag_of_parts(folder) -> None:
     rewrite(file_of(folder, "vae"), leave_out)
-    architecture = replace_parts(resolve_architecture("tiny"), {"vae": {"pretrained": str(folder)}})
+    architecture = replace_parts(resolve_architecture("nano"), {"vae": {"pretrained": str(folder)}})
     with refused("--model_parts", value=str(folder / "vae")):
         check_folders(architecture)
 
@@ -235,7 +235,7 @@ def shards(folder) -> Path:
         folder / "unet", use_safetensors=True, low_cpu_mem_usage=False
     )
     file_of(folder, "unet").unlink()
-    unet.save_pretrained(folder / "unet", max_shard_size="1MB")
+    unet.save_pretrained(folder / "unet", max_shard_size="200KB")
     assert len(list((folder / "unet").glob("*-of-*.safetensors"))) > 2
     return folder / "unet"
 
@@ -338,7 +338,7 @@ def test_a_weight_that_nothing_has_set_is_an_error() -> None:
     layer.reset_parameters()
     check_filled(layer)
     # Shapes alone, on a device with memory: whatever is computed with them is not a number.
-    shapes = make_part("vae", resolve_architecture("tiny"), weights=Weights(seed=None))
+    shapes = make_part("vae", resolve_architecture("nano"), weights=Weights(seed=None))
     assert all(weight.isnan().all() for weight in shapes.parameters())
 
 
