@@ -24,7 +24,7 @@ STAND_INS: dict[str, dict[Any, Any]] = {
     },
     "image_size": {1024: 128, 512: 128, 256: 64},
     "batch_size": {128: 8, 32: 4, 8: 4, 4: 4},
-    "device_train_microbatch_size": {32: 2, 64: 4, 8: 2, 4: 4, 2: 1},
+    "device_train_microbatch_size": {32: 2, 64: 4, 16: 1, 8: 2, 4: 4, 2: 1},
     "encoder_batch_size": {128: 8},
     "warmup_batches": {3: 1, 20: 2},
     "max_warmup_batches": {3: 1, 20: 2},
