@@ -28,8 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sympy
 import torch
@@ -130,7 +129,9 @@ class Recording:
             GraphLowering.compile_to_module = before
 
     def _compile(self, lowering: GraphLowering) -> Any:
-        lowering.codegen()
+        # As `codegen` begins. The scheduler fuses what it can; each of its nodes becomes a kernel.
+        lowering.init_wrapper_code()
+        lowering._update_scheduler()
         lowering.cache_key = lowering.cache_path = lowering.cache_linemap = None
         kernels = [_describe(node) for node in lowering.scheduler.nodes if _is_kernel(node)]
         ideal_bytes = _ideal_bytes(lowering)
@@ -249,11 +250,12 @@ def _accesses(node: SchedulerNode, kind: str) -> Iterator[tuple[dict[Any, int], 
         for index in expressions(name):
             origin = dict.fromkeys(index.free_symbols, sympy.Integer(0))
             start = sympy_subs(index, origin)
-            steps = {
-                one: (sympy_subs(index, {**origin, one: sympy.Integer(1)}) - start).expand(identity=True)
+            nexts = {
+                one: sympy_subs(index, {**origin, one: sympy.Integer(1)})
                 for one in ranges
                 if one in origin
             }
+            steps = {one: (end - start).expand(identity=True) for one, end in nexts.items()}
             yield {one: int(step) for one, step in steps.items() if step.is_Integer}, num_bytes
 
 
