@@ -1,25 +1,25 @@
-"""Prints what torch.compile would launch on an H200 in one micro-batch, on a machine without a GPU.
+r"""Prints what torch.compile would launch on an H200 in one micro-batch, on a machine without a GPU.
 
 Each sub-model is compiled as benchmark.py does, of fake tensors, with Inductor's decisions for an
 H200; no kernel is built or run. For each pass of each sub-model:
 
-    kernels       calls of libraries (convolutions, matrix products, attention), and generated ones
-    GB            that these read and write, if each reads and writes each of its tensors once
+    library       calls of convolutions, matrix products, attention; GB if each tensor moves once
+    generated     the kernels that Inductor writes, GB in the same way
     ideal GB      inputs and outputs of the pass, each once: weights, gradients, kept activations
     turned        generated kernels that read images in one layout and write them in another
-    short GB      that generated kernels read in pieces below a line of 128 bytes
+    short GB      read by sums in pieces below a line of 128 bytes, once for each sum
 
-The flags are those of benchmark.py. SD2's U-Net takes 3 minutes and 3 GB:
+The flags are those of benchmark.py; the size of pictures and micro-batch must be given. It takes
+torch 2.11 with CUDA, and two to four minutes for SD2:
 
-    python tools/compiled_step.py --model_name tiny --image_size 128
-    python tools/compiled_step.py --precision bf16 --device_train_microbatch_size 32
-    python tools/compiled_step.py --latents precomputed --group_norm fused --kernels kernels.csv
+    python tools/compiled_step.py --image_size 512 --batch_size 32 \
+        --device_train_microbatch_size 32 --precision bf16 --latents precomputed
+    python tools/compiled_step.py ... --group_norm fused --kernels kernels.csv
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import math
 import sys
@@ -28,23 +28,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import sympy
 import torch
 import torch._functorch.config
-import torch._inductor.config
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode, SchedulerNode
+from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 from torch._inductor.utils import get_fused_kernel_name, sympy_subs
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
-from sdbench.measure.hardware import Machine
+from sdbench.measure.hardware import inspect_machine
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import MEMORY_FORMATS, build_model
-from sdbench.models.lora import Lora
 from sdbench.models.replay import Step, make_batch
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import make_table, to_markdown
@@ -55,22 +54,8 @@ from tools.fake_cuda import H200, pretend
 
 GB = 1e9
 LINE_BYTES = 128
-ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
-MACHINE = Machine(
-    device_type="cuda",
-    device_name=H200.name,
-    num_devices=1,
-    device_memory_gib=140.0,
-    free_memory_gib=139.0,
-    held_memory_gib=0.5,
-    num_cpu_cores=16,
-    cpu_name="CPU",
-    memory_gib=128.0,
-    cpu_flags=(),
-    platform="Linux-x86_64",
-    compute_capability="9.0",
-    cudnn_version=91900,
-)
+GPU = {"device_type": "cuda", "device_name": H200.name, "num_devices": 1}
+GPU |= {"compute_capability": "9.0", "cudnn_version": 91900}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +87,7 @@ class Graph:
 
 
 class Recording:
-    """Records what Inductor compiles, as `graphs`, while `recording` runs; names them by `part`."""
+    """Records the graphs that Inductor compiles within `recording`."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
@@ -110,13 +95,13 @@ class Recording:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Compile a sub-model of this name within the block."""
+        """Name the graphs that are compiled within the block."""
         self._part = name
         yield
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Make fake tensors, and record in place of building kernels, within the block."""
+        """Make fake tensors, and record kernels in place of building them, within the block."""
         before = GraphLowering.compile_to_module
         GraphLowering.compile_to_module = lambda lowering: self._compile(lowering)
         try:
@@ -134,11 +119,20 @@ class Recording:
         lowering._update_scheduler()
         lowering.cache_key = lowering.cache_path = lowering.cache_linemap = None
         kernels = [_describe(node) for node in lowering.scheduler.nodes if _is_kernel(node)]
-        ideal_bytes = _ideal_bytes(lowering)
+        outputs = {one.get_name(): one for one in lowering.graph_outputs if _is_tensor(one)}
+        ideal_bytes = sum(map(_num_bytes, {**lowering.graph_inputs, **outputs}.values()))
         self.graphs.append(Graph(self._part, lowering.is_backward, ideal_bytes, kernels))
-        outputs = [_Made.of(output) for output in lowering.graph_outputs]
+        layouts = [
+            ([*map(int, one.get_size())], [*map(int, one.get_stride())], one.get_dtype())
+            if _is_tensor(one)
+            else None
+            for one in lowering.graph_outputs
+        ]
         return types.SimpleNamespace(
-            call=lambda args: [None if one is None else one.make() for one in outputs],
+            call=lambda args: [
+                one and torch.empty_strided(one[0], one[1], dtype=one[2], device="cuda")
+                for one in layouts
+            ],
             runner=None,
             __file__=self._part,
         )
@@ -160,8 +154,7 @@ def compile_step(config: Any) -> list[Graph]:
             vae_attention=config.attention_of_vae,
             encoders=config.step_has_encoders,
             trained=config.trained_parts,
-            lora=Lora.of(config, architecture),
-            frozen_bits=config.frozen_bits,
+            lora=step.lora,
             device="cuda",
             phase=record.phase,
         )
@@ -172,57 +165,34 @@ def compile_step(config: Any) -> list[Graph]:
     return record.graphs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """An output of a compiled graph, as a fake tensor."""
-
-    size: Sequence[int]
-    stride: Sequence[int]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(output: Any) -> _Made | None:
-        if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
-            return None
-        sizes = ([*map(int, one)] for one in (output.get_size(), output.get_stride()))
-        return _Made(*sizes, output.get_dtype())
-
-    def make(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cuda")
-
-
 def lay_out(model: torch.nn.Module, memory_format: torch.memory_format) -> None:
     """Give the weights of convolutions a layout; those without content come contiguous."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim == 4:
                 placed = weight.detach().contiguous(memory_format=memory_format)
-                placed = torch.nn.Parameter(placed, requires_grad=weight.requires_grad)
-                setattr(module, name, placed)
+                setattr(module, name, torch.nn.Parameter(placed, weight.requires_grad))
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, ir.IRNode) and node.has_tensor_output()
 
 
 def _num_bytes(node: Any) -> int:
-    if not isinstance(node, ir.IRNode) or not node.has_tensor_output():
+    if not _is_tensor(node):
         return 0
     return math.prod(map(int, node.get_size())) * node.get_dtype().itemsize
 
 
-def _ideal_bytes(lowering: GraphLowering) -> int:
-    outputs = {one.get_name(): one for one in lowering.graph_outputs if hasattr(one, "get_name")}
-    return sum(_num_bytes(one) for one in {**lowering.graph_inputs, **outputs}.values())
+def _is_kernel(node: Any) -> bool:
+    is_view = isinstance(node.node, ir.MultiOutput)
+    return not is_view and not isinstance(node, NopKernelSchedulerNode)
 
 
-def _is_kernel(node: BaseSchedulerNode) -> bool:
-    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(
-        node.node, ir.MultiOutput
-    )
-
-
-def _describe(node: BaseSchedulerNode) -> Kernel:
+def _describe(node: Any) -> Kernel:
     num_bytes = node.get_read_write_buffers_sizes()
     if node.is_extern():
-        called = node.node.get_name() if node.node is None else node.node.python_kernel_name
-        return Kernel(str(called), is_library=True, num_bytes=num_bytes)
+        return Kernel(str(node.node.python_kernel_name), is_library=True, num_bytes=num_bytes)
     loops = [one for one in node.get_nodes() if isinstance(one, SchedulerNode)]
     return Kernel(
         get_fused_kernel_name(loops, "original_aten"),
@@ -239,8 +209,8 @@ def _accesses(node: SchedulerNode, kind: str) -> Iterator[tuple[dict[Any, int], 
     A tensor is large if a quarter of the iterations have an element of it to themselves.
     """
     body = node._body
-    ranges = {variable: int(size) for variable, size in body.var_ranges.items() if size != 1}
-    num_iterations = math.prod(ranges.values())
+    loops = [variable for variable, size in body.var_ranges.items() if size != 1]
+    num_iterations = math.prod(int(body.var_ranges[one]) for one in loops)
     expressions = body.get_all_read_expr if kind == "reads" else body.get_all_write_expr
     for name in {one.name for one in getattr(node.read_writes, kind)}:
         buffer = V.graph.name_to_buffer.get(name) or V.graph.graph_inputs.get(name)
@@ -249,39 +219,36 @@ def _accesses(node: SchedulerNode, kind: str) -> Iterator[tuple[dict[Any, int], 
             continue
         for index in expressions(name):
             origin = dict.fromkeys(index.free_symbols, sympy.Integer(0))
-            start = sympy_subs(index, origin)
-            nexts = {
-                one: sympy_subs(index, {**origin, one: sympy.Integer(1)})
-                for one in ranges
-                if one in origin
-            }
-            steps = {one: (end - start).expand(identity=True) for one, end in nexts.items()}
+            start, steps = sympy_subs(index, origin), {}
+            for one in index.free_symbols.intersection(loops):
+                step = sympy_subs(index, {**origin, one: sympy.Integer(1)}) - start
+                steps[one] = step.expand(identity=True)
             yield {one: int(step) for one, step in steps.items() if step.is_Integer}, num_bytes
 
 
-def _fastest(strides: dict[Any, int]) -> set[Any]:
-    return {variable for variable, stride in strides.items() if stride == 1}
-
-
 def _is_turning(node: SchedulerNode) -> bool:
+    """Whether no loop is the innermost of both an image that is read and one that is written."""
     read, written = (
-        [fastest for strides, _ in _accesses(node, kind) if (fastest := _fastest(strides))]
+        [
+            {loop for loop, stride in strides.items() if stride == 1}
+            for strides, _ in _accesses(node, kind)
+            if 1 in strides.values()
+        ]
         for kind in ("reads", "writes")
     )
     return any(one.isdisjoint(other) for one in read for other in written)
 
 
 def _short_bytes(node: SchedulerNode) -> int:
-    """Bytes that a reduction reads in pieces that are shorter than a line."""
-    body = node._body
-    inner = [one for one in body.reduce_vars if body.var_ranges[one] != 1]
+    """Bytes that a sum reads in pieces that are shorter than a line."""
+    sizes = {one: int(node._body.var_ranges[one]) for one in node._body.reduce_vars}
     total = 0
-    for strides, num_bytes in _accesses(node, "reads") if inner else ():
+    for strides, num_bytes in _accesses(node, "reads") if math.prod(sizes.values()) > 1 else ():
         run = 1
-        for variable in sorted(inner, key=lambda one: strides.get(one, 0)):
-            if strides.get(variable) == run:
-                run *= int(body.var_ranges[variable])
-        if run > 1 and run * 2 < LINE_BYTES:
+        for loop in sorted(strides.keys() & sizes, key=strides.__getitem__):
+            if strides[loop] == run:
+                run *= sizes[loop]
+        if 1 < run < LINE_BYTES // 2:
             total += num_bytes
     return total
 
@@ -290,53 +257,49 @@ def summarize(graphs: Sequence[Graph]) -> Iterator[dict[str, Any]]:
     """Yield a row for each graph, and one for all."""
     for graph in graphs:
         direction = "backward" if graph.is_backward else "forward"
-        yield {"pass": f"{graph.part} {direction}", **_sums(graph.kernels, graph.ideal_bytes)}
+        yield {"pass": f"{graph.part} {direction}", **_sums([graph])}
+    yield {"pass": "all", **_sums(graphs)}
+
+
+def _sums(graphs: Sequence[Graph]) -> dict[str, Any]:
     kernels = [kernel for graph in graphs for kernel in graph.kernels]
-    yield {"pass": "all", **_sums(kernels, sum(graph.ideal_bytes for graph in graphs))}
-
-
-def _sums(kernels: Sequence[Kernel], ideal_bytes: int) -> dict[str, Any]:
-    library = [one for one in kernels if one.is_library]
-    generated = [one for one in kernels if not one.is_library]
+    library = [one.num_bytes for one in kernels if one.is_library]
+    generated = [one.num_bytes for one in kernels if not one.is_library]
+    turned = [one.num_bytes for one in kernels if one.is_turning]
     return {
-        "library calls": len(library),
-        "library GB": round(sum(one.num_bytes for one in library) / GB, 2),
-        "generated kernels": len(generated),
-        "generated GB": round(sum(one.num_bytes for one in generated) / GB, 2),
-        "ideal GB": round(ideal_bytes / GB, 2),
-        "turned": sum(one.is_turning for one in generated),
-        "turned GB": round(sum(one.num_bytes for one in generated if one.is_turning) / GB, 2),
-        "short GB": round(sum(one.short_bytes for one in generated) / GB, 2),
+        "library": len(library),
+        "library GB": round(sum(library) / GB, 2),
+        "generated": len(generated),
+        "generated GB": round(sum(generated) / GB, 2),
+        "ideal GB": round(sum(graph.ideal_bytes for graph in graphs) / GB, 2),
+        "turned": len(turned),
+        "turned GB": round(sum(turned) / GB, 2),
+        "short GB": round(sum(one.short_bytes for one in kernels) / GB, 2),
     }
 
 
-def write_kernels(path: Path, graphs: Sequence[Graph]) -> None:
-    """Write all kernels as CSV, by pass in the order of their launch."""
-    with path.open("w", newline="") as file:
-        names = [field.name for field in dataclasses.fields(Kernel)]
-        rows = csv.writer(file)
-        rows.writerow(["part", "is_backward", *names])
-        for graph in graphs:
-            for kernel in graph.kernels:
-                rows.writerow([graph.part, graph.is_backward, *dataclasses.astuple(kernel)])
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the table, and write the kernels to the file of --kernels."""
-    argv, kernels = list(argv), None
+def main(argv: list[str]) -> None:
+    """Print the table; with --kernels, write all kernels as CSV, in the order of their launch."""
+    path = None
     if not argv or "--help" in argv:
         sys.exit(__doc__)
     if "--kernels" in argv:
         place = argv.index("--kernels")
-        kernels = Path(argv[place + 1])
+        path = Path(argv[place + 1])
         del argv[place : place + 2]
     request = parse_request(argv, description="", epilog="")
-    config, _ = settle(request, machine=MACHINE, ranks=ONE)
+    machine = dataclasses.replace(inspect_machine(), **GPU)
+    config, _ = settle(request, machine=machine, ranks=Ranks(0, 1, 0, 1))
     pretend()
     graphs = compile_step(config)
     print(to_markdown(make_table(summarize(graphs))))
-    if kernels is not None:
-        write_kernels(kernels, graphs)
+    if path is not None:
+        rows = [
+            {"part": graph.part, "is_backward": graph.is_backward, **vars(kernel)}
+            for graph in graphs
+            for kernel in graph.kernels
+        ]
+        pd.DataFrame(rows).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

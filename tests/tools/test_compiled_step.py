@@ -52,7 +52,7 @@ def test_compiled_norms_by_channel_read_whole_lines_and_turn_no_images():
     plain, fused = json.loads(run.stdout.splitlines()[-1])
     for rows in (plain, fused):
         # Two convolutions and their gradients; a pass has a row, and the last one is their sum.
-        assert [row["library calls"] for row in rows] == [2, 2, 4]
+        assert [row["library"] for row in rows] == [2, 2, 4]
     of_plain, of_fused = plain[-1], fused[-1]
     assert of_plain["turned"] > 0 and of_plain["short GB"] > 0
     assert (of_fused["turned"], of_fused["short GB"]) == (0, 0)
