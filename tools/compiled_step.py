@@ -1,4 +1,4 @@
-r"""Prints what torch.compile would launch on an H200 in one micro-batch, on a machine without a GPU.
+r"""Prints what torch.compile would launch on an H200 in a micro-batch, on a machine without a GPU.
 
 Each sub-model is compiled as benchmark.py does, of fake tensors, with Inductor's decisions for an
 H200; no kernel is built or run. For each pass of each sub-model:
