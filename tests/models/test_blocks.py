@@ -76,6 +76,28 @@ def test_a_fused_norm_is_in_the_graph_of_its_model_though_torch_compile_was_repl
     torch.testing.assert_close(compiled(x), expected)
 
 
+def test_a_fused_norm_gives_the_numbers_and_gradients_of_torchs_norm():
+    torch.manual_seed(0)
+    plain = ResnetBlock2D(in_channels=12, out_channels=8, temb_channels=5, groups=2)
+    for norm in (plain.norm1, plain.norm2):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    fused = copy.deepcopy(plain)
+    blocks.fuse_group_norms(fused)
+    torch._dynamo.reset()
+    fused.compile(backend="eager", fullgraph=True)
+    # Channels of one group differ in mean and spread.
+    pictures = torch.randn(3, 12, 7, 5) * torch.rand(12, 1, 1) + 3 * torch.randn(12, 1, 1)
+    found, expected = [], []
+    for block, results in ((plain, expected), (fused, found)):
+        x = pictures.to(memory_format=torch.channels_last).requires_grad_()
+        times = torch.linspace(-1, 1, 15).view(3, 5).requires_grad_()
+        output = block(x, times)
+        output.square().sum().backward()
+        results += [output, x.grad, times.grad, *(one.grad for one in block.parameters())]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 NUM_SHAPES = 25  # of a step of SD2
 
 
