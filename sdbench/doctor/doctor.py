@@ -185,8 +185,9 @@ def examine(job: Job) -> tuple[list[dict[str, Any]], list[str], dict[str, Any] |
     ]
     measured = None
     if job.with_speed:
-        measured = speed.report_speed([first["speed"] for first in firsts], job)
-        lines.append(make_line("speed", join(speed.look(measured), advice=speed.ADVICE)))
+        nodes = [first["speed"] for first in firsts]
+        measured = speed.report_speed(nodes, job)
+        lines.append(make_line("speed", join(speed.look(measured, nodes), advice=speed.ADVICE)))
     return lines, [first["host"] for first in firsts], measured
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ import sdbench
 from sdbench.base.carried import THROUGHPUT
 from sdbench.base.output import fit
 from sdbench.base.units import counted
-from sdbench.doctor.finding import ERROR, OK, SKIPPED, Job, Seen, bounded, describe
+from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, bounded, describe
 from sdbench.doctor.gpus import Gpu, find_gpu
+from sdbench.measure.neighbours import Neighbours
 from sdbench.record.figures import facts_of
 from sdbench.record.row import COLUMNS
 from sdbench.record.store import utc_now
@@ -51,27 +53,28 @@ Row = dict[str, Any]
 def measure_node(job: Job) -> dict[str, list[Any]]:
     """Measure the GPUs of this node one after the other, or its cores.
 
-    Each figure has the job's timeout. Return `devices`, `figures` and `problems`, what else failed.
+    Each figure has the job's timeout. Return `devices`, `figures`, and `seen`, which has levels and
+    texts about what would spoil them.
     """
     import torch
 
-    node: dict[str, list[Any]] = {"devices": [], "figures": [], "problems": []}
+    devices: list[Row] = []
+    figures: list[Row] = []
+    seen = [(WARNING, others) for others in [Neighbours().describe([os.getpid()])] if others]
     try:
         num_gpus = bounded(torch.cuda.device_count, timeout_s=job.timeout_s)
         if 0 < num_gpus < job.ranks.local_world_size:
             found = f"the first rank sees {num_gpus} of {job.ranks.local_world_size} GPUs"
-            node["problems"].append(found)
+            seen.append((ERROR, found))
         for index in range(num_gpus) or [None]:
             prepare = functools.partial(_prepare, index, num_gpus)
             device, measures = bounded(prepare, timeout_s=job.timeout_s)
-            node["devices"].append(device)
-            node["figures"] += [
-                _measure(device, name, measure, job) for name, measure in measures.items()
-            ]
+            devices.append(device)
+            figures += [_measure(device, name, measure, job) for name, measure in measures.items()]
     except Exception as error:
-        node["problems"].append(describe(error))
-    judge(node["figures"])
-    return node
+        seen.append((ERROR, describe(error)))
+    judge(figures)
+    return {"devices": devices, "figures": figures, "seen": seen}
 
 
 def _measure(device: Row, name: str, measure: Callable[[], float], job: Job) -> Row:
@@ -225,10 +228,7 @@ def report_speed(nodes: Sequence[Mapping[str, list[Any]]], job: Job) -> Row:
     )
     if job.bus_gb_per_s is not None:
         figures.append({"node": None, **_judge_all_reduce(job, devices)})
-    problems = [
-        f"node {number}: {one}" for number, node in enumerate(nodes) for one in node["problems"]
-    ]
-    return {"measured_utc": utc_now(), "devices": devices, "figures": figures, "problems": problems}
+    return {"measured_utc": utc_now(), "devices": devices, "figures": figures}
 
 
 def _judge_all_reduce(job: Job, devices: Sequence[Row]) -> Row:
@@ -244,14 +244,14 @@ def _judge_all_reduce(job: Job, devices: Sequence[Row]) -> Row:
     return figure
 
 
-def look(speed: Row) -> Seen:
-    """Yield the level and the text of each problem and bad verdict, and the number of verdicts."""
+def look(speed: Row, nodes: Sequence[Mapping[str, list[Any]]]) -> Seen:
+    """Yield the level and the text of what the nodes have seen, and of each bad verdict."""
     figures = speed["figures"]
     judged = [figure for figure in figures if figure["verdict"] is not None]
     found = f"{len(judged)} of {counted(len(figures), 'figure')} have a verdict"
     yield OK if judged else SKIPPED, found
-    for problem in speed["problems"]:
-        yield ERROR, problem
+    for number, node in enumerate(nodes):
+        yield from ((level, f"node {number}: {found}") for level, found in node["seen"])
     for figure in judged:
         if figure["verdict"] != OK:
             where = "" if figure["node"] is None else f"node {figure['node']}, "

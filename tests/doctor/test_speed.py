@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,7 @@ def published(monkeypatch, tmp_path):
     rows += [("published", "NVIDIA H200", 16, "bf16", 2.0)]
     rows += [("measured", "NVIDIA H100 80GB HBM3", 16, "bf16", 3.0)]
     rows += [("measured", "CPU", 2, "fp32", 0.4), ("measured", "CPU", 4, "fp32", 0.8)]
+    monkeypatch.setattr(speed.Neighbours, "describe", lambda self, own: None)
     names = ("kind", "device", "num_cpu_cores", "precision", "matmul_tflops")
     lines = [",".join(COLUMNS)]
     for row in rows:
@@ -102,9 +104,10 @@ def job_of(num_ranks=1):
 
 def look(job):
     """The report's line about speed, and the figures of this node by device and name."""
-    report = speed.report_speed([speed.measure_node(job)], job)
+    node = speed.measure_node(job)
+    report = speed.report_speed([node], job)
     figures = {(one["device"], one["figure"]): one for one in report["figures"]}
-    return join(speed.look(report), advice=speed.ADVICE), figures
+    return join(speed.look(report, [node]), advice=speed.ADVICE), figures
 
 
 @pytest.mark.parametrize("instructions", [("avx512f",), ("avx512f", "avx512_bf16")])
@@ -172,6 +175,14 @@ def test_what_cannot_be_measured_fails_and_the_rest_is_measured(measure):
     assert [one["verdict"] for one in figures.values()].count("failed") == 1
 
 
+def test_cores_that_others_use_are_told(measure, monkeypatch):
+    measure()
+    monkeypatch.setattr(speed.Neighbours, "describe", lambda self, own: f"busy beside {own}")
+    line, _ = look(job_of())
+    assert line.level == "warning"
+    assert line.found.startswith(f"node 0: busy beside [{os.getpid()}];")
+
+
 def test_a_gpu_that_the_launcher_hides_is_missed(measure):
     measure({})
     line, _ = look(job_of(8))
@@ -194,7 +205,7 @@ def test_an_all_reduce_is_judged_where_others_did_the_same(
     job = job_of(num_ranks)
     job.num_trainable, job.bus_gb_per_s = num_trainable, gb_per_s
     device = {"device": "GPU 0", "name": "NVIDIA H200"}
-    node = {"devices": [device], "figures": [], "problems": []}
+    node = {"devices": [device], "figures": []}
     [figure] = speed.report_speed([node], job)["figures"]
     assert (figure["device"], figure["figure"]) == (f"{num_ranks} ranks", "all_reduce_gb_per_s")
     assert (figure["reached"], figure["verdict"]) == (gb_per_s, verdict)
