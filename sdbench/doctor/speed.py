@@ -27,20 +27,19 @@ from sdbench.report.terminal import NOT_KNOWN, align, format_number
 
 # The most measurements of a node, each of which may take the doctor's timeout: 5 of 16 GPUs.
 MAX_MEASUREMENTS = 5 * 16
-# The 6 products of an H200 in results/ differ by 1.5 %; GPUs of one model in one cluster by 8 % on
-# the average (Sinha et al., "Not All GPUs Are Created Equal", SC22).
-LEAST_OF_ELSEWHERE = 0.9
-# The example of a rule in SuperBench, with which Azure accepts nodes (its docs, Data Diagnosis).
-LEAST_OF_NODE = 0.95
+# Below these shares of other rates a GPU is slow. The 6 products of an H200 in results/ differ by
+# 1.5 %; GPUs of one model in one cluster by 8 % on the average (Sinha et al., "Not All GPUs Are
+# Created Equal", SC22). 5 % is a rule that SuperBench's guide has (Data Diagnosis).
+LEAST = {"elsewhere": 0.9, "median_of_node": 0.95}
 # Bytes of a gradient whose all-reduce takes little of its time to begin.
 MIN_REDUCED_BYTES = 1e9
 SLOW, FAILED = "slow", "failed"
 PRODUCT = "_product_tflops"
 CPU = "CPU"
 RULE = (
-    f"A GPU is slow below {LEAST_OF_ELSEWHERE:.0%} of what others reached, or below "
-    f"{LEAST_OF_NODE:.0%} of the median of its node. No program reaches the peak of a data sheet. "
-    "Cores get no verdict: in clouds, CPUs of one name differ."
+    f"A GPU is slow below {LEAST['elsewhere']:.0%} of what others reached, or below "
+    f"{LEAST['median_of_node']:.0%} of the median of its node. No program reaches the peak of a "
+    "data sheet. Cores get no verdict: in clouds, CPUs of one name differ."
 )
 ADVICE = (
     "measure again while nothing else runs; look at clocks and power (nvidia-smi -q -d "
@@ -70,20 +69,18 @@ def measure_node(job: Job) -> dict[str, list[Any]]:
             prepare = functools.partial(_prepare, index, num_gpus)
             device, measures = bounded(prepare, timeout_s=job.timeout_s)
             devices.append(device)
-            figures += [_measure(device, name, measure, job) for name, measure in measures.items()]
+            for name, measure in measures.items():
+                reached, problem = None, None
+                try:
+                    reached = bounded(measure, timeout_s=job.timeout_s)
+                except Exception as error:
+                    problem = describe(error)
+                known = find_known(device, name)
+                figures.append(make_figure(device["device"], name, reached, problem, known))
     except Exception as error:
         seen.append((ERROR, describe(error)))
     judge(figures)
     return {"devices": devices, "figures": figures, "seen": seen}
-
-
-def _measure(device: Row, name: str, measure: Callable[[], float], job: Job) -> Row:
-    reached, problem = None, None
-    try:
-        reached = bounded(measure, timeout_s=job.timeout_s)
-    except Exception as error:
-        problem = describe(error)
-    return make_figure(device["device"], name, reached, problem, **find_known(device, name))
 
 
 def _prepare(index: int | None, num_gpus: int) -> tuple[Row, dict[str, Callable[[], float]]]:
@@ -144,31 +141,22 @@ def _measure_on(index: int | None, gpu: Gpu | None, measure: Callable[[], float]
 
 
 def make_figure(
-    device: str,
-    name: str,
-    reached: float | None,
-    problem: str | None = None,
-    *,
-    data_sheet: float | None = None,
-    elsewhere: float | None = None,
-    elsewhere_from: str | None = None,
+    device: str, name: str, reached: float | None, problem: str | None, known: Row
 ) -> Row:
-    """A figure, named with its unit, beside the data sheet's and what others reached."""
+    """A figure, named with its unit, beside what is `known` of it."""
     return {
         "device": device,
         "figure": name,
         "reached": reached,
-        "data_sheet": data_sheet,
-        "elsewhere": elsewhere,
-        "elsewhere_from": elsewhere_from,
-        "median_of_node": None,
+        **dict.fromkeys(("data_sheet", "elsewhere", "elsewhere_from", "median_of_node")),
+        **known,
         "verdict": None if problem is None else FAILED,
         "problem": problem,
     }
 
 
 def find_known(device: Row, figure: str) -> Row:
-    """What is known of a figure of such a device, as arguments of `make_figure`."""
+    """What a data sheet and others say of a figure of such a device, as far as that is known."""
     facts = facts_of(device["name"])
     accepted = facts.get("accepted", {})
     if figure in accepted:
@@ -209,12 +197,7 @@ def judge(figures: Sequence[Row]) -> None:
         if len(rates) > 1:
             figure["median_of_node"] = statistics.median(rates)
         limits = [
-            least * figure[beside]
-            for beside, least in (
-                ("elsewhere", LEAST_OF_ELSEWHERE),
-                ("median_of_node", LEAST_OF_NODE),
-            )
-            if figure[beside] is not None
+            least * figure[beside] for beside, least in LEAST.items() if figure[beside] is not None
         ]
         if limits and figure["reached"] is not None and figure["device"] != CPU:
             figure["verdict"] = OK if figure["reached"] >= max(limits) else SLOW
@@ -234,12 +217,11 @@ def report_speed(nodes: Sequence[Mapping[str, list[Any]]], job: Job) -> Row:
 def _judge_all_reduce(job: Job, devices: Sequence[Row]) -> Row:
     """Return the figure of the all-reduce; it has a verdict where others did the same."""
     name, ranks, known = "all_reduce_gb_per_s", job.ranks, {}
-    is_long = job.num_trainable is not None and 4 * job.num_trainable >= MIN_REDUCED_BYTES
-    if devices and is_long and ranks.num_nodes == 1:
-        accepted = facts_of(devices[0]["name"]).get("accepted", {})
-        if accepted.get("num_gpus") == ranks.world_size:
-            known = find_known(devices[0], name)
-    figure = make_figure(counted(ranks.world_size, "rank"), name, job.bus_gb_per_s, **known)
+    if ranks.num_nodes == 1 and 4 * (job.num_trainable or 0) >= MIN_REDUCED_BYTES:
+        for device in devices[:1]:
+            if facts_of(device["name"]).get("accepted", {}).get("num_gpus") == ranks.world_size:
+                known = find_known(device, name)
+    figure = make_figure(counted(ranks.world_size, "rank"), name, job.bus_gb_per_s, None, known)
     judge([figure])
     return figure
 

@@ -25,19 +25,22 @@ from sdbench.record.row import COLUMNS
 from tests.machines import make_cpu_machine, make_machine
 
 FLAGS = ("doctor", "--speed", "--model_name", "tiny")
-H200 = {"device_name": "NVIDIA H200"}
 LINKS = {"from_host_gb_per_s": 55.0, "to_host_gb_per_s": 56.0, "to_peers_gb_per_s": 360.0}
 
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch, tmp_path):
     """Three products of an H200 in bf16, and others that are not to be mistaken for such."""
-    own = [("amp_bf16", 660.0), ("amp_bf16", 680.0), ("bf16", 670.0)]
-    rows = [("measured", "NVIDIA H200", 16, *one) for one in own]
-    rows += [("measured", "NVIDIA H200", 16, "amp_fp16", 1.0)]
-    rows += [("published", "NVIDIA H200", 16, "bf16", 2.0)]
-    rows += [("measured", "NVIDIA H100 80GB HBM3", 16, "bf16", 3.0)]
-    rows += [("measured", "CPU", 2, "fp32", 0.4), ("measured", "CPU", 4, "fp32", 0.8)]
+    rows = [
+        ("measured", "NVIDIA H200", 16, "amp_bf16", 660.0),
+        ("measured", "NVIDIA H200", 16, "amp_bf16", 680.0),
+        ("measured", "NVIDIA H200", 16, "bf16", 670.0),
+        ("measured", "NVIDIA H200", 16, "amp_fp16", 1.0),
+        ("published", "NVIDIA H200", 16, "bf16", 2.0),
+        ("measured", "NVIDIA H100 80GB HBM3", 16, "bf16", 3.0),
+        ("measured", "CPU", 2, "fp32", 0.4),
+        ("measured", "CPU", 4, "fp32", 0.8),
+    ]
     monkeypatch.setattr(speed.Neighbours, "describe", lambda self, own: None)
     names = ("kind", "device", "num_cpu_cores", "precision", "matmul_tflops")
     lines = [",".join(COLUMNS)]
@@ -61,9 +64,11 @@ def measure(monkeypatch, set_gpus):
         current.pop()
 
     def put(*gpus, **of_machine):
-        rates = [{"bf16": 670.0, "memory_gb_per_s": 4000.0, **LINKS, **gpu} for gpu in gpus]
+        h200 = {"bf16": 670.0, "memory_gb_per_s": 4000.0, **LINKS}
+        cores = {"fp32": 0.36, "bf16": 1.25, "memory_gb_per_s": 40.0}
+        rates = [h200 | gpu for gpu in gpus] or [cores]
 
-        def rate_of(name):
+        def rate_of(name, **_):
             rate = rates[current[-1]][name]
             if rate is None:
                 raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
@@ -71,9 +76,10 @@ def measure(monkeypatch, set_gpus):
 
         def copy(source, target):
             assert f"cuda:{current[-1]}" in (source, target)
-            names = {"cpu": "from_host_gb_per_s"} if source == "cpu" else {}
-            name = names.get(source, "to_host_gb_per_s" if target == "cpu" else None)
-            return rate_of(name or "to_peers_gb_per_s")
+            return rate_of(
+                f"{'from' if source == 'cpu' else 'to'}_"
+                f"{'host' if 'cpu' in (source, target) else 'peers'}_gb_per_s"
+            )
 
         set_gpus(*({"Name": "NVIDIA H200"} for _ in gpus))
         # Other checks would ask torch for the GPUs that it believes to have.
@@ -83,16 +89,14 @@ def measure(monkeypatch, set_gpus):
         uuids = [SimpleNamespace(uuid=str(index)) for index in reversed(range(len(gpus)))]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: uuids[index])
         monkeypatch.setattr(torch.cuda, "device", device)
-        machine = make_machine(**H200) if gpus else make_cpu_machine(**of_machine)
+        h200s = make_machine(device_name="NVIDIA H200")
+        machine = h200s if gpus else make_cpu_machine(**of_machine)
         monkeypatch.setattr(hardware, "inspect_machine", lambda local_rank=0: machine)
-        fp32 = {"fp32": 0.36, "bf16": 1.25}
-        product = (lambda name, device_type: rate_of(name)) if gpus else (lambda n, **_: fp32[n])
-        monkeypatch.setattr(ceilings, "measure_matmul_tflops", product)
-        bandwidth = (lambda: rate_of("memory_gb_per_s")) if gpus else (lambda: 40.0)
-        monkeypatch.setattr(
-            ceilings, "measure_bandwidth", lambda device_type: Ceiling("copy", bandwidth())
-        )
+        monkeypatch.setattr(ceilings, "measure_matmul_tflops", rate_of)
         monkeypatch.setattr(ceilings, "measure_copy", copy)
+        monkeypatch.setattr(
+            ceilings, "measure_bandwidth", lambda **_: Ceiling("copy", rate_of("memory_gb_per_s"))
+        )
 
     return put
 
