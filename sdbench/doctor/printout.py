@@ -10,7 +10,7 @@ from typing import Any
 
 from sdbench.base.escape import for_terminal
 from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding
-from sdbench.doctor.speed import format_speed
+from sdbench.doctor.speed import RULE, format_speed
 
 MIN_TEXT_WIDTH = 40
 
@@ -73,7 +73,8 @@ def to_text(report: Mapping[str, Any], *, hosts: Sequence[str], width: int) -> s
         if line["advice"]:
             blocks.append(_wrap(f"-> {line['advice']}", begin=" " * len(begin), width=width))
     if "speed" in report:
-        blocks += ["", format_speed(report["speed"], hosts=hosts)]
+        table = format_speed(report["speed"], hosts=hosts)
+        blocks += ["", table, "", _wrap(RULE, width=width)]
     counts = (f"{level} {number}" for level, number in report["counts"].items())
     return "\n".join([*blocks, "", ", ".join(counts)])
 

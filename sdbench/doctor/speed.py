@@ -12,7 +12,6 @@ from typing import Any
 
 import sdbench
 from sdbench.base.carried import THROUGHPUT
-from sdbench.base.output import fit
 from sdbench.base.units import counted
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, bounded, describe
 from sdbench.doctor.gpus import Gpu, find_gpu
@@ -262,7 +261,7 @@ FIELDS = (
 
 
 def format_speed(speed: Mapping[str, Any], *, hosts: Sequence[str]) -> str:
-    """Format what was measured when and where, and by which rule it was judged."""
+    """Format what was measured, when and where; `RULE` says how it was judged."""
     facts = [("measured", speed["measured_utc"])]
     facts += [(f"node {number}", host) for number, host in enumerate(hosts)]
     for device in speed["devices"]:
@@ -276,6 +275,8 @@ def format_speed(speed: Mapping[str, Any], *, hosts: Sequence[str]) -> str:
     # The same figure of all devices is together.
     names = [figure["figure"] for figure in speed["figures"]]
     figures = sorted(speed["figures"], key=lambda figure: names.index(figure["figure"]))
-    sources = {one["figure"]: one["elsewhere_from"] for one in figures if one["elsewhere_from"]}
-    elsewhere = f"Elsewhere:\n{align([*sources.items()])}\n\n" if sources else ""
-    return f"{align(facts)}\n\n{to_terminal(tabulate(FIELDS, figures))}\n\n{elsewhere}{fit(RULE)}"
+    parts = [align(facts), to_terminal(tabulate(FIELDS, figures))]
+    sources = dict.fromkeys((one["figure"], one["elsewhere_from"]) for one in figures)
+    if known := [(figure, source) for figure, source in sources if source is not None]:
+        parts.append(f"Elsewhere:\n{align(known)}")
+    return "\n\n".join(parts)

@@ -21,7 +21,6 @@ from sdbench.doctor.machine import check_software
 from sdbench.measure import ceilings, hardware
 from sdbench.measure.ceilings import Ceiling
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.row import COLUMNS
 from tests.machines import make_cpu_machine, make_machine
 
 FLAGS = ("doctor", "--speed", "--model_name", "tiny")
@@ -29,7 +28,7 @@ LINKS = {"from_host_gb_per_s": 55.0, "to_host_gb_per_s": 56.0, "to_peers_gb_per_
 
 
 @pytest.fixture(autouse=True)
-def published(monkeypatch, tmp_path):
+def published(monkeypatch):
     """Three products of an H200 in bf16, and others that are not to be mistaken for such."""
     rows = [
         ("measured", "NVIDIA H200", 16, "amp_bf16", 660.0),
@@ -43,13 +42,8 @@ def published(monkeypatch, tmp_path):
     ]
     monkeypatch.setattr(speed.Neighbours, "describe", lambda self, own: None)
     names = ("kind", "device", "num_cpu_cores", "precision", "matmul_tflops")
-    lines = [",".join(COLUMNS)]
-    for row in rows:
-        cells = dict(zip(names, map(str, row), strict=True))
-        lines.append(",".join(cells.get(name, "") for name in COLUMNS))
-    table = tmp_path / "throughput.csv"
-    table.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(speed, "THROUGHPUT", table)
+    rows = [dict(zip(names, row, strict=True)) for row in rows]
+    monkeypatch.setattr(speed, "read_figures", lambda path, required: rows)
 
 
 @pytest.fixture
