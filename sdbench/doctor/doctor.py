@@ -185,7 +185,8 @@ def examine(job: Job) -> tuple[list[dict[str, Any]], list[str], dict[str, Any] |
     ]
     measured = None
     if job.with_speed:
-        nodes = [first["speed"] for first in firsts]
+        # A rank that cannot reach the first of its node has measured nothing.
+        nodes = [first["speed"] for first in firsts if first["speed"] is not None]
         measured = speed.report_speed(nodes, job)
         lines.append(make_line("speed", join(speed.look(measured, nodes), advice=speed.ADVICE)))
     return lines, [first["host"] for first in firsts], measured
