@@ -116,20 +116,20 @@ def _measure(job: Job, *, device_type: str, num_values: int) -> float:
 def judge_all_reduce(job: Job, *, seconds: float, num_values: int) -> tuple[str, str]:
     """Compare an all-reduce with the nominal speed of the link; return a finding's level and text.
 
-    `seconds` is its time on the slowest rank.
+    `seconds` is its time on the slowest rank. The job keeps the bus bandwidth.
     """
     num_ranks = job.ranks.world_size
     num_bytes = 4 * num_values
     # As nccl-tests counts it: what each link carries in a ring, whatever the number of ranks.
-    bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
+    job.bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
     level, beside = OK, "no --link_gbps to compare it with"
     if job.link_gbps is not None:
-        share = 8 * bus_gb_per_s / job.link_gbps
+        share = 8 * job.bus_gb_per_s / job.link_gbps
         level = OK if share >= LOW_SHARE else WARNING if share >= HOPELESS_SHARE else ERROR
         beside = f"{share:.0%} of --link_gbps {job.link_gbps:g}"
     return level, (
         f"{num_bytes / 1e9:.3g} GB over {num_ranks} ranks on {job.ranks.num_nodes} nodes in "
-        f"{seconds:.3g} s: bus bandwidth {bus_gb_per_s:.3g} GB/s, {beside}"
+        f"{seconds:.3g} s: bus bandwidth {job.bus_gb_per_s:.3g} GB/s, {beside}"
     )
 
 

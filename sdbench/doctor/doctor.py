@@ -14,7 +14,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.output import terminal_width
 from sdbench.base.stop import STOPS
 from sdbench.data import resolve_format
-from sdbench.doctor import collective, gpus, machine, network
+from sdbench.doctor import collective, gpus, machine, network, speed
 from sdbench.doctor.finding import ERROR, OK, Check, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import make_line, make_report, merge, to_json, to_text
 from sdbench.ranks.distributed import connect, gather
@@ -37,6 +37,8 @@ examples:
   srun --ntasks-per-node=1 python -m sdbench doctor --strict
       on each node of a Slurm job, with an all-reduce between the nodes
   python -m sdbench doctor --json > doctor.json
+  torchrun --nproc_per_node gpu -m sdbench doctor --speed > node.txt
+      with the rates of each GPU, and verdicts on them
 
 exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 stopped; under
 torchrun any failure is 1
@@ -69,10 +71,16 @@ class DoctorSettings(BenchmarkConfig):
     json: bool = setting(
         SWITCH, False, "print one JSON document, without host names", is_everyday=True
     )
+    speed: bool = setting(
+        SWITCH,
+        False,
+        "measure GPUs or cores (products, memory, copies), and compare them with others",
+        is_everyday=True,
+    )
     timeout_s: float = setting(
         SECONDS,
         30.0,
-        "seconds that a check may take, and that ranks wait for each other",
+        "seconds that a check or a measurement may take, and that ranks wait for each other",
         is_everyday=True,
     )
     link_gbps: float | None = setting(
@@ -104,15 +112,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         request=request.part(BenchmarkConfig),
         timeout_s=flags.timeout_s,
         link_gbps=flags.link_gbps,
+        with_speed=flags.speed,
     )
     exit_code = 0
     try:
         with _only_results_on_stdout():
             examined = examine(job)
         if examined is not None:
-            lines, hosts = examined
+            lines, hosts, measured = examined
             report = make_report(
                 lines,
+                speed=measured,
                 model_name=flags.model_name,
                 hosts=hosts,
                 num_ranks=job.ranks.world_size,
@@ -133,16 +143,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def examine(job: Job) -> tuple[list[dict[str, Any]], list[str]] | None:
-    """Check this node, and all nodes with the other ranks; return the lines and the hosts.
+def examine(job: Job) -> tuple[list[dict[str, Any]], list[str], dict[str, Any] | None] | None:
+    """Check this node, and all nodes with the other ranks; return lines, hosts and rates.
 
-    The first rank, or a rank that cannot reach the others, returns them; other ranks return None.
+    The rates are None if the job does not ask for them. The first rank, or a rank that cannot reach
+    the others, returns this; other ranks return None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
     try:
         # A collective waits for the slowest node.
-        patience_s = (len(CHECKS) + 1) * job.timeout_s
+        num_waits = len(CHECKS) + 1 + job.with_speed * speed.MAX_MEASUREMENTS
+        patience_s = num_waits * job.timeout_s
         connect(ranks, device_type="cpu", timeout_s=job.timeout_s, patience_s=patience_s)
         own = _look(job)
         everyone = gather(own, ranks)
@@ -171,7 +183,13 @@ def examine(job: Job) -> tuple[list[dict[str, Any]], list[str]] | None:
         *merge([first["findings"] for first in firsts]),
         *(make_line(name, join([seen], advice=TOGETHER[name])) for name, seen in together.items()),
     ]
-    return lines, [first["host"] for first in firsts]
+    measured = None
+    if job.with_speed:
+        # A rank that cannot reach the first of its node has measured nothing.
+        nodes = [first["speed"] for first in firsts if first["speed"] is not None]
+        measured = speed.report_speed(nodes, job)
+        lines.append(make_line("speed", join(speed.look(measured, nodes), advice=speed.ADVICE)))
+    return lines, [first["host"] for first in firsts], measured
 
 
 def _look(job: Job) -> dict[str, Any]:
@@ -189,6 +207,8 @@ def _look(job: Job) -> dict[str, Any]:
         "gpus": gpus.describe_gpus(gpus.read_gpus()),
         "device_type": "cuda" if has_gpu else "cpu",
         "num_trainable": job.num_trainable,
+        # The last of the rank, when all others of the node wait.
+        "speed": speed.measure_node(job) if checks and job.with_speed else None,
     }
 
 

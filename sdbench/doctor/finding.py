@@ -29,17 +29,20 @@ class Job:
     """The flags of the job, and the results of earlier checks.
 
     A check takes `timeout_s` at most; `link_gbps` is the nominal speed of the link between the
-    ranks. The check of the model sets `architecture` and `num_trainable`, its number of trained
-    parameters, and the check of the plan sets `plan`.
+    ranks; `with_speed` asks for rates of the devices. The check of the model sets `architecture`
+    and `num_trainable`, its number of trained parameters, the check of the plan `plan`, and the
+    all-reduce `bus_gb_per_s`.
     """
 
     ranks: Ranks
     request: Request
     timeout_s: float
     link_gbps: float | None
+    with_speed: bool = False
     architecture: Architecture | None = None
     num_trainable: int | None = None
     plan: Plan | None = None
+    bus_gb_per_s: float | None = None
 
 
 # What a check yields: pairs of a level and a text.

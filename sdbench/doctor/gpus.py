@@ -42,6 +42,10 @@ class Gpu:
         memory = self.ask("MemoryInfo", version) or self.ask("MemoryInfo")
         return memory.used / BYTES_PER_GIB, memory.total / BYTES_PER_GIB
 
+    def bind_thread(self) -> None:
+        """Let this thread run on the cores next to the GPU, where the system allows that."""
+        ask(self._nvml, "nvmlDeviceSetCpuAffinity", self._handle)
+
     def count_links(self) -> int:
         """Return the number of active NVLink connections."""
         links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
@@ -61,6 +65,13 @@ def read_gpus() -> list[Gpu]:
             break
         gpus.append(Gpu(nvml, handle))
     return gpus
+
+
+def find_gpu(uuid: str) -> Gpu | None:
+    """Return the GPU with torch's UUID; torch and NVML may count GPUs in another order."""
+    nvml = open_nvml()
+    handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+    return None if handle is None else Gpu(nvml, handle)
 
 
 def describe_gpus(gpus: Sequence[Gpu]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sdbench.base.escape import for_terminal
 from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding
+from sdbench.doctor.speed import RULE, format_speed
 
 MIN_TEXT_WIDTH = 40
 
@@ -36,8 +37,12 @@ def make_report(
     hosts: Sequence[str],
     num_ranks: int,
     strict: bool,
+    speed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the document to print; errors, and with `strict` warnings, make its status ``error``."""
+    """Make the document to print; errors, and with `strict` warnings, make its status ``error``.
+
+    It has a key `speed` if that was measured.
+    """
     levels = [line["level"] for line in lines]
     counts = {level: levels.count(level) for level in reversed(LEVELS)}
     is_bad = counts[ERROR] > 0 or (strict and counts[WARNING] > 0)
@@ -48,7 +53,7 @@ def make_report(
         "num_ranks": num_ranks,
         "counts": counts,
         "findings": lines,
-    }
+    } | ({} if speed is None else {"speed": speed})
 
 
 def to_text(report: Mapping[str, Any], *, hosts: Sequence[str], width: int) -> str:
@@ -67,6 +72,9 @@ def to_text(report: Mapping[str, Any], *, hosts: Sequence[str], width: int) -> s
         blocks.append(_wrap(where + line["found"], begin=begin, width=width))
         if line["advice"]:
             blocks.append(_wrap(f"-> {line['advice']}", begin=" " * len(begin), width=width))
+    if "speed" in report:
+        table = format_speed(report["speed"], hosts=hosts)
+        blocks += ["", table, "", _wrap(RULE, width=width)]
     counts = (f"{level} {number}" for level, number in report["counts"].items())
     return "\n".join([*blocks, "", ", ".join(counts)])
 

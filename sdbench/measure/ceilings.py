@@ -24,6 +24,8 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
 SLOW_PRODUCT_S = 4.0
 # Bytes of each of three arrays. A GPU's last cache holds some 50 MB, a server CPU's up to 0.5 GB.
 ARRAY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 29}
+# Between devices, 100 copies of this size take 2 s over PCIe of the third generation.
+COPY_BYTES = 1 << 28
 # Images of the largest convolution of SD2's U-Net at 256 px: 640 channels, 32 x 32 numbers each.
 # 2 x 2 x 1024 x 9 x 640^2 is 15 GFLOP on a CPU; 64 of them 0.48 TFLOP on a GPU.
 CONVOLUTION_IMAGES = {"cuda": 64, "cpu": 2}
@@ -105,6 +107,27 @@ def measure_bandwidth(*, device_type: str) -> Ceiling:
         unit=1e9,
         device_type=device_type,
     )
+
+
+def measure_copy(source: str, target: str) -> float:
+    """GB/s of a copy between devices such as ``cpu`` and ``cuda:1``, of which one is current.
+
+    Memory of the host is pinned if the other device is a GPU. Bytes are counted once.
+    """
+    import torch
+
+    device_type = "cpu" if source == target == "cpu" else "cuda"
+    left, right = (
+        torch.full(
+            (COPY_BYTES // 4,),
+            1.0,
+            device=device,
+            pin_memory=device == "cpu" and device_type == "cuda",
+        )
+        for device in (source, target)
+    )
+    copy = functools.partial(right.copy_, left, non_blocking=True)
+    return COPY_BYTES / _median_time_s(copy, device_type=device_type) / 1e9
 
 
 def _fastest(

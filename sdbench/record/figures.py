@@ -36,10 +36,14 @@ SOCKETS = "Socket"
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Peak TFLOP/s of dense matrix products on one device, from peaks.json, if listed."""
-    for row in json.loads(PEAKS_FILE.read_text(encoding="utf-8")):
-        if device_name in row["devices"]:
-            return row["peaks"].get(precision.removeprefix("amp_"))
-    return None
+    peaks = facts_of(device_name).get("peaks", {})
+    return peaks.get(precision.removeprefix("amp_"))
+
+
+def facts_of(device_name: str) -> dict[str, Any]:
+    """What peaks.json tells of a device; empty if it is not listed."""
+    rows = json.loads(PEAKS_FILE.read_text(encoding="utf-8"))
+    return next((row for row in rows if device_name in row["devices"]), {})
 
 
 def total_s(seconds: Mapping[str, float | None]) -> float:

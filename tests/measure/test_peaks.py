@@ -86,6 +86,37 @@ def test_the_arithmetic_is_that_of_the_fastest_kernel(
     assert ceilings.measure_arithmetic("bf16", device_type="cpu") == (kernel, flop / 2.0 / 1e12)
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "num_calls", "pinned"),
+    [
+        ("cpu", "cpu", 1, [False, False]),
+        ("cpu", "cuda:1", 20, [True, False]),
+        ("cuda:1", "cpu", 20, [False, True]),
+        ("cuda:1", "cuda:0", 20, [False, False]),
+    ],
+)
+def test_a_copy_counts_its_bytes_once_and_the_host_is_pinned_beside_a_gpu(
+    source, target, num_calls, pinned, monkeypatch, work
+):
+    made, waits = [], []
+
+    def full(shape, value, *, device, pin_memory):
+        made.append((device, pin_memory))
+        return torch.zeros(shape)
+
+    monkeypatch.setattr(torch, "full", full)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(copies)))
+    copies = []
+    slow_down(monkeypatch, torch.Tensor, "copy_", work, lambda *_: copies.append(1) or 2.0)
+    monkeypatch.setattr(ceilings, "COPY_BYTES", NUM_BYTES)
+    assert ceilings.measure_copy(source, target) == NUM_BYTES / 2.0 / 1e9
+    assert made == list(zip([source, target], pinned, strict=True))
+    # Each repeat waits before and after its copies, and not between them.
+    repeats = range(5)
+    expected = [1 + num_calls * (one + end) for one in repeats for end in (0, 1)]
+    assert waits == (expected if num_calls == 20 else [])
+
+
 def slow_down(monkeypatch, owner, name, work, seconds_of):
     """Let a function of torch take a time that depends on its arguments."""
     original = getattr(owner, name)

@@ -24,6 +24,7 @@ IDLE = {
     "CurrentClocksThrottleReasons": 0,
     "MigMode": [0, 0],
     "PersistenceMode": 1,
+    "Serial": "1650922000007",
 }
 
 
