@@ -173,6 +173,8 @@ def _make_update(
     strength = _strength(own.get(ALPHA), config, rank=rank, layer=place.layers[0])
     if not all(map(math.isfinite, (strength, float(down.sum()), float(up.sum())))):
         raise ValueError(f"{name} has numbers that are not finite")
+    if not down.any():  # a trainer begins with random numbers there, and zeros in the other matrix
+        raise ValueError(f"{name} has zeros alone, as in a file whose content has not come")
     return _Update(place, down, up, strength)
 
 

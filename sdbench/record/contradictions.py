@@ -229,6 +229,9 @@ def _of_steps(
     yield Derived(source, "summary", {"images_per_second": rate}, clocks)
     derived = figures.of_steps(steps, images_per_step=batch_size, window_s=summary["window_s"])
     yield Derived(source, "summary", derived)
+    # By the clock of the steps, as the interval is.
+    interval = summary["images_per_second_interval"]
+    yield from _of_interval("the rate of its steps", rate, interval, tolerance=EXACT)
     if summary["breakdown"] is not None:
         num_profiled = sum(step.phase == PROFILED for step in steps)
         yield Derived(source, "summary", {"breakdown": {"num_steps": num_profiled}})

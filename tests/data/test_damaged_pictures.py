@@ -49,6 +49,12 @@ def with_segment(data: bytes, marker: int, content: bytes) -> bytes:
     return data[:2] + struct.pack(">BBH", 255, marker, len(content) + 2) + content + data[2:]
 
 
+def with_pixels(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """A PNG with other compressed pixels, and with right checksums of its chunks."""
+    begin, end = data.index(b"IDAT") + 4, data.index(b"IEND") - 8
+    return data[: begin - 8] + chunk(b"IDAT", change(data[begin:end])) + data[end + 4 :]
+
+
 EXIF = b"Exif\0\0"
 TURNED = (0x0112, 3, 1, struct.pack("<H", 6))
 # Pictures whose pixels are sound, and whether they are turned by a quarter.
@@ -90,6 +96,8 @@ ODD_METADATA = {
         False,
     ),
     "zeros behind the end": (encode("JPEG") + bytes(5000), False),
+    "a wrong palette that is not used": (with_chunk(encode(), b"PLTE", bytes(7)), False),
+    "bytes behind the pixels": (with_pixels(encode(), lambda packed: packed + b"more"), False),
 }
 
 
@@ -104,17 +112,17 @@ def test_sound_pixels_beside_odd_metadata_are_read(name):
     assert np.abs(found.mean(2) - expected.mean(2)).mean() < 5
 
 
-def damaged_scan() -> bytes:
+def damaged_scan(mode: str = "RGB") -> bytes:
     """A JPEG with its end, and zeros for 40 bytes of its pixels."""
-    file = encode("JPEG")
+    file = encode("JPEG", mode=mode)
     at = file.index(b"\xff\xda") + 200
     return file[:at] + bytes(40) + file[at + 40 :]
 
 
-def repaired(file: bytes) -> bytes:
-    """A PNG whose pixels, unpacked, have a wrong checksum and whose chunks have right ones."""
-    begin, end = file.index(b"IDAT") + 4, file.index(b"IEND") - 8
-    return file[: begin - 8] + chunk(b"IDAT", file[begin : end - 4] + b"adle") + file[end + 4 :]
+def half_of(packed: bytes) -> bytes:
+    """The first half of the rows of a PNG."""
+    rows = zlib.decompress(packed)
+    return zlib.compress(rows[: len(rows) // 2])
 
 
 def webp(**options) -> bytes:
@@ -128,11 +136,19 @@ DAMAGED = {
     "PNG, zeros from the middle": (encode()[:HALF] + bytes(HALF), "checksum of the chunk"),
     "PNG, a bit": (encode()[:HALF] + b"?" + encode()[HALF + 1 :], "checksum of the chunk b'IDAT'"),
     "PNG, without its end": (encode()[:-12], "cut off in the chunk"),
-    "PNG, a wrong sum": (repaired(encode()), "libpng error: IDAT: incorrect data check"),
+    "PNG, a wrong sum": (
+        with_pixels(encode(), lambda packed: packed[:-4] + b"adle"),
+        "libpng error: IDAT: incorrect data check",
+    ),
+    "PNG, a palette, half of the rows": (
+        with_pixels(encode(mode="P"), half_of),
+        "libpng error: Not enough image data",
+    ),
     "JPEG, cut": (encode("JPEG")[:-100], "the marker of its end is missing"),
     "JPEG, without its end": (encode("JPEG")[:-2], "the marker of its end is missing"),
     "JPEG, zeros to the end": (encode("JPEG")[:-100] + bytes(900), "its end is missing"),
     "JPEG, zeros in the middle": (damaged_scan(), "Corrupt JPEG data"),
+    "JPEG, CMYK, zeros in the middle": (damaged_scan("CMYK"), "Corrupt JPEG data"),
     "JPEG, cut in a header": (encode("JPEG")[:100], "cut off in the segment"),
     "WebP, cut": (webp()[:-9], "cut off"),
     "WebP, zeros to the end": (webp()[:200].ljust(len(webp()), b"\0"), "end with"),

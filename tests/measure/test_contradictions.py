@@ -48,9 +48,7 @@ MEASURED = {
 }
 # Numbers that are bounded alone: only a large change is found.
 BOUNDED = {
-    "benchmark": """
-        summary.images_per_second_interval.low summary.images_per_second_interval.high
-        summary.peak_memory_gib""",
+    "benchmark": "summary.peak_memory_gib",
     "feed": "summary.images_per_second_interval.num_samples",
     "precompute": """
         summary.images_per_second_interval.num_samples summary.num_measured_steps
@@ -140,6 +138,19 @@ def test_a_record_that_contradicts_itself_is_refused_or_left_out(
     assert told in refusal_of("rerun", run).what
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_an_interval_on_the_other_side_of_the_rate_of_its_steps_is_found(tmp_path, end):
+    """By 2 %, where clocks of a GPU's window and of its steps may differ by more."""
+    summary = json.loads((published("benchmark") / "record.json").read_text())["summary"]
+    factor = {"low": 1.02, "high": 0.98}[end]
+    interval = {
+        **summary["images_per_second_interval"],
+        end: factor * summary["images_per_second"],
+    }
+    with pytest.raises(ValueError, match="the rate of its steps"):
+        load_record(run_with(tmp_path, "benchmark", images_per_second_interval=interval))
 
 
 def test_steps_that_are_not_those_of_the_record_are_found(tmp_path):

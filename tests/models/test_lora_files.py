@@ -445,6 +445,10 @@ BAD_FILES: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]
         "not finite",
         lambda tensors: tensors | {f"{PLACE}.lora_up.weight": torch.full((48, 4), math.nan)},
     ),
+    "zeros where its download has not come": (
+        "zeros alone",
+        lambda tensors: tensors | {f"{PLACE}.lora_down.weight": torch.zeros(4, 48)},
+    ),
     "wider": (
         "(48, 48) and not (48, 47)",
         lambda tensors: tensors | {f"{PLACE}.lora_down.weight": torch.zeros(4, 47)},

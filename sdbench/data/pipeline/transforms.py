@@ -47,16 +47,21 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# How libjpeg tells that it makes pixels up. Whatever libpng tells is about pixels: it gets no other
-# chunks.
+# How libjpeg and libpng tell that they make pixels up.
 DAMAGE_TOLD = (
     b"Corrupt JPEG data",
     b"Premature end of JPEG",
     b"Inconsistent progression",
-    b"libpng",
+    b"libpng error",
 )
-# What libjpeg tells of odd headers, of pixels that it decodes all the same.
-HARMLESS_TOLD = (b"Invalid SOS parameters", b"Unknown Adobe color", b"Warning: unknown JFIF")
+# What they tell of odd headers, unused palettes, or bytes behind the last pixel: they decode all
+# pixels.
+HARMLESS_TOLD = (
+    b"Invalid SOS parameters",
+    b"Unknown Adobe color",
+    b"Warning: unknown JFIF",
+    b"libpng warning",
+)
 _STDERR_TAKEN = threading.Lock()
 
 # A JPEG is decoded at a fraction of its size, but at least at this multiple of the wanted one:
@@ -161,7 +166,7 @@ def measure_image(data: bytes, *, read_avif: bool = False) -> Measured:
     if is_fast(file):
         _decode_fast(file)
     else:
-        file.image.load()
+        _load(file)
     conversion = find_conversion(file.profile, file.image.mode)
     return Measured(file.size, None if conversion is None else conversion.profile)
 
@@ -218,16 +223,31 @@ def find_sizes(
 
 def _decode_fast(file: OpenImage) -> torch.Tensor:
     """Decode to (3, H, W) uint8, upright; rows of pixels in memory, as the decoder writes them."""
-    # A copy, because torch warns of memory that it must not write to.
-    encoded = torch.frombuffer(bytearray(file.pixels), dtype=torch.uint8)
-    with _damage_raised():
-        picture = decode_with_torchvision(encoded, mode=ImageReadMode.RGB)
+    picture = _decode_by_torchvision(file, mode=ImageReadMode.RGB)
     # As `TURNS` turns them.
     if file.orientation in TURNING:
         picture = picture.transpose(1, 2)
     mirrored = {1: file.orientation in (3, 4, 7, 8), 2: file.orientation in (2, 3, 6, 7)}
     sides = [side for side, is_mirrored in mirrored.items() if is_mirrored]
     return picture.flip(sides) if sides else picture
+
+
+def _decode_by_torchvision(file: OpenImage, *, mode: ImageReadMode) -> torch.Tensor:
+    """Decode to (channels, H, W) as the file has it; an OSError if a decoder tells of damage."""
+    # A copy, because torch warns of memory that it must not write to.
+    encoded = torch.frombuffer(bytearray(file.pixels), dtype=torch.uint8)
+    with _damage_raised():
+        return decode_with_torchvision(encoded, mode=mode)
+
+
+def _load(file: OpenImage) -> None:
+    """Decode with PIL, and find what it passes over: rows that a PNG lacks, damage in CMYK.
+
+    It passes over damage in a JPEG that it reduces, too; to find that would take the whole file.
+    """
+    if file.image.format == "PNG" or (file.image.format, file.image.mode) == ("JPEG", "CMYK"):
+        _decode_by_torchvision(file, mode=ImageReadMode.UNCHANGED)
+    file.image.load()
 
 
 @contextlib.contextmanager
@@ -282,7 +302,7 @@ def _decode_any(file: OpenImage, *, shape: Shape, mode: str) -> Decoded:
     width, height = image.size
     wanted = shape[::-1] if orientation in TURNING else shape
     reduced = image.draft("RGB", tuple(REDUCING_GAP * side for side in wanted))
-    image.load()
+    _load(file)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     image = to_rgb(image) if mode == "RGB" else image
