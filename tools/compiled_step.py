@@ -34,6 +34,7 @@ import pandas as pd
 import sympy
 import torch
 import torch._functorch.config
+from torch._dynamo.utils import counters
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
@@ -161,7 +162,10 @@ def compile_step(config: Any) -> list[Graph]:
         lay_out(model, MEMORY_FORMATS[config.memory_format])
         tune_model(model, config)
         with torch.device("cuda"):
-            model(make_batch(step, num_images=config.device_train_microbatch_size))
+            batch = make_batch(step, num_images=config.device_train_microbatch_size)
+        model(batch)
+    if breaks := counters["graph_break"]:
+        sys.exit(f"a graph breaks, and would run in pieces: {[*breaks]}")
     return record.graphs
 
 

@@ -27,14 +27,15 @@ rows = []
 for is_fused in (False, True):
     record = compiled_step.Recording()
     with record.recording():
-        block = ResnetBlock2D(in_channels=320, out_channels=320, temb_channels=None)
+        block = ResnetBlock2D(in_channels=320, out_channels=320, temb_channels=1280)
         Weights(seed=None, device="cuda", dtype=torch.bfloat16).place(block)
         compiled_step.lay_out(block, torch.channels_last)
         if is_fused:
             blocks.fuse_group_norms(block)
         block.compile(dynamic=False)
-        x = torch.empty(8, 320, 64, 64, device="cuda", dtype=torch.bfloat16)
-        block(x.to(memory_format=torch.channels_last).requires_grad_(), None)
+        x = torch.empty(32, 320, 64, 64, device="cuda", dtype=torch.bfloat16)
+        times = torch.empty(32, 1280, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        block(x.contiguous(memory_format=torch.channels_last).requires_grad_(), times)
     rows.append([*compiled_step.summarize(record.graphs)])
 print(json.dumps(rows))
 """
@@ -51,8 +52,8 @@ def test_compiled_norms_by_channel_read_whole_lines_and_turn_no_images():
     assert run.returncode == 0, run.stderr
     plain, fused = json.loads(run.stdout.splitlines()[-1])
     for rows in (plain, fused):
-        # Two convolutions and their gradients; a pass has a row, and the last one is their sum.
-        assert [row["library"] for row in rows] == [2, 2, 4]
+        # Two convolutions and one product, and their gradients: those of a product are two more.
+        assert [row["library"] for row in rows] == [3, 4, 7]
     of_plain, of_fused = plain[-1], fused[-1]
     assert of_plain["turned"] > 0 and of_plain["short GB"] > 0
     assert (of_fused["turned"], of_fused["short GB"]) == (0, 0)
