@@ -329,8 +329,31 @@ def test_a_link_to_a_folder_is_refused(target, tmp_path):
         tar = write_tar(tmp_path / "a.tar", [(f"real/{name}", file) for name, file in pairs(0)])
         with tarfile.open(tar, "a") as file:
             file.addfile(link)
-        with pytest.raises(RunError, match=f"a.tar holds {name} as a link to a folder.*--deref"):
+        leads_out = target in ("/data/real", "../real")
+        what = "a link out of the tar" if leads_out else "a link to a folder"
+        with pytest.raises(RunError, match=f"a.tar holds {name} as {what}.*--deref"):
             data.check(make_config(tar))
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "is_refused"),
+    [
+        ("LICENSE", "../LICENSE", True),  # a folder may have this name
+        ("sub", "../other.v2", True),
+        ("README.md", "../README.md", False),
+    ],
+)
+def test_a_link_out_of_the_tar_is_refused_if_it_may_be_a_folder(name, target, is_refused, tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0))
+    with tarfile.open(tar, "a") as file:
+        link = tarfile.TarInfo(name)
+        link.type, link.linkname = tarfile.SYMTYPE, target
+        file.addfile(link)
+    if not is_refused:
+        assert len(read_all(tar)) == 1
+        return
+    with pytest.raises(RunError, match=f"a.tar holds {name} as a link out of the tar"):
+        data.check(make_config(tar))
 
 
 def test_a_link_to_a_file_that_is_in_no_sample_is_no_harm(tmp_path):

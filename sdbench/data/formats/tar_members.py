@@ -8,7 +8,7 @@ import json
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -154,17 +154,20 @@ def _list_members(
             "fill a record of 10 KiB."
         )
     for name, target in links.items():
-        if _leads_to_folder(posixpath.normpath(target), folders):
-            raise RunError(
-                f"{tar} holds {name} as a link to a folder, whose files are lost: {REPAIR}."
+        target = posixpath.normpath(target)
+        if target.startswith(("/", "..")):
+            # Nobody knows what it leads to. Links of files that belong to no sample, such as
+            # README.md, have an ending as their files do.
+            ends = (posixpath.basename(end).strip(".") for end in (name, target))
+            what = "a link out of the tar, which may be a folder"
+            is_folder = any("." not in end for end in ends)
+        else:
+            what = "a link to a folder"
+            is_folder = target == "." or any(
+                f"{folder}/".startswith(f"{target}/") for folder in folders
             )
-
-
-def _leads_to_folder(target: str, folders: Collection[str]) -> bool:
-    """Whether a link leads to a folder of its tar, or out of it to what is named as a folder."""
-    if target.startswith(("/", "..")):
-        return "." not in posixpath.basename(target).strip(".")
-    return target == "." or any(f"{folder}/".startswith(f"{target}/") for folder in folders)
+        if is_folder:
+            raise RunError(f"{tar} holds {name} as {what}, whose files are lost: {REPAIR}.")
 
 
 def read_span(file: BinaryIO, span: Span) -> bytes:
