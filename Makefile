@@ -98,9 +98,11 @@ rehearse-gpu: ## Make the runs of benchmark-gpu in miniature on a CPU, by the sa
 	CUDA_VISIBLE_DEVICES= $(WITH_WHEELS) $(PYTHON) -m sdbench sweep $(OUT)/rehearsal_$(PART).yaml \
 	  --folder $(OUT)/rehearsal_$(PART) $(ARGS)
 
-# As many processes as tests/conftest.py says; a file's tests stay together and in order.
+# As many processes as tests/conftest.py says; a file's tests stay together and in order. A process that
+# crashes ends the tests: pytest-xdist 3.8 would start another, and may then wait for ever.
 test: $(DEV_STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	  --durations 10 $(ARGS)
 
 test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make networks: root on Debian
 	$(VENV)/bin/python -m pytest -m system $(ARGS)

@@ -295,8 +295,19 @@ def _count_flops(step: Step) -> int:
     return counter.get_total_flops()
 
 
+class _FakeCpuMode(FakeTensorMode):
+    """Fake tensors on the CPU.
+
+    Where torch finds no GPU, `FakeTensorMode` puts a stand-in in the place of CUDA's device guard.
+    In torch 2.9 to 2.11 the stand-in is freed with the thread that entered the mode first, and the
+    next one to enter ends the process (pytorch/pytorch#178950). `sdbench doctor` uses threads.
+    """
+
+    avoid_device_init = False
+
+
 def _replay_step(step: Step) -> StepProfile:
-    with FakeTensorMode():
+    with _FakeCpuMode():
         model = build_replayed(step, device="cpu")
         modules = [model.get_submodule(name) for name in step.architecture.modules_of(step.trained)]
         timeline, trained_start = _replay(model, modules, step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from sdbench.models.replay import Step, count_flops
 from sdbench.models.sd.network import StableDiffusionNetwork
 from sdbench.models.weights import Weights
 from sdbench.ranks.distributed import Ranks
+from tests.documents import ROOT
 from tests.marks import quick_and_slow
 
 STEP_NAMES = {field.name for field in dataclasses.fields(Step)}
@@ -342,3 +345,28 @@ def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path)
     assert count(dataclasses.replace(step, precision="amp_bf16")) == num_flops > 0
     with pytest.raises(TypeError):  # another step
         count(dataclasses.replace(step, shape=Shape.square(128)))
+
+
+REPLAY_IN_THREADS = """
+import threading
+from sdbench.base.shape import Shape
+from sdbench.models import replay
+from sdbench.models.architecture import resolve_architecture
+
+nano = resolve_architecture("nano")
+for size in (64, 128):
+    step = replay.Step(architecture=nano, shape=Shape.square(size))
+    thread = threading.Thread(target=replay.profile_step, args=(step,))
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_replayed_a_step_may_end_before_the_next_replays(tmp_path, monkeypatch):
+    # In a process of its own: the fault is a segmentation fault, and needs threads to be the first.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = [sys.executable, "-c", REPLAY_IN_THREADS]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len([*tmp_path.rglob("memory-*.json")]) == 2
