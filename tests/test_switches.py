@@ -198,7 +198,13 @@ def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
 
 # Whole micro-batches: each step has the same shapes.
 FAST = ("--preset", "fast", "--compile", "all", "--batch_size", "4")
-ONE_GRAPH = ["", "--attention flash --group_norm fused --activation_checkpointing full"]
+ONE_GRAPH = [
+    "",
+    "--attention flash --group_norm fused --activation_checkpointing full",
+    # All levers of `make benchmark-gpu`.
+    "--engine torch --precision bf16 --master_weights fp32 --keep_layout --group_norm fused "
+    "--vae_attention eager --convolution torch --attention sdpa",
+]
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def stand_in(sweep: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
         if cell.get("preset") != "seed":
             cell["compile"] = "unet" if cell.get("latents") == "precomputed" else "all"
             cell.setdefault("attention", "sdpa")
-    base = {"model_name": "tiny", "num_workers": 0, **_smaller(sweep["base"])}
+    base = {"model_name": "nano", "num_workers": 0, **_smaller(sweep["base"])}
     return {"launcher": sweep["launcher"], "timeout_s": TIMEOUT_S, "base": base, "list": cells}, (
         left_out
     )

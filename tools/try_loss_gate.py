@@ -1,17 +1,19 @@
-"""Tries `python -m sdbench compare --losses` on faults of a training, and on none.
+"""Tries `python -m sdbench compare --losses` on faults of a training, or on speed-ups for GPUs.
 
-Trains a miniature with 25 seeds, then with each change and the first five seeds, and prints which
-changes are found: against the same seeds (in pairs), and against five others (by the spread alone).
-Runs that are there already are not made again:
+Trains a miniature with 25 seeds, or 10, then with each change and the first five seeds, and prints
+which changes are found: against the same seeds (in pairs), and against five others (by the spread
+alone). Runs that are there already are not made again:
 
     python tools/try_loss_gate.py --folder runs/loss_gate
+    python tools/try_loss_gate.py --folder runs/loss_gate --trial speed
 
-It writes the means of the tenths of each run to losses.csv in that folder.
+It writes the means of the tenths of each run to losses.csv, or losses_speed.csv, in that folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shutil
@@ -32,14 +34,12 @@ from sdbench.record.row import format_csv  # noqa: E402
 from sdbench.report.runs import read_steps  # noqa: E402
 from sdbench.report.tables import Table, make_table, to_markdown  # noqa: E402
 
-NUM_STEPS, NUM_SEEDS, NUM_CHANGED = 300, 25, 5
+NUM_STEPS, NUM_CHANGED = 300, 5
 SAME_RECIPE = "the recipe"
-MODEL = "tiny-flux"
 TENTHS = [f"tenth_{number}" for number in range(1, 11)]
 # What the VAE of SD3 multiplies its latents with; that of Flux.1: 0.3611.
 OTHER_SCALE = 1.5305
-CHANGES = {
-    SAME_RECIPE: [],
+FAULTS = {
     "times drawn logit-normal in place of uniform": ["--time_sampling", "logit_normal"],
     "times shifted by 3": ["--time_shift", "3"],
     f"scaling factor {OTHER_SCALE:g} of another VAE": ["--random_weights"],
@@ -52,22 +52,52 @@ CHANGES = {
     "no fault: micro-batches of 2": ["--device_train_microbatch_size", "2"],
     "no fault: engine composer": ["--engine", "composer"],
 }
+COPIES = ["--precision", "bf16", "--master_weights", "fp32"]
+LAYOUT = ["--memory_format", "channels_last", "--keep_layout"]
+NORM = ["--group_norm", "fused"]
+# The levers of `make benchmark-gpu` that change the arithmetic of a step on latents.
+SPEED_UPS = {
+    "amp_bf16": ["--precision", "amp_bf16"],
+    "bf16 with fp32 copies": COPIES,
+    "layout kept": LAYOUT,
+    "fused GroupNorm": NORM,
+    "all three": [*COPIES, *LAYOUT, *NORM],
+    "all three, compiled": [*COPIES, *LAYOUT, *NORM, "--compile", "unet"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Changes of a recipe, and the seeds with which the recipe is trained."""
+
+    model: str
+    num_seeds: int
+    table: str
+    changes: dict[str, list[str]]
+
+
+TRIALS = {
+    "gate": Trial("tiny-flux", 25, "losses.csv", {SAME_RECIPE: [], **FAULTS}),
+    "speed": Trial("tiny", 10, "losses_speed.csv", {SAME_RECIPE: [], **SPEED_UPS}),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs, and print a table of the changes and the number of false alarms."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/loss_gate"))
+    parser.add_argument("--trial", choices=TRIALS, default="gate")
     flags = parser.parse_args(argv)
-    folder, pictures = flags.folder / MODEL, flags.folder / "pictures"
+    trial = TRIALS[flags.trial]
+    folder, pictures = flags.folder / trial.model, flags.folder / "pictures"
     if not pictures.exists():
         _do("shapes", "--folder", str(pictures), "--num_train_images", "1000")
     means = []
-    for number, (change, settings) in enumerate(CHANGES.items()):
-        for seed in range(1, (NUM_SEEDS if change == SAME_RECIPE else NUM_CHANGED) + 1):
-            model, latents = MODEL, folder / "latents"
+    for number, (change, settings) in enumerate(trial.changes.items()):
+        for seed in range(1, (trial.num_seeds if change == SAME_RECIPE else NUM_CHANGED) + 1):
+            model, latents = trial.model, folder / "latents"
             if change.startswith("scaling"):
-                model, latents = str(_with_other_scale(folder)), folder / "other_latents"
+                model, latents = str(_with_other_scale(folder, model)), folder / "other_latents"
             if not latents.exists():
                 encode = ["--model_name", model, *settings, "--remote", str(pictures / "train")]
                 _do("precompute", *encode, "--folder", str(latents))
@@ -81,28 +111,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             losses = [step["loss"] for step in read_steps(table, columns=["loss"], flag="")]
             tenths = [round(statistics.fmean(part), 6) for part in np.array_split(losses, 10)]
             means.append({"change": change, "seed": seed, **dict(zip(TENTHS, tenths, strict=True))})
-    (flags.folder / "losses.csv").write_text(format_csv(means, columns=list(means[0])))
+    (flags.folder / trial.table).write_text(format_csv(means, columns=list(means[0])))
     rows = []
-    for number, change in enumerate(CHANGES):
+    for number, change in enumerate(trial.changes):
         if change != SAME_RECIPE:
             found = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=1)
             alone = _judge(folder, [(number, seed) for seed in range(1, NUM_CHANGED + 1)], first=6)
             rows.append({"change": change, "in pairs": found, "with other seeds": alone})
     print(to_markdown(make_table(rows)))
-    alarms = [
-        seed
-        for seed in range(NUM_CHANGED + 1, NUM_SEEDS + 1)
-        if OUTSIDE in _judge(folder, [(0, seed)], first=1)
-    ]
-    print(f"\nfalse alarms, one seed against the first five: {len(alarms)} of 20 {alarms}")
-    groups = itertools.combinations(range(5), 2)
+    _count_false_alarms(folder, trial.num_seeds)
+
+
+def _count_false_alarms(folder: Path, num_seeds: int) -> None:
+    """Compare the recipe with itself: one seed with the first five, and groups of five seeds."""
+    others = range(NUM_CHANGED + 1, num_seeds + 1)
+    alarms = [seed for seed in others if OUTSIDE in _judge(folder, [(0, seed)], first=1)]
+    print(f"\nfalse alarms, one seed against five: {len(alarms)} of {len(others)} {alarms}")
+    pairs = [*itertools.combinations(range(num_seeds // NUM_CHANGED), 2)]
     alarms = [
         pair
-        for pair in groups
+        for pair in pairs
         if OUTSIDE
         in _judge(folder, [(0, 5 * pair[1] + seed) for seed in range(1, 6)], first=5 * pair[0] + 1)
     ]
-    print(f"false alarms, five seeds against five others: {len(alarms)} of 10 {alarms}")
+    print(f"false alarms, five seeds against five: {len(alarms)} of {len(pairs)} {alarms}")
 
 
 def _do(*command: str) -> None:
@@ -124,11 +156,11 @@ def _train(model: str, latents: Path, settings: Sequence[str], run: Path) -> Non
         shutil.rmtree(checkpoints)
 
 
-def _with_other_scale(folder: Path) -> Path:
+def _with_other_scale(folder: Path, model: str) -> Path:
     """The miniature as a folder, whose VAE says another scaling factor."""
     made = folder / "other_scale"
     if not made.exists():
-        one_step = ["--model_name", MODEL, "--use_synth_data", "--max_duration", "1ba"]
+        one_step = ["--model_name", model, "--use_synth_data", "--max_duration", "1ba"]
         shutil.rmtree(folder / "one_step", ignore_errors=True)
         train.main([*one_step, "--engine", "torch", "--results_dir", str(folder / "one_step")])
         (record,) = (folder / "one_step").glob("*/record.json")

@@ -178,11 +178,11 @@ class ComputingSpeedups:
                 ON, "contiguous images have no layout to keep", memory_format=("channels_last",)
             ),
         ),
-        rungs=(Rung(True, "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
+        rungs=(Rung(True, "this suite", SAME_FP32, needs=CHANNELS_LAST),),
     )
     group_norm: str | None = speed_up(
         one_of("torch", "fused"),
-        "torch's GroupNorm, or one compiled kernel with the following SiLU that keeps the layout",
+        "torch's GroupNorm, or compiled code for it and the SiLU after it, which keeps the layout",
         seed="torch",
         rules=(needs_compiler("fused"),),
         rungs=(
@@ -306,7 +306,8 @@ class ComputingSpeedups:
     )
     compile_mode: str | None = speed_up(
         one_of("default", *GRAPH_MODES, NO_GRAPH_MODE),
-        "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs",
+        "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs; with either "
+        "max-autotune, --cudnn_benchmark times all of cuDNN's plans and not ten",
         seed="default",
         acts_with=COMPILED,
         rules=(
