@@ -71,14 +71,17 @@ class Trial:
     """Changes of a recipe, and the seeds with which the recipe is trained."""
 
     model: str
+    recipe: list[str]
     num_seeds: int
     table: str
     changes: dict[str, list[str]]
 
 
 TRIALS = {
-    "gate": Trial("tiny-flux", 25, "losses.csv", {SAME_RECIPE: [], **FAULTS}),
-    "speed": Trial("tiny", 10, "losses_speed.csv", {SAME_RECIPE: [], **SPEED_UPS}),
+    "gate": Trial("tiny-flux", [], 25, "losses.csv", {SAME_RECIPE: [], **FAULTS}),
+    "speed": Trial(
+        "nano", ["--preset", "seed"], 10, "losses_speed.csv", {SAME_RECIPE: [], **SPEED_UPS}
+    ),
 }
 
 
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 json.loads(record.read_text())["status"] == "ok"
                 for record in run.glob("*/record.json")
             ):
-                _train(model, latents, [*settings, "--seed", str(seed)], run)
+                _train(model, latents, [*trial.recipe, *settings, "--seed", str(seed)], run)
             (table,) = run.glob("*/steps.csv")
             losses = [step["loss"] for step in read_steps(table, columns=["loss"], flag="")]
             tenths = [round(statistics.fmean(part), 6) for part in np.array_split(losses, 10)]

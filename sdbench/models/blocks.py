@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -119,16 +120,55 @@ class _LayoutKeepingTransformer(Transformer2DModel):
         return self.proj_out(hidden_states.reshape(sizes).permute(0, 3, 1, 2)) + residual
 
 
-def keep_layout(unet: nn.Module) -> None:
-    """Keep channels_last images in the transformers of a U-Net, in place.
+class _LayoutKeepingBlock(ResnetBlock2D):
+    """A residual block without scaling of images, whose shortcut has the layout of its input."""
 
-    diffusers makes their output contiguous. Sums, concatenations and activations after them then
-    have operands of two layouts, which torch's CPU kernels take one by one: its gradient of SiLU
-    ran at a sixth of the speed.
+    def forward(self, input_tensor: Tensor, temb: Tensor | None, *_: Any, **__: Any) -> Tensor:
+        """The sum of the block's images (B, C, H, W), with time embedding (B, D), and shortcut."""
+        x = self.conv1(self.nonlinearity(self.norm1(input_tensor)))
+        if temb is not None and self.time_emb_proj is not None:
+            times = temb if self.skip_time_act else self.nonlinearity(temb)
+            x = x + self.time_emb_proj(times)[:, :, None, None]
+        x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
+        if self.conv_shortcut is not None:
+            input_tensor = self.conv_shortcut(input_tensor)
+        return (input_tensor + x) / self.output_scale_factor
+
+
+class _LayoutKeepingUpsample(Upsample2D):
+    """Twice the height and width, or a given size, by nearest pixels, then a convolution."""
+
+    def forward(
+        self, hidden_states: Tensor, output_size: tuple[int, int] | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Enlarge images (B, C, H, W)."""
+        if output_size is not None:
+            x = nn.functional.interpolate(hidden_states, size=output_size, mode="nearest")
+            return self.conv(x)
+        # Each pixel four times. The gradient is a sum of four; compiled, that of `interpolate` adds
+        # each pixel to zeros in fp32 by atomic operations.
+        x = hidden_states.permute(0, 2, 3, 1)[:, :, None, :, None]
+        x = x.expand(-1, -1, 2, -1, 2, -1).flatten(3, 4).flatten(1, 2)
+        return self.conv(x.permute(0, 3, 1, 2))
+
+
+def keep_layout(unet: nn.Module) -> None:
+    """Keep channels_last images in a U-Net, in place.
+
+    diffusers makes three things contiguous: the output of transformers, in training the input of
+    the shortcuts of residual blocks, and from 64 images on the input of upsampling. Sums,
+    concatenations and activations after them then have operands of two layouts. torch's CPU kernels
+    take those one by one: its gradient of SiLU ran at a sixth of the speed. Compiled kernels turn
+    images (results/limits.md).
     """
     for module in unet.modules():
         if type(module) is Transformer2DModel:
             change_class(module, _LayoutKeepingTransformer)
+        elif type(module) is ResnetBlock2D and not (module.up or module.down):
+            if module.time_embedding_norm == "default":
+                change_class(module, _LayoutKeepingBlock)
+        elif type(module) is Upsample2D and module.use_conv and module.norm is None:
+            change_class(module, _LayoutKeepingUpsample)
 
 
 def _normalize(

@@ -29,7 +29,7 @@ def set_up_process(config: Any) -> None:
     elif config.cpu_allocator == "return":
         return_large_blocks()
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    # A search for the fastest kernels of Inductor is one for those of cuDNN, too: 0 is all its plans.
+    # Who has Inductor search for its fastest kernels wants those of cuDNN, too: 0 is all its plans.
     torch.backends.cudnn.benchmark_limit = 0 if "max-autotune" in config.compile_mode else 10
     # fp32 means fp32: torch allows TF32 in convolutions unless told otherwise.
     if config.precision in ("fp32", "tf32"):

@@ -9,7 +9,8 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from torch import nn
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
 
 from sdbench.models import blocks
 
@@ -59,6 +60,47 @@ def test_a_transformer_hands_on_the_layout_that_it_gets(use_linear_projection):
     is_kept = not use_linear_projection
     assert expected.is_contiguous(memory_format=torch.channels_last) == is_kept
     assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "beside"),
+    [
+        # In training, and with a convolution as its shortcut.
+        (
+            lambda: ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=5, groups=2),
+            (2, 8, 5, 3),
+            torch.ones(2, 5),
+        ),
+        (lambda: Upsample2D(8, use_conv=True, out_channels=12), (64, 8, 2, 3), None),
+        (lambda: Upsample2D(8, use_conv=True), (64, 8, 2, 3), (5, 7)),
+    ],
+    ids=["residual block", "upsampling of 64 images", "upsampling to a size"],
+)
+def test_convolutions_of_a_block_get_the_layout_that_the_block_gets(make, size, beside):
+    torch.manual_seed(0)
+    plain = nn.Sequential(make()).to(memory_format=torch.channels_last)
+    keeping = copy.deepcopy(plain)
+    blocks.keep_layout(keeping)
+    assert list(keeping.state_dict()) == list(plain.state_dict())
+    content = torch.randn(size)
+
+    def look(block: nn.Module) -> tuple[tuple[Tensor, Tensor], bool]:
+        image = content.to(memory_format=torch.channels_last).requires_grad_()
+        is_kept = []
+
+        def see(_: nn.Module, given: tuple[Tensor]) -> None:
+            is_kept.append(given[0].is_contiguous(memory_format=torch.channels_last))
+
+        for part in block.modules():
+            if isinstance(part, nn.Conv2d):
+                part.register_forward_pre_hook(see)
+        result = block(image, beside)
+        result.square().mean().backward()
+        return (result, image.grad), all(is_kept)
+
+    (expected, plain_keeps), (found, keeps) = look(plain[0]), look(keeping[0])
+    assert (plain_keeps, keeps) == (False, True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
