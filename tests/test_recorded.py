@@ -79,13 +79,15 @@ def notes_of(record: Path, *argv: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capsys):
+def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capsys, monkeypatch):
     run, _ = run_of_folder
+    before = load_record(run)
+    for name, value in before["environment"].items():
+        monkeypatch.setenv(name, value)
     folder = tmp_path / "again"
     argv = ["--config", str(run / "record.json"), "--results_dir", str(folder)]
     assert benchmark.main(argv) == 0
     assert not LACKING.search(capsys.readouterr().out)
-    before = load_record(run)
     (path,) = folder.glob("*/record.json")
     after = load_record(path)
     config = {**before["config"], "results_dir": str(folder)}
@@ -193,20 +195,26 @@ EIGHT = {"world_size": 8, "ranks_per_node": 8}
     [
         *(
             ({"config": {"remote": place, **TARS}}, NO_PLACE, place, "--remote")
-            for place in ("<remote>", "pipe:cat", "{p,p}ipe:touch evil", "\\pipe:evil")
+            for place in ("<remote>", "pipe:cat", "{p,p}ipe:touch evil", "\\pipe:touch evil")
         ),
         ({"config": {"remote": "nowhere"}}, "the data set ", "nowhere", "--remote or --local"),
-        ({"config": {"model_name": "./none"}}, "", "./none", "--model_name"),
         ({"config": ON_RAY}, NO_PLACE, "there:6379", "--ray_address"),
         ({"machine": {"device_type": "cuda"}, "ranks": EIGHT}, "the run had", "0 GPUs", "--config"),
     ],
 )
-def test_what_is_missing_is_named(run_of_folder, tmp_path, capsys, changes, what, value, flag):
-    record = changed(run_of_folder[0], tmp_path, **changes)
-    assert benchmark.main(["--config", str(record), "--print_config"]) == 2
-    error = printed_refusal(capsys.readouterr().err)
+def test_what_is_missing_is_named(run_of_folder, tmp_path, changes, what, value, flag):
+    with pytest.raises(ConfigError) as refusal:
+        read(changed(run_of_folder[0], tmp_path, **changes))
+    error = refusal.value
     assert error.what.startswith(what)
     assert (error.value, error.flag) == (value, flag)
+
+
+def test_weights_that_are_not_here_are_named(run_of_folder, tmp_path, capsys):
+    record = changed(run_of_folder[0], tmp_path, config={"model_name": "./none"})
+    assert benchmark.main(["--config", str(record), "--print_config"]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert (error.value, error.flag) == ("./none", "--model_name")
 
 
 def test_a_record_of_another_program_is_refused_with_its_name(run_of_folder, capsys):

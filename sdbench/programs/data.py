@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench da
     from sdbench.run.runner import run
     from sdbench.tasks import TASKS
 
-    parse = functools.partial(
+    parse_feed = functools.partial(
         parse_recorded, "feed", description=DESCRIPTION, epilog=EPILOG, prog=prog
     )
-    return run(TASKS["feed"], parse, argv, launch=launch_ranks)
+    return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)
