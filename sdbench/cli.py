@@ -26,8 +26,7 @@ COMMANDS = {
     "generate": ("programs.generate", "draw pictures from prompts: generate.py"),
     "data": ("programs.data", "measure how fast a data source alone feeds a trainer: data.py"),
     "convert": ("data.prepare.convert", "turn a data set into another format: tars, parquet, MDS"),
-    "verify-data": ("data.prepare.verify", "check a data set: every file, or every sample too"),
-    "count-samples": ("data.prepare.count", "count the samples of tars, which streaming needs"),
+    "verify-data": ("data.prepare.verify", "check a data set, and count the samples of tars"),
     "shapes": ("shapes.write", "write a data set of coloured shapes, to see a model learn to draw"),
     "judge": ("shapes.judge", "count drawn pictures that have the colour and shape asked for"),
     "score": ("evaluate.command", "FID and CLIP score of drawn pictures, by local networks"),
@@ -44,7 +43,6 @@ COMMANDS = {
     ),
     "dreambooth": ("launch.dreambooth", "teach a model a subject from a few pictures of it"),
     "repeat": ("launch.repeat", "measure a command several times: an interval between runs"),
-    "rerun": ("launch.rerun", "run a record again: launcher, ranks, settings, environment"),
     "sweep": ("launch.sweep", "measure a grid or a list of settings, and resume it"),
     "render": ("launch.render", "fill in the manifest of a job on a cluster, and check it"),
     "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
@@ -61,7 +59,6 @@ examples:
   srun python -m sdbench doctor
   python -m sdbench dreambooth --help
   python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
-  python -m sdbench rerun runs/20261121T050000Z_2-core-cpu_tiny-64px-fast --dry_run
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench render eks --help
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast

@@ -180,7 +180,7 @@ def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsy
 
 WRITERS = {
     *("convert", "shapes", "precompute", "export", "profile", "generate", "dreambooth"),
-    *("repeat", "rerun", "sweep", "publish", "report"),
+    *("repeat", "sweep", "publish", "report"),
 }
 
 

@@ -90,14 +90,9 @@ def test_a_pipe_gets_no_colour(repository):
 
 
 @pytest.mark.slow
-def test_prose_is_no_wider_than_the_terminal(in_terminal, repository, tmp_path):
-    for name in ("benchmark.py", "sdbench"):  # rerun is for checkouts
-        (tmp_path / name).symlink_to(repository / name)
-    results = repository / "results"
-    record = min((results / "runs").glob("*_sd2-base-256px-fast"))  # it does not know many settings
-    table = results / "quoted" / "aws_p5_scaling.csv"
+def test_prose_is_no_wider_than_the_terminal(in_terminal, repository):
+    table = repository / "results" / "quoted" / "aws_p5_scaling.csv"
     for argv, end in (
-        (("sdbench", "rerun", record, "--dry_run"), "\nenv "),
         (("sdbench", "scaling", "cost", table, *RECIPE), "\n\n"),
         (("data", "--use_synth_data", "--image_size", 64, "--num_batches", 5), "\r"),
     ):

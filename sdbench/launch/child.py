@@ -26,17 +26,16 @@ from sdbench.base.secrets import redact
 from sdbench.base.stop import STOPS, signal_of
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.feed import FeedSettings
-from sdbench.settings.request import parse
+from sdbench.run.recorded import parse_recorded
 from sdbench.settings.rules import check
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
 LOCK_NAME = ".measuring"
 ROOT = Path(__file__).resolve().parents[2]
-# Programs of the suite that measure, which are commands of `python -m sdbench` too.
-MEASURING = {"benchmark": BenchmarkConfig, "data": FeedSettings}
+# Programs of the suite that measure, which are commands of `python -m sdbench` too, and the
+# kind of their records.
+MEASURING = {"benchmark": "benchmark", "data": "feed"}
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
 GRACE_S = 20.0
@@ -114,8 +113,8 @@ def measuring_command(command: Sequence[str]) -> list[str]:
     for number, (before, word) in enumerate(itertools.pairwise(["", *command]), start=1):
         name = word if Path(before).name == "sdbench" else Path(word).stem
         if name in MEASURING and (name == word or Path(word).resolve() == ROOT / f"{name}.py"):
-            flags, rest = MEASURING[name], command[number:]
-            check(parse(flags, rest, description="", epilog="", prog=word, takes_file=True))
+            kind, rest = MEASURING[name], command[number:]
+            check(parse_recorded(kind, rest, description="", epilog="", prog=word))
             break
     return find_program(command)
 
@@ -212,11 +211,9 @@ def run_guarded(
     return End(exit_code, time.perf_counter() - started_s, has_timed_out)
 
 
-def run_in_terminal(
-    command: Sequence[str], *, folder: Path, variables: Sequence[str] = (), grace_s: float = GRACE_S
-) -> int:
-    """Run a command as `run_guarded`, with assignments ``NAME=value``; returns its exit code."""
-    end = run_guarded(["env", *variables, *find_program(command)], folder=folder, grace_s=grace_s)
+def run_in_terminal(command: Sequence[str], *, folder: Path, grace_s: float = GRACE_S) -> int:
+    """Run a command as `run_guarded`; returns its exit code."""
+    end = run_guarded(find_program(command), folder=folder, grace_s=grace_s)
     if end.exit_code != 0 and read_cause(folder / CAUSE_NAME) is None:  # else it printed the cause
         print(f"error: {shlex.join(command)} {describe_exit(end.exit_code)}", file=sys.stderr)
     return end.exit_code

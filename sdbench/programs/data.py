@@ -30,12 +30,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench da
     """Measure with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.launch.ray_job import launch_ranks
+    from sdbench.run.recorded import parse_recorded
     from sdbench.run.runner import run
-    from sdbench.settings.feed import FeedSettings
-    from sdbench.settings.request import parse
     from sdbench.tasks import TASKS
 
     parse_feed = functools.partial(
-        parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG, prog=prog, takes_file=True
+        parse_recorded, "feed", description=DESCRIPTION, epilog=EPILOG, prog=prog
     )
     return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)

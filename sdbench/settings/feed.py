@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
@@ -10,6 +11,7 @@ from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, SECO
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings, OnlineSettings
 from sdbench.settings.ray import RAY, UNDER_RAY, RaySettings
+from sdbench.settings.request import parse
 from sdbench.settings.setting import setting, shared
 from sdbench.settings.training import ModelSettings
 
@@ -115,3 +117,7 @@ class FeedSettings(RayFeedSettings, DataSettings):
         is_everyday=True,
     )
     results_dir: str = shared(RunSettings, "results_dir")
+
+
+# Reads the command line of data.py, as `request.parse`.
+parse_request = functools.partial(parse, FeedSettings, takes_file=True)

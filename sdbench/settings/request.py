@@ -30,7 +30,8 @@ PartT = TypeVar("PartT")
 class Translation(NamedTuple):
     """What the config file of another program says in this one's settings.
 
-    `keys` tells for each setting the key that it comes from, `notes` what has no effect here.
+    `keys` tells for each setting the key that it comes from, `notes` what has no effect here; of a
+    record they tell what is not as in it.
     """
 
     values: Mapping[str, Any] = {}
@@ -59,7 +60,7 @@ class Request(Generic[ConfigT]):
         origin: Name of each setting to where its value came from: default, preset, file or flag.
         print_config: The user wants to see the resolved config instead of a run.
         rest: The arguments behind ``--``, for another program.
-        translation: Of a file in another program's form.
+        translation: Of a file in another program's form; of a record its notes.
     """
 
     config: ConfigT
@@ -95,6 +96,7 @@ def parse(
     prog: str | None = None,
     takes_file: bool = False,
     translate: Callable[[dict[str, Any]], Translation] | None = None,
+    read_record: Callable[[str, Collection[str]], dict[str, Any] | None] | None = None,
     rest: str | None = None,
 ) -> Request[ConfigT]:
     """Read a command line.
@@ -108,6 +110,8 @@ def parse(
         takes_file: Whether the command has ``--config``, ``--print_config`` and arguments
             ``key=value``.
         translate: Takes from the content of a file what it has in another program's form.
+        read_record: Reads the settings of a record at the path of ``--config``, but those whose
+            names are given; returns None for another file.
         rest: What may follow ``--``, in the words of the usage line; None: nothing.
     """
     arguments, behind = list(sys.argv[1:] if argv is None else argv), []
@@ -131,7 +135,8 @@ def parse(
             metavar="FILE",
             help="YAML file, or the name of one in configs/, whose keys are the flag names below; "
             "${key} is another value, ??? one that the command line has to give, by a flag or as "
-            "key=value",
+            "key=value"
+            + ("" if read_record is None else "; or a record.json, or the folder of its run"),
         )
         parser.add_argument(
             *PRINT_FLAGS,
@@ -155,12 +160,23 @@ def parse(
     }
     file, translation = {}, NOTHING_TRANSLATED
     path = given.get("config")
+    recorded = None
+    if path is not None and read_record is not None:
+        recorded = read_record(path, {*flags, *(text.partition("=")[0] for text in assignments)})
     if path is not None or assignments:
-        content, assigned = read_values(path, assignments, flags=flags, names=settings)
+        file_path = path if recorded is None else None
+        content, assigned = read_values(file_path, assignments, flags=flags, names=settings)
         flags = _parse_values(assigned, settings) | flags
-        if translate is not None:
+        if recorded is not None and content:
+            raise ConfigError(
+                "settings of a record are replaced as a whole",
+                value=content,
+                allowed="flags, and key=value with the name of a setting",
+                flag=f"--{next(iter(content))}",
+            )
+        if recorded is None and translate is not None:
             translation = translate(content)
-        file = _parse_values({**translation.values, **content}, settings)
+        file = _parse_values(recorded or {**translation.values, **content}, settings)
     preset = {}
     if "preset" in settings:
         chosen = {**file, **flags}.get("preset", settings["preset"].default)

@@ -122,7 +122,7 @@ class Feed(Task):
     def for_person(self) -> str:
         """What the program chose, the source and the window."""
         settings, names = self._settings, [name for name in self._chosen if name != "data_format"]
-        lines = [self._source_and_window()]
+        lines = [*self.request.translation.notes, self._source_and_window()]
         if self._mixture is not None:
             lines.append(self._mixture.describe(settings.batch_size))
         if names:

@@ -383,21 +383,21 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     sizes = {"00000.tar": 5, "00001.tar.gz": 30, "00002.tar": 14}
     out = tmp_path / "counted.json"
     for place in (str(path), s3.upload(path, f"{tmp_path.name}/counted")):
-        assert main(["count-samples", place, "--out", str(out)]) == 0
+        assert main(["verify-data", place, "--count", "--out", str(out)]) == 0
         assert json.loads(out.read_text()) == sizes
         assert capsys.readouterr().out == f"49 samples in 3 tars: {out}\n"
     assert files_below(temporary_folder) == []
     check_stored_order(place, tar_sizes=str(out))
     latents = folder("webdataset latents")
-    assert main(["count-samples", str(latents), "--out", str(out)]) == 0
+    assert main(["verify-data", str(latents), "--count", "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == TAR_SIZES
     # Names that are not told apart by their last part.
     both = f"{{{path}/00000.tar,{place}/00000.tar}}"
-    assert main(["count-samples", both, "--out", str(out)]) == 0
+    assert main(["verify-data", both, "--count", "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"webdataset/00000.tar": 5, "counted/00000.tar": 5}
     (path / "00002.tar").write_bytes((path / "00002.tar").read_bytes()[:9000])
     capsys.readouterr()
-    assert main(["count-samples", str(path), "--out", str(out)]) == 1
+    assert main(["verify-data", str(path), "--count", "--out", str(out)]) == 1
     told = capsys.readouterr().err
     assert told.count(f"{path}/00002.tar is damaged") == 1
     assert f"error: 1 of 3 tars cannot be counted (see above); {out} has the 2 others." in told
@@ -405,14 +405,19 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
 
 
 @pytest.mark.parametrize(
-    ("place", "out", "flag"),
+    ("argv", "flag"),
     [
-        ("pipe:cat a.tar", "sizes.json", "PLACE"),
-        ("{https://a/b.tar,https://c/b.tar}", "sizes.json", "PLACE"),
+        ("pipe:cat@a.tar --count --out sizes.json", "PLACE"),
+        ("{https://a/b.tar,https://c/b.tar} --count --out sizes.json", "PLACE"),
         # Before the tars are looked for.
-        ("pipe:cat a.tar", "nowhere/sizes.json", "--out"),
+        ("pipe:cat@a.tar --count --out nowhere/sizes.json", "--out"),
+        ("a.tar --count", "--out or --count"),
+        ("a.tar --out sizes.json", "--count or --out"),
+        ("a.tar --count --out sizes.json --deep", "--deep or --count"),
+        ("a.tar --count --out sizes.json --data_format mds", "--data_format or --count"),
     ],
 )
-def test_what_cannot_be_counted_is_bad_input(place, out, flag, tmp_path, capsys):
-    assert main(["count-samples", place, "--out", str(tmp_path / out)]) == 2
+def test_what_cannot_be_counted_is_bad_input(argv, flag, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify-data", *(word.replace("@", " ") for word in argv.split())]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == flag

@@ -290,8 +290,9 @@ def test_a_tar_without_members_is_refused_among_others(tmp_path, capsys):
         data.check(make_config(tmp_path))
     assert main(["verify-data", str(tmp_path)]) == 1
     assert f"broken: {empty} is damaged" in capsys.readouterr().out
-    assert main(["count-samples", str(tmp_path), "--out", str(tmp_path / "sizes.json")]) == 1
-    assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 2}
+    sizes = tmp_path / "sizes.json"
+    assert main(["verify-data", str(tmp_path), "--count", "--out", str(sizes)]) == 1
+    assert json.loads(sizes.read_text()) == {"0.tar": 2}
 
 
 APART = {

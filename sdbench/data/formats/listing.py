@@ -22,7 +22,7 @@ OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", 
 _SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
 # macOS adds it to archives, beside the packed folder.
 MAC_FOLDER = "__MACOSX"
-# Beside tars: how many samples each holds, as `convert` and `count-samples` write it.
+# Beside tars: how many samples each holds, as `convert` and `verify-data --count` write it.
 SIZES_NAME = "sizes.json"
 NUM_KINDS_TOLD = 5
 NUM_NAMES_TOLD = 3

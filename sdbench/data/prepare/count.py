@@ -1,8 +1,7 @@
-"""The command count-samples: the number of samples of each tar, which streaming has to know."""
+"""`count_tars` counts the samples of each tar, which streaming has to know."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -19,64 +18,31 @@ from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json
 from sdbench.data.remote import in_parallel, path_of
 from sdbench.data.remote_files import open_stream
-from sdbench.settings.data import DataSettings
-from sdbench.settings.kinds import PATH, TEXT
-from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting, shared
-
-EPILOG = """\
-examples:
-  a folder:     python -m sdbench count-samples data/tars --out sizes.json
-  in a bucket:  python -m sdbench count-samples 's3://bucket/{00..15}.tar' \\
-                  --out sizes.json
-  stream them:  python data.py --remote 's3://bucket/{00..15}.tar' \\
-                  --remote_files stream --tar_sizes sizes.json
-
-Every tar is read once, from its first byte to its last, and nothing of it is kept. One that cannot
-be read is named, and left out of the file; each call counts all of its tars anew.
-
-exit codes: 0 ok, 1 a tar cannot be read, 2 bad input, 130 Ctrl-C
-"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CountFlags:
-    """Flags of count-samples."""
+def count_tars(place: str, out: Path, *, read_avif: bool) -> None:
+    """Write a JSON file with the number of samples of each tar of a place, by the tar's name.
 
-    place: str = setting(
-        TEXT, REQUIRED, "a folder of tars, a tar or its URL; several in braces", is_positional=True
-    )
-    out: Path = setting(PATH, REQUIRED, "JSON file for the numbers, by the names of the tars")
-    read_avif: bool = shared(DataSettings, "read_avif")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count as the command line says; return the exit code."""
-    flags = parse(
-        CountFlags,
-        argv,
-        prog="python -m sdbench count-samples",
-        description="Count the samples of tars, so that they can be streamed.",
-        epilog=EPILOG,
-    ).config
-    _check_folder(flags.out)
+    Every tar is read once, where it is, and nothing of it is kept. One that cannot be read is
+    printed and left out of the file, and a RunError tells how many there are.
+    """
+    _check_folder(out)
     with blamed_on("PLACE"):
-        tars = find_files(flags.place, data_format="webdataset", is_told=True)
+        tars = find_files(place, data_format="webdataset", is_told=True)
         names = _name(tars)
-    images = image_extensions(read_avif=flags.read_avif)
+    images = image_extensions(read_avif=read_avif)
     kinds = (*images, *CAPTION_EXTENSIONS, ARRAY_ENDING[1:])
     sizes_found = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
     found = dict(zip(names, sizes_found, strict=True))
     sizes = {name: size for name, size in found.items() if size is not None}
-    replace_file(flags.out, to_json(sizes))
+    replace_file(out, to_json(sizes))
     if len(sizes) < len(tars):
         raise RunError(
             f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "
-            f"{flags.out} has the {len(sizes)} others. The next call counts all tars again."
+            f"{out} has the {len(sizes)} others. The next call counts all tars again."
         )
     samples = counted(sum(sizes.values()), "sample")
-    print(f"{samples} in {counted(len(tars), 'tar')}: {flags.out}")
-    return 0
+    print(f"{samples} in {counted(len(tars), 'tar')}: {out}")
 
 
 def _check_folder(out: Path) -> None:

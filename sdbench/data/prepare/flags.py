@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data import SOURCES
 from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK
 from sdbench.settings.data import DataSettings
-from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, one_of, whole_number
-from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.kinds import (
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    one_of,
+    whole_number,
+)
+from sdbench.settings.setting import GIVEN, ON, REQUIRED, declarations, setting, shared
 
 # Default number of shards: workers can share a small data set, and a training run far from its data
 # can begin with a part of it. The limits avoid shards that cost more to open than to read, and
@@ -58,6 +67,25 @@ class VerifyFlags(StoredDataFlags):
         False,
         "open every sample too: decode images wholly, look for captions, and for NaN and wrong "
         "shapes in latents",
+    )
+    count: bool = setting(
+        SWITCH,
+        False,
+        "only count the samples of each tar, for streaming, where the tars are",
+        demands={
+            "out": (GIVEN, "the numbers are written to a file"),
+            "data_format": (("auto", "webdataset"), "the samples of tars are counted"),
+            "deep": ((False,), "samples are counted, not opened"),
+            "local": ((None,), "no tar is copied"),
+            "refresh": ((False,), "no tar is copied"),
+            "num_workers": ((None,), "tars are read in threads"),
+        },
+    )
+    out: Path | None = setting(
+        PATH,
+        None,
+        "JSON file for the numbers, by the names of the tars, as --tar_sizes takes it",
+        demands={"count": (ON, "only numbers of samples are written to a file")},
     )
 
 

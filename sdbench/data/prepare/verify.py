@@ -1,4 +1,7 @@
-"""The command verify-data: checks the files of a data set, and on request every sample."""
+"""The command verify-data: checks the files of a data set, and on request every sample.
+
+With --count it writes the number of samples of each tar.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
 from sdbench.data.latent_columns import find_resolutions
 from sdbench.data.mixture import mix
+from sdbench.data.prepare.count import count_tars
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Shards, Work, WorkReport, run_work
 from sdbench.data.prepare.rows import LatentRowReader, RowReader, describe_source, open_rows
@@ -27,12 +31,18 @@ from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import KEEP, ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
+from sdbench.settings.rules import check
 
 EPILOG = """\
 examples:
   every shard against index.json:   python -m sdbench verify-data data/pairs
   and every sample:                 python -m sdbench verify-data data/pairs --deep
   in an object store:               python -m sdbench verify-data s3://bucket/pairs --local /cache
+  tars, so that they are streamed:  python -m sdbench verify-data 's3://bucket/{00..15}.tar' \\
+                                      --count --out sizes.json
+
+With --count every tar is read once, from its first byte to its last, and nothing of it is kept. One
+that cannot be read is named, and left out of the file; each call counts all of its tars anew.
 
 exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 stopped
 """
@@ -43,13 +53,18 @@ SAMPLES_PER_PIECE = 256
 
 def main(argv: list[str] | None = None) -> int:
     """Verify as the command line says; return the exit code."""
-    flags = parse(
+    request = parse(
         VerifyFlags,
         argv,
         prog="python -m sdbench verify-data",
         description="Compare the files of a data set with its index, and open its samples.",
         epilog=EPILOG,
-    ).config
+    )
+    check(request)
+    flags = request.config
+    if flags.count:
+        count_tars(flags.place, flags.out, read_avif=flags.read_avif)
+        return 0
     with blamed_on_place(VerifyFlags):
         # All hashes of the shards are compared below instead.
         config = describe_source(

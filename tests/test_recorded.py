@@ -1,9 +1,10 @@
-"""A run repeated from its record, through the command line."""
+"""A record as the settings file of benchmark.py, train.py and data.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,31 +16,30 @@ import pytest
 
 import benchmark
 import data as feed
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import BENCHMARK, kind_of, load_record
-from sdbench.settings.config import parse_request
-from sdbench.settings.feed import FeedSettings
-from sdbench.settings.request import parse
+from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of, load_record
+from sdbench.run.recorded import parse_recorded
+from sdbench.settings.request import Request
 from tests.data.datasets import write_folder
-from tests.refusals import refusal_of
+from tests.refusals import printed_refusal, refusal_of
 from tests.runs import finished_run, follow_rate
 from tests.train.written import read_losses
 
-RUNS = Path(__file__).resolve().parents[2] / "results" / "runs"
+RUNS = Path(__file__).resolve().parents[1] / "results" / "runs"
 SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--num_threads", "1")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
-FEED = ("--image_size", "64", "--batch_size", "2", "--num_workers", "0", "--num_batches", "3")
+SHORT_FEED = ("--image_size", "64", "--batch_size", "2", "--num_workers", "0", "--num_batches", "3")
 
 # What a record may not know.
 LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version's", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
-def in_the_checkout(repository, monkeypatch):
-    monkeypatch.chdir(repository)
+def no_variables(monkeypatch):
     for name in ("OMP_NUM_THREADS", "MALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,7 +47,7 @@ def in_the_checkout(repository, monkeypatch):
 @pytest.fixture(scope="module")
 def run_of_folder(tmp_path_factory):
     """The folder of a run of one rank on four pictures, and that of the pictures."""
-    folder = tmp_path_factory.mktemp("rerun")
+    folder = tmp_path_factory.mktemp("recorded")
     pictures = folder / "pictures"
     write_folder(pictures, num_samples=4)
     argv = [*SMALL, *SHORT, "--remote", str(pictures), "--num_workers", "0", "--use_ema"]
@@ -65,23 +65,29 @@ def changed(run, tmp_path, **changes):
     return path
 
 
-def planned(capsys, *argv):
-    """The words of the printed command, and the sentences before it."""
-    capsys.readouterr()
-    assert main(["rerun", *map(str, argv[:1]), "--dry_run", *argv[1:]]) == 0
-    printed = capsys.readouterr()
-    (line,) = printed.out.splitlines()
-    return shlex.split(line), printed.err
+def read(record: Path, *argv: str, kind: str = BENCHMARK) -> Request:
+    """What a program asks for that is given a record of its kind and flags."""
+    return parse_recorded(kind, ["--config", str(record), *argv], description="", epilog="")
+
+
+def notes_of(record: Path, *argv: str) -> tuple[list[str], str]:
+    """The words of the command that started the run of a record, and the other notes."""
+    told, _, start = "\n".join(read(record, *argv).translation.notes).partition(
+        "The run of the record was started so: "
+    )
+    return shlex.split(start), told
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd):
+def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capsys, monkeypatch):
     run, _ = run_of_folder
-    folder = tmp_path / "again"
-    assert main(["rerun", str(run / "record.json"), "--folder", str(folder)]) == 0
-    printed = capfd.readouterr()
-    assert not LACKING.search(printed.err)
     before = load_record(run)
+    for name, value in before["environment"].items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "again"
+    argv = ["--config", str(run / "record.json"), "--results_dir", str(folder)]
+    assert benchmark.main(argv) == 0
+    assert not LACKING.search(capsys.readouterr().out)
     (path,) = folder.glob("*/record.json")
     after = load_record(path)
     config = {**before["config"], "results_dir": str(folder)}
@@ -93,7 +99,7 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plain_replay")
-def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
+def test_a_published_record_is_planned_with_its_settings():
     """On the machine of the record, as no other chooses the same; a sample of all."""
     facts = {field.name for field in dataclasses.fields(Machine)}
     records = {path: load_record(path) for path in sorted(RUNS.glob("*/record.json"))[::54]}
@@ -105,10 +111,9 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
     assert len(of_benchmark) >= 3
     num_lacking = 0
     for path, record in of_benchmark.items():
-        words, told = planned(capsys, path)
+        request = read(path, "--no_check_memory")
+        told = "\n".join(request.translation.notes)
         num_lacking += "The record does not say:\n" in told
-        start = words.index("benchmark.py") + 1
-        request = parse_request([*words[start:], "--no_check_memory"], description="", epilog="")
         machine = Machine(**{fact: record["machine"][fact] for fact in facts})
         num_ranks = record["ranks"]["world_size"]
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
@@ -123,7 +128,7 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
 
 
 @pytest.mark.slow
-def test_a_record_is_repeated_and_what_it_does_not_know_is_said(run_of_folder, tmp_path, capsys):
+def test_what_a_record_does_not_know_is_said(run_of_folder, tmp_path):
     run, _ = run_of_folder
     two = {"world_size": 2, "ranks_per_node": 2}
     changes = {"git": {"commit": None, "dirty": True}, "environment": {"OMP_NUM_THREADS": "1"}}
@@ -132,13 +137,12 @@ def test_a_record_is_repeated_and_what_it_does_not_know_is_said(run_of_folder, t
     content["ranks"]["launcher"] = content["config"]["dist_timeout"] = None
     content["other_versions"] = content["data"] = None
     record.write_text(json.dumps(content))
-    words, told = planned(capsys, record)
-    start = words.index("composer")
-    assert words[start : start + 4] == ["composer", "-n", "2", "benchmark.py"]
+    words, told = notes_of(record)
+    assert words == ["composer", "-n", "2", "benchmark.py", "--config", str(record)]
     assert told.split("Here it is not")[0].splitlines() == [
         "The record does not say:",
-        "  what started its ranks (2): composer is taken",
         "  settings, which have this version's values: dist_timeout",
+        "  what started its ranks",
         "  a hash of its data set",
         "  the versions of its other packages",
         "  its commit",
@@ -146,7 +150,7 @@ def test_a_record_is_repeated_and_what_it_does_not_know_is_said(run_of_folder, t
     ]
 
 
-def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_path, capsys):
+def test_what_is_not_as_in_the_record_is_said(run_of_folder, tmp_path):
     run, pictures = run_of_folder
     more = shutil.copytree(pictures, tmp_path / "more")
     shutil.copy(more / "000.png", more / "004.png")
@@ -158,34 +162,32 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
         git={"commit": "0" * 40},
         versions={"torch": "0.4.1"},
         other_versions={"no-such-package": "1.0"},
-        environment={"OMP_NUM_THREADS": "3", "PATH": "/tmp", "BASH_ENV": "evil"},
+        environment={"OMP_NUM_THREADS": "3", "LD_PRELOAD": "evil.so"},
         command=["evil.py"],
+        ranks={"launcher": "torchrun"},
     )
     name = "two  blanks, 'quoted'"  # the printed command can be copied
-    words, told = planned(capsys, record, "--", "--remote", str(more), "--wandb_name", name)
-    start = words.index("python")
-    # A stranger's record chooses no program, and only variables of speed.
-    assert words[0] == "env" and "OMP_NUM_THREADS=3" in words[1:start]
-    assert not [word for word in words[1:start] if word.startswith(("PATH=", "BASH_ENV="))]
-    assert words[start : start + 2] == ["python", "benchmark.py"]
-    assert words[-6:-2] == ["--remote", str(more), "--wandb_name", name]
-    assert "  PATH=/tmp is not set: it does not change speed\n" in told
+    words, told = notes_of(record, "--remote", str(more), "--wandb_name", name)
+    assert words[:4] == ["torchrun", "--nproc_per_node", "1", "benchmark.py"]
+    assert words[-4:] == ["--remote", str(more), "--wandb_name", name]
+    # A stranger's record chooses no program, and its variables are not set.
+    assert "  LD_PRELOAD evil.so -> None\n  OMP_NUM_THREADS 3 -> None\n" in told
+    assert "LD_PRELOAD" not in os.environ and "evil.py" not in told
     assert f"  commit {'0' * 40} -> " in told
     assert "  no-such-package 1.0 -> None\n" in told
     assert f"  torch 0.4.1 -> {torch}\n" in told
     assert "  data set 8 files, " in told and " -> 10 files, " in told
     # A copy is the same one, and with another size it is not.
     copy = shutil.copytree(pictures, tmp_path / "copy")
-    assert "data set" not in planned(capsys, run, "--", "--remote", str(copy))[1]
+    assert "data set" not in notes_of(run, "--remote", str(copy))[1]
     (copy / "000.png").write_bytes((copy / "000.png").read_bytes() + b"x")
-    assert "  data set 8 files, " in planned(capsys, run, "--", "--remote", str(copy))[1]
+    assert "  data set 8 files, " in notes_of(run, "--remote", str(copy))[1]
 
 
 NO_PLACE = "a record does not say where --"
 TARS = {"data_format": "webdataset"}
 ON_RAY = {"engine": "ray", "ray_address": "there:6379"}
 EIGHT = {"world_size": 8, "ranks_per_node": 8}
-FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize(
@@ -196,21 +198,62 @@ FOUR = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
             for place in ("<remote>", "pipe:cat", "{p,p}ipe:touch evil", "\\pipe:touch evil")
         ),
         ({"config": {"remote": "nowhere"}}, "the data set ", "nowhere", "--remote or --local"),
-        ({"config": {"model_name": "./none"}}, "the weights ", "./none", "--model_name"),
         ({"config": ON_RAY}, NO_PLACE, "there:6379", "--ray_address"),
-        ({"machine": {"device_type": "cuda"}, "ranks": EIGHT}, "the run had", "0 GPUs", "RECORD"),
-        ({"ranks": FOUR}, "the run had 4 ranks on several nodes", "2 nodes", "RECORD"),
+        ({"machine": {"device_type": "cuda"}, "ranks": EIGHT}, "the run had", "0 GPUs", "--config"),
     ],
 )
 def test_what_is_missing_is_named(run_of_folder, tmp_path, changes, what, value, flag):
-    run, _ = run_of_folder
-    error = refusal_of("rerun", changed(run, tmp_path, **changes), "--dry_run")
+    with pytest.raises(ConfigError) as refusal:
+        read(changed(run_of_folder[0], tmp_path, **changes))
+    error = refusal.value
     assert error.what.startswith(what)
     assert (error.value, error.flag) == (value, flag)
 
 
-def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
-    run_of_folder, tmp_path, monkeypatch, capsys
+def test_weights_that_are_not_here_are_named(run_of_folder, tmp_path, capsys):
+    record = changed(run_of_folder[0], tmp_path, config={"model_name": "./none"})
+    assert benchmark.main(["--config", str(record), "--print_config"]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert (error.value, error.flag) == ("./none", "--model_name")
+
+
+def test_a_record_of_another_program_is_refused_with_its_name(run_of_folder, capsys):
+    record = str(run_of_folder[0])
+    assert feed.main(["--config", record]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert (error.value, error.allowed) == ("benchmark", f"benchmark.py --config {record}")
+    assert refusal_of("repeat", 2, "--", "sdbench", "data", "--config", record).value == "benchmark"
+    (precomputed,) = RUNS.glob("*_precompute-mds-512px/record.json")
+    assert benchmark.main(["--config", str(precomputed)]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert (error.value, error.allowed) == ("precompute", "a record of benchmark.py")
+
+
+def test_flags_replace_settings_of_a_record_and_nothing_in_it_is_a_reference(
+    run_of_folder, tmp_path
+):
+    run, _ = run_of_folder
+    texts = {"wandb_name": "\\${oc.env:HOME}", "wandb_project": "${seed}"}
+    request = read(changed(run, tmp_path, config=texts), "seed=5", "--batch_size", "4")
+    config = {**load_record(run)["config"], **texts, "seed": 5, "batch_size": 4}
+    assert vars(request.config) == {**config, "results_dir": "runs"}
+    assert (request.origin["seed"], request.origin["use_ema"]) == ("flag", "file")
+    with pytest.raises(ConfigError, match="replaced as a whole.*--filters"):
+        read(run, "filters.a='>=5'")
+
+
+def test_ranks_on_several_nodes_are_told(run_of_folder, tmp_path, monkeypatch):
+    four = {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2, "launcher": None}
+    record = changed(run_of_folder[0], tmp_path, ranks=four)
+    told = "The run of the record had 4 ranks on 2 nodes: see multi-node/README.md"
+    assert told in read(record).translation.notes
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert told not in read(record).translation.notes
+
+
+def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_tells_of_them(
+    run_of_folder, tmp_path, monkeypatch
 ):
     """NVML is a stand-in: two GPUs."""
     answers = {
@@ -221,78 +264,51 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=OSError, **answers))
     run, _ = run_of_folder
-    words, _ = planned(capsys, run)
-    assert words[0] == "env" and "CUDA_VISIBLE_DEVICES=" in words
+    assert "  GPU None -> NVIDIA H100\n" in notes_of(run)[1]
     a100 = {"device_type": "cuda", "device_name": "NVIDIA A100"}
     two = {"world_size": 2, "ranks_per_node": 2, "launcher": "composer"}
     chosen = {"environment": {"CUDA_VISIBLE_DEVICES": "6,7"}}
-    words, told = planned(capsys, changed(run, tmp_path, machine=a100, ranks=two, **chosen))
-    assert not any(word.startswith("CUDA_VISIBLE_DEVICES") for word in words)
-    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it is the other machine's\n" in told
+    words, told = notes_of(changed(run, tmp_path, machine=a100, ranks=two, **chosen))
+    assert words[:4] == ["composer", "-n", "2", "benchmark.py"]
+    assert "  CUDA_VISIBLE_DEVICES 6,7 -> None\n" in told
     assert "  GPU NVIDIA A100 -> NVIDIA H100\n" in told
     three = {**two, "world_size": 3, "ranks_per_node": 3}
-    error = refusal_of("rerun", changed(run, tmp_path, machine=a100, ranks=three), "--dry_run")
-    assert (error.value, error.flag) == ("2 GPUs", "RECORD")
+    with pytest.raises(ConfigError, match="got '2 GPUs'"):
+        read(changed(run, tmp_path, machine=a100, ranks=three))
 
 
-def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
+def test_a_feed_is_repeated(run_of_folder, tmp_path):
     _, pictures = run_of_folder
-    argv = [*FEED, "--remote", str(pictures), "--seed", "5"]
+    argv = [*SHORT_FEED, "--remote", str(pictures), "--seed", "5"]
     run = finished_run(feed.main, *argv, results=tmp_path / "runs")
-    words, told = planned(capsys, run)
-    settings = words[words.index("data.py") + 1 :]
-    config = vars(parse(FeedSettings, settings, description="", epilog="").config)
-    assert config == {**load_record(run)["config"], "results_dir": config["results_dir"]}
-    assert not LACKING.search(told)
+    request = read(run, kind=FEED)
+    assert vars(request.config) == {**load_record(run)["config"], "results_dir": "runs"}
+    assert not LACKING.search("\n".join(request.translation.notes))
     trainers = {"engine": "ray", "num_ray_workers": 2}
-    words, _ = planned(capsys, changed(run, tmp_path, config=trainers))
-    assert "--num_ray_workers=2" in words
+    config = read(changed(run, tmp_path, config=trainers), kind=FEED).config
+    assert config.num_ray_workers == 2
 
 
 def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_folder, tmp_path):
     _, pictures = run_of_folder
     made = tmp_path / "made"
     assert main(["convert", str(pictures), "--folder", str(made)]) == 0
-    run = finished_run(feed.main, *FEED, "--remote", str(made), results=tmp_path / "runs")
+    run = finished_run(feed.main, *SHORT_FEED, "--remote", str(made), results=tmp_path / "runs")
     (made_by,) = load_record(run)["data"]["made_by"]
     # Of a path the name alone: the record may be published.
     expected = {"command": "convert", "source": "pictures", "from": "folder"}
     assert made_by.items() > expected.items()
     shutil.rmtree(made)
-    error = refusal_of("rerun", run, "--dry_run")
-    told = error.allowed.partition("; it was made by convert: ")[2]
+    with pytest.raises(ConfigError) as refusal:
+        read(run, kind=FEED)
+    told = refusal.value.allowed.partition("; it was made by convert: ")[2]
     assert {"from folder", "num_samples 4", "source pictures"} < {*told.split(", ")}
 
 
-def test_a_library_of_a_record_is_not_loaded(run_of_folder, tmp_path, capsys, monkeypatch):
-    taken = {"MALLOC_CONF": "narenas:1", "NCCL_ALGO": "^Tree", "TORCH_NCCL_AVOID": "1"}
-    left_out = {
-        **{"LD_PRELOAD": "evil.so", "NCCL_NET_PLUGIN": "evil", "OMP_TOOL_LIBRARIES": "evil.so"},
-        **{"NCCL_ALGO": "Tree/x", "TORCH_LOGS": "+evil", "MALLOC_CONF": "a b"},
-    }
-    for variables, is_taken in ((taken, True), (left_out, False)):
-        record = changed(run_of_folder[0], tmp_path, environment=variables)
-        words, told = planned(capsys, record)
-        for name, value in variables.items():
-            assert (f"{name}={value}" in words) == is_taken
-            assert (f"  {name}={value} is not set: it is the other machine's\n" in told) != is_taken
-    monkeypatch.setenv("OMP_TOOL_LIBRARIES", "./mine.so")
-    record = changed(run_of_folder[0], tmp_path, environment={"OMP_TOOL_LIBRARIES": "./mine.so"})
-    words, told = planned(capsys, record)
-    assert "OMP_TOOL_LIBRARIES=./mine.so" in words and "OMP_TOOL_LIBRARIES" not in told
-
-
-def test_a_training_that_went_on_begins_anew_and_leaves_its_copies_alone(tmp_path, capsys):
+def test_a_training_that_went_on_begins_anew_and_leaves_its_copies_alone(tmp_path):
     run = RUNS / "20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth"
     kept = {"resume": "auto", "max_failures": 3, "ray_storage_path": "<ray_storage_path>"}
     config = {"engine": "ray", "num_ray_workers": 2, "run_name": "on-ray", **kept}
-    words, _ = planned(capsys, changed(run, tmp_path, config=config))
-    assert not [word for word in words for name in kept if word.startswith(f"--{name}")]
-    assert {"--run_name=on-ray", "--num_ray_workers=2"} < {*words}
-
-
-def test_flags_and_folders_that_a_rerun_does_not_take(run_of_folder, tmp_path, monkeypatch):
-    assert refusal_of("rerun", run_of_folder[0], "--", "--results_dir", "x").flag == "--folder"
-    assert refusal_of("rerun", run_of_folder[0], "--", "--batchsize", "3").flag == "--batch_size"
-    monkeypatch.chdir(tmp_path)
-    assert refusal_of("rerun", run_of_folder[0]).flag == "cd"
+    taken = read(changed(run, tmp_path, config=config), kind=TRAIN).config
+    assert (taken.resume, taken.max_failures, taken.ray_storage_path) == ("never", 0, None)
+    assert (taken.run_name, taken.num_ray_workers) == ("on-ray", 2)
