@@ -268,12 +268,17 @@ def test_equal_recipes_are_said_to_differ_in_one_per_cent(num_candidates, is_pai
     assert 1 <= alarms <= 12
 
 
-def test_the_published_trial_of_the_gate_gives_the_verdicts_that_its_page_tells():
-    rows = read_figures(RESULTS / "training" / "loss_gate.csv")
-    curves = {
+def read_tenths(name: str) -> dict[str, np.ndarray]:
+    """The mean loss of each tenth of each run of a published table, (runs, 10), by change."""
+    rows = read_figures(RESULTS / "training" / name)
+    return {
         change: np.array([[row[f"tenth_{tenth}"] for tenth in range(1, 11)] for row in of_change])
         for change, of_change in group(rows, key_of=lambda row: row["change"]).items()
     }
+
+
+def test_the_published_trial_of_the_gate_gives_the_verdicts_that_its_page_tells():
+    curves = read_tenths("loss_gate.csv")
     recipe = curves.pop("the recipe")
     assert recipe.shape == (25, 10) and len(curves) == 10
 
@@ -295,15 +300,7 @@ def test_the_published_trial_of_the_gate_gives_the_verdicts_that_its_page_tells(
 
 def test_levers_for_memory_are_inside_the_band_of_seeds():
     """results/training/levers_band.csv: five seeds with each lever; in pairs rounding is found."""
-
-    def read(name):
-        rows = read_figures(RESULTS / "training" / name)
-        return {
-            change: np.array([[row[f"tenth_{tenth}"] for tenth in range(1, 11)] for row in some])
-            for change, some in group(rows, key_of=lambda row: row["change"]).items()
-        }
-
-    levers, recipe = read("levers_band.csv"), read("loss_gate.csv")["the recipe"]
+    levers, recipe = read_tenths("levers_band.csv"), read_tenths("loss_gate.csv")["the recipe"]
     lora = levers.pop("LoRA of rank 4")
     assert len(levers) == 7
     found = set()
@@ -322,3 +319,22 @@ def test_levers_for_memory_are_inside_the_band_of_seeds():
     ):
         final = judge_losses(recipe[:5], levers[change], partners=range(5))[0]
         assert (final.value, final.high) == pytest.approx(told, abs=1e-5), change
+
+
+def test_no_speed_up_of_a_gpus_step_is_found_to_train_otherwise_and_exact_ones_are_exact():
+    """results/training/levers_speed.csv: five seeds with each, and ten in fp32 without."""
+    levers = read_tenths("levers_speed.csv")
+    recipe = levers.pop("the recipe")
+    assert recipe.shape == (10, 10) and len(levers) == 6
+    finals = {}
+    for change, runs in levers.items():
+        assert runs.shape == (5, 10)
+        paired = judge_losses(recipe[:5], runs, partners=range(5))
+        for check in (*paired, *judge_losses(recipe[5:], runs)):
+            assert check.is_inside, (change, check)
+        finals[change] = (paired[0].value, paired[0].high)
+    # As printed; the tenths are rounded to six digits.
+    assert finals["bf16 with fp32 copies"] == pytest.approx((-0.000919, 0.00611), abs=5e-6)
+    assert finals["all three, compiled"] == pytest.approx((-0.00109, 0.00504), abs=1e-5)
+    for exact in ("layout kept", "fused GroupNorm"):
+        assert np.abs(levers[exact] / recipe[:5] - 1).max() < 5e-5
