@@ -236,6 +236,7 @@ class StepTimer(Timer):
         self._policy = policy
         self._window_opens = window_opens
         self._window_is_full = window_is_full
+        self._is_on_host = device is None
         # On a CPU work has ended when the host goes on.
         self._device = device or SimpleNamespace(
             mark=clock, synchronize=lambda: None, elapsed_s=lambda start, end: end - start
@@ -253,8 +254,8 @@ class StepTimer(Timer):
         if self._window_start == 0:
             self._device.synchronize()
             self._window_opens()
-        self._starts.append(self._device.mark())
-        self._edge_s = self._clock()
+        start, self._edge_s = self._mark()
+        self._starts.append(start)
 
     def step_ends(self, *, loss: Tensor) -> None:
         """The optimizer step is done, or handed to a GPU; `loss` is the global batch's mean."""
@@ -265,20 +266,30 @@ class StepTimer(Timer):
         is_edge = self.num_steps in (self._window_start, self._window_end)
         if is_edge:
             self._device.synchronize()
-        self._ends.append(self._device.mark())
+        end, end_s = self._mark()
+        self._ends.append(end)
         if not is_edge:
-            self._starts.append(self._ends[-1])
+            self._starts.append(end)
             return
         if self.num_steps == self._window_end:
-            self._window_s += self._clock() - self._edge_s
+            self._window_s += end_s - self._edge_s
             self._window_is_full()
             self._decide()
         self.losses.read()
         if self.num_steps == self._window_start:
             self._window_opens()
         # The time between the two marks at an edge belongs to no step.
-        self._starts.append(self._device.mark())
-        self._edge_s = self._clock()
+        start, self._edge_s = self._mark()
+        self._starts.append(start)
+
+    def _mark(self) -> tuple[Any, float]:
+        """Mark the device, and return the mark and the host's time.
+
+        On a CPU that is one reading: between two a busy machine may do something else, and the
+        window would differ from the sum of its steps.
+        """
+        mark = self._device.mark()
+        return mark, mark if self._is_on_host else self._clock()
 
     @property
     def num_steps_needed(self) -> int:

@@ -30,9 +30,8 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 stack.enter_context(contextlib.redirect_stdout(None))
                 stack.enter_context(contextlib.redirect_stderr(None))
                 return child.End(sdbench(words), 0.0, has_timed_out=False)
-        _, *python, program = command[:4]
-        arguments = command[4:]
-        assert [*python, program] == [sys.executable, "-m", "sdbench"]
+        python, arguments = command[:3], command[3:]
+        assert python == [sys.executable, "-m", "sdbench"]
         commands.append(shlex.join(arguments))
         monkeypatch.setenv(VARIABLE, str(folder / child.CAUSE_NAME))
         return child.End(sdbench(arguments), 0.0, has_timed_out=False)

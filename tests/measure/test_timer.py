@@ -69,6 +69,21 @@ def run_steps(step_times_s, *, data_waits_s=(), clock=None, **options):
     return timer.timings()
 
 
+def test_the_window_on_a_cpu_is_the_sum_of_its_steps_however_long_a_reading_takes():
+    class SlowerAndSlower(FakeClock):
+        pause_s = 0.0
+
+        def __call__(self) -> float:
+            self.pause_s += 0.25
+            self.now_s += self.pause_s
+            return self.now_s
+
+    clock = SlowerAndSlower()
+    timings = run_steps([1.0] * 5, clock=clock, num_warmup_steps=2, num_measured_steps=3)
+    measured = [step.step_time_s for step in timings.steps if step.phase == "measured"]
+    assert len(measured) == 3 and timings.window_s == sum(measured)
+
+
 def summarize_ranks(timings, *, images_per_step):
     """Summarise as benchmark.py does."""
     measurements = [
