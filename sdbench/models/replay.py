@@ -299,7 +299,7 @@ class _FakeCpuMode(FakeTensorMode):
     """Fake tensors on the CPU.
 
     Where torch finds no GPU, `FakeTensorMode` puts a stand-in in the place of CUDA's device guard.
-    In torch 2.9 to 2.11 the stand-in is freed with the thread that entered the mode first, and the
+    In torch 2.11 the stand-in is freed with the thread that entered the mode first, and the
     next one to enter ends the process (pytorch/pytorch#178950). `sdbench doctor` uses threads.
     """
 

@@ -169,8 +169,8 @@ class ComputingSpeedups:
     )
     keep_layout: bool = speed_up(
         SWITCH,
-        "keep images channels_last in the transformers of the U-Net, where diffusers makes them "
-        "contiguous",
+        "keep images channels_last in the U-Net, where diffusers makes them contiguous: after "
+        "transformers, in shortcuts, and before upsampling of 64 images and more",
         seed=False,
         fast=PerDevice(gpu=False, cpu=True),
         rules=(
