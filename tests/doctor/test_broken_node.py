@@ -40,7 +40,7 @@ def test_small_and_full_disks_and_shared_memory(tmp_path):
     doctor = [sys.executable, "-m", "sdbench", "doctor", "--json", "--model_name", "tiny"]
     doctor += ["--num_workers", "8", "--batch_size", "2048", "--no_check_memory"]
     doctor += ["--device_train_microbatch_size", "1024", "--image_size", "64"]
-    doctor += ["--results_dir", str(tmp_path / "full" / "runs")]
+    doctor += ["--results_dir", str(tmp_path / "full" / "runs"), "--timeout_s", "100"]
     script = BREAK.format(here=tmp_path, doctor=shlex.join(doctor))
     environment = {
         **{name: value for name, value in os.environ.items() if name != VARIABLE},

@@ -8,6 +8,7 @@ import re
 from sdbench.cli import main
 from sdbench.doctor.finding import ERROR, OK, WARNING, Finding
 from sdbench.doctor.printout import hide_hosts, make_report, merge, to_json, to_text
+from tests.doctor.conftest import PATIENT
 from tests.refusals import refusal_of
 
 NAMES = [
@@ -19,7 +20,7 @@ NAMES = [
 
 def test_a_terminal_gets_lines_of_its_width(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "72")
-    main(["doctor", "--model_name", "tiny", "--results_dir", str(tmp_path)])
+    main(["doctor", *PATIENT, "--model_name", "tiny", "--results_dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 72
     begins = [line[11:24].strip() for line in lines if re.match(r"  (ok|skipped|warn|error)", line)]
@@ -28,7 +29,7 @@ def test_a_terminal_gets_lines_of_its_width(capsys, monkeypatch, tmp_path):
 
 def test_strict_lets_warnings_count(capsys, tmp_path):
     flags = ["doctor", "--model_name", "tiny", "--results_dir", str(tmp_path), "--json"]
-    flags += ["--num_workers", "999"]
+    flags += ["--num_workers", "999", *PATIENT]
     for strict, status in (((), "ok"), (("--strict",), "error")):
         assert main([*flags, *strict]) == (status == "error")
         report = json.loads(capsys.readouterr().out)

@@ -21,9 +21,10 @@ from sdbench.doctor.machine import check_software
 from sdbench.measure import ceilings, hardware
 from sdbench.measure.ceilings import Ceiling
 from sdbench.ranks.distributed import Ranks
+from tests.doctor.conftest import PATIENT
 from tests.machines import make_cpu_machine, make_machine
 
-FLAGS = ("doctor", "--speed", "--model_name", "tiny")
+FLAGS = ("doctor", "--speed", "--model_name", "tiny", *PATIENT)
 LINKS = {"from_host_gb_per_s": 55.0, "to_host_gb_per_s": 56.0, "to_peers_gb_per_s": 360.0}
 
 
