@@ -11,7 +11,8 @@ import pytest
 from sdbench.cli import main
 
 FAKES = Path(__file__).parent / "fakes"
-# Other tests run beside these: a check that took 30 s, the default, has ended a process of tests.
+# Tests that run beside these slow a check down. One that outlasts its time, 30 s by default, makes
+# the doctor leave by os._exit, which ends the whole process of tests.
 PATIENT = ("--timeout_s", "250")
 # What would make a machine look other than it is, or this process one of several.
 FOREIGN = (
@@ -37,7 +38,7 @@ def look(capsys, tmp_path, monkeypatch) -> Callable[..., dict[str, dict]]:
     The exit code has to be the one that the findings ask for.
     """
 
-    # The doctor would end this process of tests.
+    # A check that is stuck is a finding, and fails its test alone.
     monkeypatch.setattr("sdbench.doctor.doctor.is_stuck", lambda: False)
 
     def run(*flags: str) -> dict[str, dict]:
