@@ -30,7 +30,6 @@ COMMANDS = {
     "shapes": ("shapes.write", "write a data set of coloured shapes, to see a model learn to draw"),
     "judge": ("shapes.judge", "count drawn pictures that have the colour and shape asked for"),
     "score": ("evaluate.command", "FID and CLIP score of drawn pictures, by local networks"),
-    "before-after": ("evaluate.before_after", "pictures of a subject before and after training"),
     "precompute": ("tasks.encode.precompute", "encode images and captions once, before training"),
     "watch": ("report.watch", "make a page of a training run: curves, pictures, restarts"),
     "export": ("tasks.train.export", "write the model of a run as a folder that diffusers loads"),

@@ -9,13 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
-    BitImageProcessor,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
-    Dinov2Config,
-    Dinov2Model,
-    PretrainedConfig,
 )
 
 from sdbench.data.pipeline.tokenizer import load_carried_tokenizer
@@ -72,15 +68,6 @@ def features_of(picture: np.ndarray) -> np.ndarray:
     return np.concatenate([pixels.mean(0), pixels.std(0, ddof=1)])
 
 
-def _write_random(kind: type, config: PretrainedConfig, folder: Path, *, seed: int) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = kind(config)
-        for weight in model.parameters():
-            weight.data.normal_(std=0.5)  # so that pictures and captions differ
-    model.save_pretrained(folder, safe_serialization=True)
-
-
 def write_clip(folder: Path) -> Path:
     """Write a CLIP with random weights: 16 px, width 8, the whole vocabulary, 77 tokens."""
     sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -89,21 +76,15 @@ def write_clip(folder: Path) -> Path:
         vision_config=sizes | {"image_size": CLIP_SIZE_PX, "patch_size": 8},
         projection_dim=4,
     )
-    _write_random(CLIPModel, config, folder, seed=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = CLIPModel(config)
+        for weight in model.parameters():
+            weight.data.normal_(std=0.5)  # so that pictures and captions differ
+    model.save_pretrained(folder, safe_serialization=True)
     side = {"height": CLIP_SIZE_PX, "width": CLIP_SIZE_PX}
     CLIPImageProcessor(size={"shortest_edge": CLIP_SIZE_PX}, crop_size=side).save_pretrained(folder)
     load_carried_tokenizer(EOS_TOKEN_ID).save_pretrained(folder)
-    return folder
-
-
-def write_dino(folder: Path) -> Path:
-    """Write a DINOv2 with random weights: 14 px, width 8."""
-    config = Dinov2Config(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=14, patch_size=7
-    )
-    _write_random(Dinov2Model, config, folder, seed=5)
-    side = {"height": 14, "width": 14}
-    BitImageProcessor(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
     return folder
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data.formats.folder import read_table
 
-# Where generate.py puts pictures, in the folder that it is given.
-PICTURES_NAME = "pictures"
+# Where generate.py puts pictures, in the folder that it is given, and all of them at a glance.
+PICTURES_NAME, GRID_NAME = "pictures", "grid.png"
 # Caption tables of generate.py and of data sets, each with the folder of its pictures.
 TABLES = {"prompts.csv": PICTURES_NAME, "captions.csv": "."}
-# Pictures of a subject from before and after its training, all of them at a glance, and scores.
-BEFORE, AFTER, SHEET_NAME, RESULT_NAME = "before", "after", "before_after.png", "dreambooth.json"
 
 
 def list_pictures(folder: Path) -> list[tuple[Path, str]]:

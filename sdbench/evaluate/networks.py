@@ -1,6 +1,6 @@
-"""The networks that score pictures, from local files: one for the features of FID, CLIP, and DINO.
+"""The networks that score pictures, from local files: one for the features of FID, and CLIP.
 
-No file is unpickled; CLIP and DINO come from safetensors. TorchScript is a program that torch runs:
+No file is unpickled; CLIP comes from safetensors. TorchScript is a program that torch runs:
 use only files that you trust. Its sha256 is in every result.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImageProcessor, CLIPModel
+from transformers import CLIPImageProcessor, CLIPModel
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_errors
@@ -24,12 +24,8 @@ from sdbench.data.source import EOS_TOKEN_ID
 from sdbench.models.quiet import quiet_transformers
 from sdbench.models.stored import compare_weights, read_headers
 from sdbench.models.weights import check_content
-from sdbench.settings.similarity import missing_files
 
-# Types of transformers' models whose first token represents the whole picture.
-DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
-# Weights that do not enter the scores: the pooling layer, which DINO's own files lack, and a head.
-UNUSED = ("pooler.", "classifier.")
+CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
 
 @contextlib.contextmanager
@@ -123,19 +119,21 @@ class FidNetwork(Network):
         return self._network(pictures.to(self._device), **self._options)
 
 
-class ImageNetwork(Network):
-    """A model in a folder of transformers that compares pictures; its weights are safetensors.
+class ClipNetwork(Network):
+    """Compares pictures with captions, by a CLIP model in safetensors."""
 
-    Subclasses load it in `_load`. Their method `embeddings` turns uint8 pictures (B, 3, H, W) into
-    unit vectors (B, D) in fp64.
-    """
-
-    reads_text: ClassVar[bool] = False
+    flag = "--clip_network"
+    allowed = (
+        "a folder of transformers' CLIPModel: config.json, model.safetensors, "
+        "preprocessor_config.json and tokenizer.json, or vocab.json with merges.txt"
+    )
 
     def __init__(self, folder: Path, *, device: torch.device | str) -> None:
         """Load the model; a `ConfigError` refuses files or weights that are missing or damaged."""
         super().__init__(folder, weights=folder / "model.safetensors", device=device)
-        missing = missing_files(folder, reads_text=self.reads_text)
+        has_tables = (folder / "vocab.json").is_file()
+        needed = (*CLIP_FILES, "merges.txt" if has_tables else "tokenizer.json")
+        missing = [name for name in needed if not (folder / name).is_file()]
         if missing:
             raise self._refusal(f"the folder has no {' and no '.join(missing)}")
         refusing = refuse_errors(
@@ -146,13 +144,15 @@ class ImageNetwork(Network):
         )
         # transformers draws random numbers while it loads, which belong to the training.
         with torch.random.fork_rng(devices=[]), refusing:
-            self._load(folder)
+            self._load_model(folder)
+            self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
 
-    def _load_model(self, kind: Any, folder: Path) -> None:
-        """Load a model by its class in transformers, which draws missing weights at random."""
+    def _load_model(self, folder: Path) -> None:
+        """Load the model; transformers alone would draw missing weights at random."""
         stored = read_headers(folder, "model", flag=self.flag)
         with quiet_transformers():
-            model, report = kind.from_pretrained(
+            model, report = CLIPModel.from_pretrained(
                 folder,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -162,8 +162,7 @@ class ImageNetwork(Network):
         # transformers 4 reports names alone, and 5 both shapes with each.
         misshapen = {one if isinstance(one, str) else one[0] for one in report["mismatched_keys"]}
         missing, left_over = (
-            {name for name in report[f"{fault}_keys"] if not name.startswith(UNUSED)} - misshapen
-            for fault in ("missing", "unexpected")
+            set(report[f"{fault}_keys"]) - misshapen for fault in ("missing", "unexpected")
         )
         shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
         in_file = {name: one.shape for name, one in stored.items()}
@@ -173,34 +172,14 @@ class ImageNetwork(Network):
                 **{name: shape for name, shape in shapes.items() if name not in missing},
                 **{name: in_file.get(name, ()) for name in left_over | misshapen},
             },
-            what=f"the weights of the {type(model).__name__} are not those of its config.json",
+            what="the weights of the CLIPModel are not those of its config.json",
             value=str(folder),
             allowed=self.allowed,
             flag=self.flag,
         )
         for name, weight in model.named_parameters():
-            if not name.startswith(UNUSED):
-                check_content(weight.detach(), name, file=self._weights, flag=self.flag)
+            check_content(weight.detach(), name, file=self._weights, flag=self.flag)
         self._model = model.eval().float().to(self._device)
-
-    def _forward(self, pictures: Tensor) -> np.ndarray:
-        return self.embeddings(pictures)
-
-
-class ClipNetwork(ImageNetwork):
-    """Compares pictures with captions and with each other, by a CLIP model."""
-
-    flag = "--clip_network"
-    allowed = (
-        "a folder of transformers' CLIPModel: config.json, model.safetensors, "
-        "preprocessor_config.json and tokenizer.json, or vocab.json with merges.txt"
-    )
-    reads_text = True
-
-    def _load(self, folder: Path) -> None:
-        self._load_model(CLIPModel, folder)
-        self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
-        self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
 
     def _forward(self, pictures: Tensor) -> np.ndarray:
         return self.similarities(pictures, ["a caption"] * len(pictures))
@@ -215,44 +194,14 @@ class ClipNetwork(ImageNetwork):
         # As `get_text_features`, whose output is another one in transformers 5.
         pooled = self._model.text_model(tokens.to(self._device)).pooler_output
         of_captions = self._model.text_projection(pooled)
-        return (self.embeddings(pictures) * _unit_length(of_captions)).sum(1)
-
-    @_whole_fp32()
-    def embeddings(self, pictures: Tensor) -> np.ndarray:
-        """As `ImageNetwork` says."""
         pixels = self._processor(
             list(pictures.permute(0, 2, 3, 1).cpu().numpy()),
             input_data_format="channels_last",
             return_tensors="pt",
         )["pixel_values"]
         pooled = self._model.vision_model(pixels.to(self._device)).pooler_output
-        return _unit_length(self._model.visual_projection(pooled))
-
-
-class DinoNetwork(ImageNetwork):
-    """Compares pictures with each other, by a DINO model."""
-
-    flag = "--dino_network"
-    allowed = (
-        "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors "
-        "and preprocessor_config.json"
-    )
-
-    def _load(self, folder: Path) -> None:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
-        if kind not in DINO_TYPES:
-            raise ValueError(f"its type is {kind}, and not {', '.join(DINO_TYPES)}")
-        self._load_model(AutoModel, folder)
-        self._processor = AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, use_fast=True
-        )
-
-    @_whole_fp32()
-    def embeddings(self, pictures: Tensor) -> np.ndarray:
-        """As `ImageNetwork` says."""
-        pixels = self._processor(list(pictures), return_tensors="pt")["pixel_values"]
-        states = self._model(pixels.to(self._device)).last_hidden_state
-        return _unit_length(states[:, 0])  # the class token, as in the paper of DINO
+        of_pictures = self._model.visual_projection(pooled)
+        return (_unit_length(of_pictures) * _unit_length(of_captions)).sum(1)
 
 
 def _unit_length(vectors: Tensor) -> np.ndarray:
@@ -260,14 +209,13 @@ def _unit_length(vectors: Tensor) -> np.ndarray:
     return nn.functional.normalize(vectors.double(), dim=1).cpu().numpy()
 
 
-KINDS: dict[str, type[Network]] = {"fid": FidNetwork, "clip": ClipNetwork, "dino": DinoNetwork}
+KINDS: dict[str, type[Network]] = {"fid": FidNetwork, "clip": ClipNetwork}
 
 
 def open_networks(
     config: Any,
     *,
     image_size: int,
-    kinds: Sequence[str] = ("fid", "clip"),
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
     """Load by kind the networks that settings name, at least one, and try them on blank pictures.
@@ -277,16 +225,16 @@ def open_networks(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     networks = {
-        kind: KINDS[kind](Path(place), device=device)
-        for kind in kinds
+        kind: network(Path(place), device=device)
+        for kind, network in KINDS.items()
         if (place := getattr(config, f"{kind}_network")) is not None
     }
     if not networks:
         raise ConfigError(
             "pictures are scored by networks in local files",
             value=None,
-            allowed=f"one or both: {'; '.join(KINDS[kind].allowed for kind in kinds)}",
-            flag=" or ".join(KINDS[kind].flag for kind in kinds),
+            allowed=f"one or both: {'; '.join(network.allowed for network in KINDS.values())}",
+            flag=" or ".join(network.flag for network in KINDS.values()),
         )
     for network in networks.values():
         network.try_out(image_size)

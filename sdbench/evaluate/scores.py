@@ -51,13 +51,8 @@ def open_listed(rows: Sequence[tuple[Path, str]], *, image_size: int) -> BatchRe
     return reader
 
 
-def open_pictures(
-    place: str, *, flag: str, image_size: int, caption: str | None = None
-) -> BatchReader:
-    """Open a data set of pictures, of which none may be bad.
-
-    With a `caption` they need none of their own.
-    """
+def open_pictures(place: str, *, flag: str, image_size: int) -> BatchReader:
+    """Open a data set of pictures, of which none may be bad."""
     with blamed_on(flag):
         config = SourceConfig(
             data_format=data.detect_format(place),
@@ -65,7 +60,6 @@ def open_pictures(
             image_size=image_size,
             device_batch_size=1,
             seed=0,
-            caption=caption,
         )
         reader = data.open_batches(config)
     reader.may_skip = False

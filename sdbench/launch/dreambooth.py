@@ -1,7 +1,7 @@
 """The command `python -m sdbench dreambooth`: teaches a model a subject by a few pictures.
 
 Each step is a program of the suite in a process of its own, printed as a command that a person can
-type. The result of a step is kept: the same command goes on where it was stopped.
+type. A step goes on with what it has made before, and refuses what others have made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdbench.base.cause import read_cause
 from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
-from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
+from sdbench.data.pictures import GRID_NAME, PICTURES_NAME
 from sdbench.data.prompts import read_prompts
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
@@ -36,7 +36,6 @@ from sdbench.launch.child import (
     split_words,
     tail,
 )
-from sdbench.launch.earlier import CLASS, LORA, MODEL, RUN, refuse_changes
 from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
@@ -46,10 +45,11 @@ from sdbench.settings.recipe import PROMPT_SEPARATOR, TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.rules import check
 from sdbench.settings.setting import REQUIRED, Beside, declarations, setting, shared
-from sdbench.settings.similarity import SimilaritySettings, missing_files
 from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
+# Names in the folder of a subject.
+CLASS, BEFORE, RUN, MODEL, LORA, AFTER = "class", "before", "train", "model", "lora", "after"
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
 LORA_NAME = "pytorch_lora_weights.safetensors"
 # From the first figure of "Faster stable diffusion fine-tuning with Ray AIR", and from Ray's text
@@ -63,6 +63,7 @@ OWN_FLAGS = {
     "--remote or --local": "SUBJECT",
     "--model_name": "--model",
     "--instance_prompt": "--prompt",
+    "--run_name": "--folder",
 }
 # Flags of generate.py for other pictures than the later steps expect.
 UNFIT_FLAGS = ("--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
@@ -79,15 +80,15 @@ examples:
       -- --max_duration 400ba --precision bf16
 
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
-run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
-moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
-after/ are then replaced. If pictures or prompts have changed, the command says so and stops.
+run), model/ or lora/, and after/. Stopped at any moment, the same command goes on. A longer
+--max_duration behind -- trains on; model/ (or lora/) and after/ are then replaced. With other
+pictures, prompts or flags each step refuses to go on with what it has made.
 Exit codes: 0 ok, 2 bad input, 130 stopped, else that of the step that failed.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DreamboothFlags(SimilaritySettings):
+class DreamboothFlags:
     """Flags of the command."""
 
     subject: str = setting(
@@ -95,6 +96,14 @@ class DreamboothFlags(SimilaritySettings):
         REQUIRED,
         "the subject's own pictures: a folder, or another data set as training takes it",
         is_positional=True,
+    )
+    prompt: str = setting(
+        TEXT,
+        REQUIRED,
+        'caption of the subject\'s pictures, with a rare word for it: "photo of a unqtkn dog"',
+    )
+    class_prompt: str | None = setting(
+        TEXT, None, 'the prompt without the rare word: "photo of a dog"; its pictures show drift'
     )
     model: str = setting(TEXT, REQUIRED, "diffusers folder of the model that learns the subject")
     folder: Path | None = setting(
@@ -160,13 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
     flags = dataclasses.replace(flags, image_size=_check(request, folder=folder))
     steps = plan_steps(flags, request.rest, folder=folder)
-    refuse_changes([step.command for step in steps], folder)
     with contextlib.nullcontext() if flags.dry_run else only_one_in(folder):
-        # A run that has begun is checked when it goes on.
-        if flags.dry_run or not (folder / RUN).exists():
-            exit_code = _plan_training(flags, request.rest, folder=folder)
-            if exit_code != 0:
-                return exit_code
+        exit_code = _plan_training(flags, request.rest, folder=folder)
+        if exit_code != 0:
+            return exit_code
         if flags.dry_run:
             print("\n".join(shlex.join(step.command) for step in steps))
             return 0
@@ -189,7 +195,6 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
         exported = folder / LORA
         trained = {**untrained, "lora": exported / LORA_NAME}
         export = {"folder": exported, "lora_format": "diffusers"}
-    judged = {name: getattr(flags, name) for name in ("subject", *declarations(SimilaritySettings))}
     steps = [
         Step("pictures before", _draw({**untrained, **samples}, flags, folder / BEFORE)),
         Step("training", _train(flags, rest, folder=folder)),
@@ -199,10 +204,6 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
             target=exported,
         ),
         Step("pictures after", _draw({**trained, **samples}, flags, folder / AFTER)),
-        Step(
-            "before and after",
-            (*_launcher(1), "before-after", str(folder), *to_flags(judged)),
-        ),
     ]
     if flags.prior:
         drawn = {"prompts": flags.class_prompt, "num_images_per_prompt": flags.num_class_images}
@@ -282,13 +283,6 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
                 allowed="other flags of train.py",
                 flag="what stands behind --",
             )
-    if trained.batch_size % flags.num_ranks and not trained.allow_uneven_batch:
-        raise ConfigError(
-            f"the global batch of {trained.batch_size} does not divide over the ranks",
-            value=flags.num_ranks,
-            allowed="a divisor, or another --batch_size behind --",
-            flag="--num_ranks",
-        )
     return (*_launcher(1 if on_ray else flags.num_ranks), "train", *arguments)
 
 
@@ -299,7 +293,8 @@ def _plan_training(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path)
         if not folder.exists():
             command.append(f"--results_dir={scratch}")
         if flags.prior and not any((folder / CLASS / PICTURES_NAME).glob("*.png")):
-            command.append(f"--class_remote={flags.subject}")  # nothing of the class is drawn yet
+            # Nothing of the class is drawn yet.
+            command += [f"--class_remote={flags.subject}", "--changed_inputs=accept"]
         # As rank 0, lest Ray starts a cluster.
         words = ["env", *(["RANK=0"] if flags.engine == RAY else []), *find_program(command)]
         with Path(scratch, OUTPUT_NAME).open("wb") as output:
@@ -366,16 +361,6 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         architecture = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
-    for name in ("clip_network", "dino_network"):
-        place = getattr(flags, name)
-        absent = place and missing_files(Path(place), reads_text=name == "clip_network")
-        if absent:
-            raise ConfigError(
-                f"the network has no {' and no '.join(absent)}",
-                value=place,
-                allowed="a folder of transformers with its weights in safetensors",
-                flag=f"--{name}",
-            )
     return image_size
 
 
@@ -389,32 +374,27 @@ def _run(steps: Sequence[Step], *, folder: Path) -> int:
         exit_code = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
         if exit_code != 0:
             return exit_code
-    print(f"\nAll is in {folder}; before and after: {folder / SHEET_NAME}")
+    grids = " and ".join(str(folder / name / GRID_NAME) for name in (BEFORE, AFTER))
+    print(f"\nAll is in {folder}; before and after: {grids}")
     return 0
 
 
 def _is_made(target: Path, folder: Path) -> bool:
     """Return True if the newest checkpoint has been exported; an older export is removed.
 
-    The note on an export is written before it: an export is there as a whole or not at all.
+    The note on an export is written before it: an export is there as a whole or not at all. What
+    has no note is refused by the export.
     """
     newest = max((folder / RUN / "checkpoints").glob("step_*/checkpoint.json"))
     made_of = hashlib.sha256(newest.read_bytes()).hexdigest()
     note = folder / f".{target.name}-made-of"
     before = note.read_text(encoding="utf-8") if note.is_file() else None
-    if target.exists():
-        if before == made_of:
-            return True
-        if before is None:
-            raise ConfigError(
-                "there is something in the place of the export that this command has not made",
-                value=str(target),
-                allowed="nothing there, or another folder",
-                flag="--folder",
-            )
-        print(f"{target} is of an older checkpoint: it is made again, and so is {AFTER}/.")
-    if before is not None:  # what was drawn with the export before
-        shutil.rmtree(folder / AFTER, ignore_errors=True)
-    shutil.rmtree(target, ignore_errors=True)
-    replace_file(note, made_of)
+    if target.exists() and before == made_of:
+        return True
+    if before is not None:
+        print(f"{target} is made again, of the newest checkpoint, and so is {AFTER}/.")
+        for outdated in (target, folder / AFTER):
+            shutil.rmtree(outdated, ignore_errors=True)
+    if not target.exists():
+        replace_file(note, made_of)
     return False

@@ -20,7 +20,7 @@ from sdbench.base.progress import Progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
-from sdbench.data.pictures import PICTURES_NAME
+from sdbench.data.pictures import GRID_NAME, PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -54,7 +54,7 @@ from sdbench.settings.training import ModelSettings
 if TYPE_CHECKING:
     from PIL import Image
 
-TABLE_NAME, GRID_NAME = "prompts.csv", "grid.png"
+TABLE_NAME = "prompts.csv"
 PROMPT_FLAG = "--prompts or --prompt_file"
 
 
@@ -249,7 +249,9 @@ class Generate(Task):
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
         unlike = {
-            name: f"{name} differs" for name, now in self._job.items() if earlier.get(name) != now
+            name: f"not the same {name.removesuffix('_crc32')}"
+            for name, now in self._job.items()
+            if earlier.get(name) != now
         }
         if "inputs" in unlike and "inputs" in earlier:
             from sdbench.data.identity import describe_changes

@@ -162,7 +162,7 @@ def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch)
         assert code == 0, capsys.readouterr()
     for folder in ("asleep", "asleep-lora"):
         assert [path.name for path in Path(folder, "pictures").iterdir()] == ["00000.png"]
-    assert len(list(Path("runs").glob("my-dog*/before_after.png"))) == 2
+    assert len(list(Path("runs").glob("my-dog*/after/grid.png"))) == 2
 
 
 @pytest.mark.ray
