@@ -283,6 +283,14 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
                 allowed="other flags of train.py",
                 flag="what stands behind --",
             )
+    # train.py is asked as one rank before anything is drawn, which every batch divides over.
+    if trained.batch_size % flags.num_ranks and not trained.allow_uneven_batch:
+        raise ConfigError(
+            f"the global batch of {trained.batch_size} does not divide over the ranks",
+            value=flags.num_ranks,
+            allowed="a divisor, or another --batch_size behind --",
+            flag="--num_ranks",
+        )
     return (*_launcher(1 if on_ray else flags.num_ranks), "train", *arguments)
 
 

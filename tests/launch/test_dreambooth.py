@@ -248,6 +248,7 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
         (("--sample_prompts", "nothing.txt"), "--sample_prompts"),
         (("--no_prior",), "--num_class_images or --prior"),
         (("--image_size", "100"), "--image_size"),
+        (("--num_ranks", "3"), "--num_ranks"),
         (("--folder", "my-dog/run"), "--folder"),
         (("--", "--lora_rank", "4"), "what stands behind --"),
         (("--", "--num_class_images", "4"), "what stands behind --"),
