@@ -241,7 +241,7 @@ def test_a_number_of_repeats_may_stand_in_quotes(tmp_path, capsys):
     file = tmp_path / "my.yaml"
     file.write_text('repeats: "3"\nlauncher: python\nscript: my.yaml\nlist: [{seed: 1}]\n')
     assert main(["sweep", str(file), "--dry_run"]) == 0
-    assert "1 cell x 3 in" in capsys.readouterr().out
+    assert "1 command x 3 in" in capsys.readouterr().out
 
 
 def plan_time_s(tmp_path, *, num_cells):
@@ -260,7 +260,7 @@ def test_planning_is_linear_in_the_number_of_cells(tmp_path, capsys):
     plan_time_s(tmp_path, num_cells=4)
     few_s = min(plan_time_s(tmp_path, num_cells=250) for _ in range(2))
     many_s = plan_time_s(tmp_path, num_cells=2_000)
-    assert "2000 cells x 1" in capsys.readouterr().out
+    assert "2000 commands x 1" in capsys.readouterr().out
     print(f"250 cells: {few_s:.2f} s; 2,000 cells: {many_s:.2f} s")
     assert many_s < 14 * few_s  # 8 times as many; each with each other would be 64 times the work
 
@@ -272,7 +272,7 @@ def test_a_broken_file_of_a_sweep_is_named(tmp_path, content):
     (folder / "x-1").mkdir(parents=True)
     assert main(["sweep", str(file), "--folder", str(folder), "--dry_run"]) == 0
     (cell,) = read_sweep_file(file).cells
-    state = folder / f"{cell.key}-1" / "cell.json"
+    state = folder / f"{cell.key}-1" / "outcome.json"
     state.parent.mkdir()
     state.write_text(content)
     error = refusal_of("sweep", file, "--folder", folder)

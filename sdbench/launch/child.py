@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.base.files import replace_file
+from sdbench.base.files import refused_unless_written, replace_file
 from sdbench.base.secrets import redact
 from sdbench.base.stop import STOPS, signal_of
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
@@ -144,8 +144,10 @@ def only_one_in(folder: Path) -> Iterator[None]:
     Processes that the block starts by `run_guarded` hold the lock, too: after a kill of this
     process the folder is free when all of them have ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_NAME).open("a") as file:
+    with refused_unless_written(folder, what="the output folder", flag="--folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_NAME).open("a")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

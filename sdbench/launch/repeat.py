@@ -7,6 +7,7 @@ take turns, so that a machine that changes within the hour changes for both.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import shlex
 import statistics
 import sys
@@ -17,7 +18,7 @@ from sdbench.analysis import compare
 from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError
 from sdbench.base.units import counted
 from sdbench.launch.child import Outcome, measuring_command, split_words
-from sdbench.launch.runs import Run, in_rounds, measure, new_folder
+from sdbench.launch.runs import Run, make_runs
 from sdbench.record.store import OK
 from sdbench.report.terminal import format_number
 from sdbench.settings.kinds import PATH, REPEATS, TEXT
@@ -37,8 +38,9 @@ examples:
 
 Three runs or more give an interval between runs. With --against the two commands take turns, and
 are compared: without turns, five runs now and five runs of the same command an hour later differ by
-more than chance. The exit code is 1 if a run failed (the others are kept), and 2 if the command is
-refused.
+more than chance. With --folder the same command resumes: it makes the runs that are missing, or
+whose folder is gone. The exit code is 1 if a run failed (the others are kept), and 2 if the command
+is refused.
 """
 
 
@@ -70,35 +72,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest="COMMAND ...",
     )
     flags = request.config
-    commands = {"": measuring_command(request.rest)}  # its runs are in the folder itself
+    candidate, baseline = measuring_command(request.rest), None
+    commands = {"": candidate}  # its runs are in the folder itself
     if flags.against is not None:
-        baseline = split_words(flags.against, flag="--against")
-        commands = {BASELINE: measuring_command(baseline), CANDIDATE: commands[""]}
-    folder = new_folder(flags.folder, prefix="repeat")
+        baseline = measuring_command(split_words(flags.against, flag="--against"))
+        commands = {BASELINE: baseline, CANDIDATE: candidate}
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    folder = flags.folder or Path("runs") / f"repeat_{now}"
     runs = [
-        Run(name, command, folder / name / str(number))
-        for number, (name, command) in in_rounds(commands.items(), times=flags.times)
+        Run(name, command, {"side": name} if name else {}, number, folder / name / str(number))
+        for number in range(1, flags.times + 1)
+        for name, command in commands.items()
     ]
-    outcomes: dict[Path, list[Outcome]] = {folder / name: [] for name in commands}
     try:
-        for run, outcome in measure(runs):
-            outcomes[run.folder.parent].append(outcome)
-            # A launcher may change the exit code. All other runs would be refused as well.
-            if outcome.exit_code == EXIT_BAD_INPUT or outcome.cause == ConfigError.__name__:
-                raise ConfigError(
-                    f"the command is refused ({outcome.reason})",
-                    value=shlex.join(run.command),
-                    allowed="a command that runs",
-                    flag="--against" if run.name == BASELINE else "COMMAND",
-                )
-    finally:  # a stop signal loses no run that has ended
-        for place, of_command in outcomes.items():
-            if of_command:
-                print(f"\n{describe(of_command)}\n\nruns: {place}")
+        exit_code = make_runs(
+            runs,
+            folder=folder,
+            begun_by={"N": flags.times, "COMMAND": candidate, "--against": baseline},
+            accepted={OK},
+            check=_check,
+        )
+    finally:  # of a stopped command, too
+        for name in commands:
+            ended = [run.outcome for run in runs if run.name == name and run.outcome is not None]
+            if ended:
+                print(f"\n{describe(ended)}\n\nruns: {folder / name}")
     if flags.against is not None:
         _compare(str(folder / BASELINE), str(folder / CANDIDATE))
-    ended = [outcome.status for of_command in outcomes.values() for outcome in of_command]
-    return 0 if set(ended) == {OK} else 1
+    return exit_code
+
+
+def _check(run: Run, outcome: Outcome) -> None:
+    """Refuse a command that its program refuses: all other runs would be refused as well."""
+    # A launcher may change the exit code.
+    if outcome.exit_code == EXIT_BAD_INPUT or outcome.cause == ConfigError.__name__:
+        raise ConfigError(
+            f"the command is refused ({outcome.reason})",
+            value=shlex.join(run.command),
+            allowed="a command that runs",
+            flag="--against" if run.name == BASELINE else "COMMAND",
+        )
 
 
 def _compare(*places: str) -> None:

@@ -37,11 +37,11 @@ def sweep(tmp_path, *argv, **content):
     """Run a sweep in this process; the exit code and the rows of its table."""
     folder = tmp_path / "sweep"
     code = main(["sweep", write_sweep(tmp_path, **content), "--folder", str(folder), *argv])
-    return code, rows_of(folder) if (folder / "sweep.csv").exists() else []
+    return code, rows_of(folder) if (folder / "runs.csv").exists() else []
 
 
 def rows_of(folder):
-    with (folder / "sweep.csv").open() as table:
+    with (folder / "runs.csv").open() as table:
         return list(csv.DictReader(table))
 
 
@@ -81,7 +81,7 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
         for ema in ("--use_ema", "--no_use_ema")
     ]
     output = capsys.readouterr().out
-    assert "4 cells x 1" in output and "0 of 4 runs done" in output
+    assert "4 commands x 1" in output and "0 of 4 runs done" in output
     assert "run 4/4: " in output and "s left" in output
 
 
@@ -296,7 +296,7 @@ def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):
     (tmp_path / "benchmark.py").symlink_to(repository / "benchmark.py")
     for name, num_cells in (("seeds", 12), ("tiny", 4), ("presets", 2), ("sharding_cpu", 7)):
         assert main(["sweep", str(repository / "sweeps" / f"{name}.yaml"), "--dry_run"]) == 0
-        assert f"{num_cells} cells x " in capsys.readouterr().out
+        assert f"{num_cells} commands x " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository)
     command = [sys.executable, "-m", "sdbench", "sweep", file, "--folder", str(folder)]
 
     process = subprocess.Popen(command, cwd=repository, stdout=subprocess.DEVNULL)
-    wait_for(lambda: len([*folder.glob("*/cell.json")]) == 2, what="the second end")
+    wait_for(lambda: len([*folder.glob("*/outcome.json")]) == 2, what="the second end")
     wait_for(lambda: len([*folder.glob("*/*/record.json")]) == 3, what="the third start")
     started = psutil.Process(process.pid).children(recursive=True)
     assert started
@@ -314,7 +314,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository)
     process.wait()
     wait_for(lambda: all(is_gone(one.pid) for one in started), what="the end of what it started")
 
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/cell.json")}
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
     assert len(before) in (2, 3)  # the third may have ended just before the signal
     completed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
