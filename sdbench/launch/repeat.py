@@ -98,7 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ended:
                 print(f"\n{describe(ended)}\n\nruns: {folder / name}")
     if flags.against is not None:
-        _compare(str(folder / BASELINE), str(folder / CANDIDATE))
+        sides = [str(folder / BASELINE), str(folder / CANDIDATE)]
+        print(f"\npython -m sdbench compare {shlex.join(sides)}\n", flush=True)
+        try:
+            compare.main(sides)
+        except ConfigError as error:
+            print(f"not compared: {error}", file=sys.stderr)
     return exit_code
 
 
@@ -112,14 +117,6 @@ def _check(run: Run, outcome: Outcome) -> None:
             allowed="a command that runs",
             flag="--against" if run.name == BASELINE else "COMMAND",
         )
-
-
-def _compare(*places: str) -> None:
-    print(f"\npython -m sdbench compare {shlex.join(places)}\n", flush=True)
-    try:
-        compare.main(places)
-    except ConfigError as error:
-        print(f"not compared: {error}", file=sys.stderr)
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:

@@ -85,8 +85,8 @@ def make_runs(
     """Make the runs that have not ended, in their order; returns the exit code.
 
     Args:
-        runs: All runs of the folder; each gets its outcome.
-        folder: Folder of the runs, for one command at a time.
+        runs: All runs of the folder, round by round; each gets its outcome.
+        folder: Their folder, in which one command is at work at a time.
         begun_by: What must be the same each time that the loop goes on, by name.
         accepted: Statuses of runs that are no failure.
         check: Called when a run ends; what it refuses is not saved, and ends the loop.
@@ -102,7 +102,10 @@ def make_runs(
         if is_dry_run:
             return 0
         try:
-            _make_missing(runs, check=check, timeout_s=timeout_s, end_s=end_s)
+            missing = [run for run in runs if run.outcome is None]
+            for run, outcome in _measure(missing, timeout_s=timeout_s, end_s=end_s):
+                check(run, outcome)
+                run.end(outcome)
         finally:  # a stop signal loses no run that has ended
             replace_file(folder / TABLE_NAME, format_csv(_make_rows(runs), columns=COLUMNS))
     print(f"\n{to_terminal(_make_table(runs))}\n\ntable: {folder / TABLE_NAME}")
@@ -119,17 +122,12 @@ def make_runs(
     return 0 if ended and {one.status for one in ended} <= {*accepted} else 1
 
 
-def _make_missing(
-    runs: Sequence[Run],
-    *,
-    check: Callable[[Run, Outcome], None],
-    timeout_s: float,
-    end_s: float,
-) -> None:
-    """Make runs until `end_s`, on the monotonic clock; the one that it cuts off has no outcome."""
-    missing = [run for run in runs if run.outcome is None]
-    with Progress(len(missing), unit="run") as progress:
-        for run in missing:
+def _measure(
+    runs: Sequence[Run], *, timeout_s: float, end_s: float
+) -> Iterator[tuple[Run, Outcome]]:
+    """Make runs until `end_s`, on the monotonic clock; the one that it cuts off is not yielded."""
+    with Progress(len(runs), unit="run") as progress:
+        for run in runs:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
@@ -142,8 +140,7 @@ def _make_missing(
             progress.report(": ".join(filter(None, (for_terminal(run.name), outcome.described))))
             if outcome.status not in (OK, OOM):
                 progress.say(tail(run.folder))
-            check(run, outcome)
-            run.end(outcome)
+            yield run, outcome
 
 
 @contextlib.contextmanager
@@ -217,16 +214,16 @@ def _describe(
 ) -> str:
     """The plan: the state of every command and the expected duration of the rest."""
     ended = [run.outcome for run in runs if run.outcome is not None]
-    states: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        of_command = states.setdefault((run.name, *run.command), [])
-        of_command += [run.outcome.status] if run.outcome else []
+    num_repeats = runs[-1].repeat
+    num_commands = len(runs) // num_repeats
     lines = [
-        f"{counted(len(states), 'command')} x {len(runs) // len(states)} in {folder}: "
-        f"{len(ended)} of {counted(len(runs), 'run')} done"
+        f"{counted(num_commands, 'command')} x {num_repeats} in {folder}: {len(ended)} of "
+        f"{counted(len(runs), 'run')} done"
     ]
-    for (name, *_), statuses in states.items():
-        lines += [f"  {for_terminal(name)}: {', '.join(statuses) or 'to run'}"] if name else []
+    for number, run in enumerate(runs[:num_commands]):
+        if run.name:
+            statuses = [one.outcome.status for one in runs[number::num_commands] if one.outcome]
+            lines.append(f"  {for_terminal(run.name)}: {', '.join(statuses) or 'to run'}")
     durations_s = [one.duration_s for one in ended if one.status == OK]
     each_s = statistics.median(durations_s) if durations_s else timeout_s
     num_left = len(runs) - len(ended)
@@ -241,10 +238,9 @@ def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per run that has ended, in the columns of all tables of figures."""
     rows = []
     for run in runs:
-        if run.outcome is None:
-            continue
-        row = {"source": run.folder.name, "kind": "measured", "other_settings": run.name}
-        if run.outcome.record is not None:
-            row = make_row(run.outcome.record)
-        rows.append(row | {"status": run.outcome.status, "reason": run.outcome.reason})
+        if run.outcome is not None:
+            row = {"source": run.folder.name, "kind": "measured", "other_settings": run.name}
+            if run.outcome.record is not None:
+                row = make_row(run.outcome.record)
+            rows.append(row | {"status": run.outcome.status, "reason": run.outcome.reason})
     return rows

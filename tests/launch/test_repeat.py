@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,14 +24,40 @@ PRECOMPUTED = ("--latents", "precomputed", "--remote", "latents")
 pytestmark = pytest.mark.usefixtures("starts")
 
 
-def test_each_run_is_fresh_and_three_have_an_interval(tmp_path, starts, capsys):
+def test_each_run_is_fresh_and_three_have_an_interval_and_what_is_missing_is_made(
+    tmp_path, starts, capsys
+):
     folder, size = tmp_path / "repeat", ("--device_train_microbatch_size", "4")
-    assert main(["repeat", "3", "--folder", str(folder), "--", "python", FAKE, *size]) == 0
+    argv = ["repeat", "3", "--folder", str(folder), "--", "python", FAKE, *size]
+    assert main(argv) == 0
     assert starts.read_text().splitlines() == [" ".join(size)] * 3
-    assert len(list(folder.glob("*/*/record.json"))) == 3
+    records = list(folder.glob("*/*/record.json"))
     output = capsys.readouterr().out
     assert "images/s of 3 runs: median 8.75, from 8.75 to 8.75\n" in output
     assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75 (" in output
+
+    shutil.rmtree(folder / "2")
+    assert main(argv) == 0
+    assert len(starts.read_text().splitlines()) == 4
+    assert len({*records} & {*folder.glob("*/*/record.json")}) == 2
+    output = capsys.readouterr().out
+    assert "2 of 3 runs done" in output and "images/s of 3 runs: median 8.75" in output
+
+
+def test_runs_of_another_command_are_not_mixed_with_these(tmp_path, starts):
+    argv = ("repeat", "1", "--folder", tmp_path / "repeat", "--", "python", FAKE, "--batch_size")
+    assert main([*map(str, argv), "1"]) == 0
+    error = refusal_of(*argv, "2")
+    assert error.flag == "--folder"
+    assert error.value.startswith("COMMAND [") and error.value.endswith("'--batch_size', '2']")
+    assert starts.read_text() == "--batch_size 1\n"
+
+
+def test_a_folder_with_other_files_is_left_as_it_is(tmp_path):
+    (tmp_path / "1").mkdir()  # the loop would make the first run here
+    error = refusal_of("repeat", "1", "--folder", tmp_path, "--", "python", FAKE)
+    assert (error.flag, error.value) == ("--folder", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 @pytest.mark.slow
