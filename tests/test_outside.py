@@ -15,6 +15,7 @@ import pytest
 
 from benchmark import main as benchmark
 from sdbench.cli import main
+from sdbench.launch.child import LOCK_NAME
 from sdbench.launch.sweep_file import read_sweep_file
 from sdbench.report.figures import read_figures
 from sdbench.settings.config import SETTINGS, parse_request
@@ -270,6 +271,7 @@ def test_a_broken_file_of_a_sweep_is_named(tmp_path, content):
     file, folder = tmp_path / "my.yaml", tmp_path / "sweep"
     file.write_text("list: [{seed: 1}]\nlauncher: python\nscript: my.yaml\n")
     (folder / "x-1").mkdir(parents=True)
+    (folder / LOCK_NAME).touch()  # a sweep has been at work here
     assert main(["sweep", str(file), "--folder", str(folder), "--dry_run"]) == 0
     (cell,) = read_sweep_file(file).cells
     state = folder / f"{cell.key}-1" / "outcome.json"
