@@ -287,5 +287,7 @@ def build(config: SourceConfig) -> CheckedLoader:
     if SOURCES[config.data_format].build is not None:
         check(config)
         return _call("build", config)
-    make_loader = resolve_name("sdbench.data.pipeline.loader:CheckedLoader")
-    return make_loader(open_batches(config), config=config)
+    batches = open_batches(config)
+    make_order = resolve_name("sdbench.data.pipeline.order:make_order")
+    order = make_order(batches.samples, batches.mixture, config=config)
+    return resolve_name("sdbench.data.pipeline.loader:CheckedLoader")(batches, order, config=config)

@@ -8,7 +8,7 @@ every launcher sets.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_sampl
 from sdbench.data.latent_columns import find_columns
 from sdbench.data.pipeline.batches import make_batches
 from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.order import Key, make_order
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, decode_whole
 from sdbench.data.samples import clean_caption, decoding
@@ -39,8 +39,10 @@ class KeyStream(CheckedStreamingDataset):
     """The keys of this rank's samples in Streaming's order, with shards downloaded ahead.
 
     An epoch is cut to whole global batches, so that all ranks get different samples and equally
-    many (Streaming would repeat some); each epoch leaves out others.
+    many (Streaming would repeat some); each epoch leaves out others. It is an `Order`.
     """
+
+    num_lanes: Mapping[int, int] = {}
 
     def __init__(self, *, config: SourceConfig) -> None:
         """Read the indexes and register with the other ranks of this machine."""
@@ -62,19 +64,23 @@ class KeyStream(CheckedStreamingDataset):
     def __getitem__(self, index: int) -> Key:
         return Key(self.epoch, int(index))
 
+    def for_torch(self) -> tuple[KeyStream, None]:
+        """Return the stream itself, which torch iterates over."""
+        return self, None
+
     def epoch_ended(self) -> None:
         """Note the end of the epoch: Streaming counts epochs when they begin."""
         self._has_ended = True
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """Return what `resume` needs, as `EpochOrder.state`."""
+        """Return what `resume` needs, as `Order` says."""
         state = self.state_dict(num_images, True)
         if is_next_epoch or (self._has_ended and not num_images):
             state["epoch"] = self.next_epoch
         return {"num_images": num_images, "streaming": state}
 
     def batch(self, state: dict[str, Any], number: int) -> list[int]:
-        """Compute the samples of a batch again, as `EpochOrder.batch`."""
+        """Compute them as `Order` says."""
         num_epochs, number = divmod(number, len(self) // self.batch_size)
         # Streaming's order does not depend on the workers, and starts anew where an epoch is
         # resumed. It depends on attributes that `state_dict`, which has been called, sets.
@@ -85,7 +91,7 @@ class KeyStream(CheckedStreamingDataset):
         return work[world.node, world.rank_of_node, 0, 0].tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken."""
+        """Begin as `Order` says."""
         self.load_state_dict(state["streaming"])
 
 
@@ -167,7 +173,8 @@ def build(config: SourceConfig) -> CheckedLoader:
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
     if (is_read_by_number or config.buckets is not None) and config.streams is None:
         batches = make_batches(open_samples(config), config=config)
-        return CheckedLoader(batches, config=config)
+        order = make_order(batches.samples, batches.mixture, config=config)
+        return CheckedLoader(batches, order, config=config)
     stream = KeyStream(config=config)
     batches = make_batches(stream.samples, config=config)
-    return CheckedLoader(batches, order=stream, config=config)
+    return CheckedLoader(batches, stream, config=config)

@@ -103,7 +103,7 @@ class BatchReader:
 
     Attributes:
         num_samples: Of the data set.
-        num_lanes: As `EpochOrder.num_lanes`.
+        num_lanes: As `Order.num_lanes`.
         fills_up: Whether good samples are repeated for bad ones; else bad ones are left out.
         may_skip: Whether a run may leave bad samples out, so that an error may advise it.
         mixture: The bucket of each sample; None without buckets.

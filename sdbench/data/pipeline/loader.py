@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _error_if_any_worker_fails
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from sdbench.base.errors import ConfigError, RunError
@@ -30,13 +30,10 @@ from sdbench.base.units import counted
 from sdbench.data.colours import describe_profiles
 from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.order import BucketOrder, EpochOrder, Keys
+from sdbench.data.pipeline.order import Order
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
-
-if TYPE_CHECKING:
-    from sdbench.data.formats.mds import KeyStream
 
 # Bad samples of an epoch that are printed; further ones are only counted.
 NUM_BAD_NAMED = 5
@@ -211,30 +208,15 @@ class CheckedLoader(DataLoader):
         stats: Counts of delivered images, bad samples and loading times.
     """
 
-    def __init__(
-        self,
-        batches: BatchReader,
-        *,
-        order: EpochOrder | KeyStream | None = None,
-        config: SourceConfig,
-    ) -> None:
-        """Set the loader up as `config` says.
-
-        `batches` makes a batch from keys of `order`, by default an `EpochOrder`, with buckets a
-        `BucketOrder`.
-        """
-        mixture = batches.mixture
-        if mixture is not None:
-            order = BucketOrder(batches.samples, mixture, config=config)
-        elif order is None:
-            order = EpochOrder(batches.samples, config=config)
+    def __init__(self, batches: BatchReader, order: Order, *, config: SourceConfig) -> None:
+        """Set the loader up as `config` says; `batches` makes a batch from keys of `order`."""
         has_workers = config.num_workers > 0
         if has_workers:
             _check_folder_of_sockets()
-        is_stream = isinstance(order, IterableDataset)
+        dataset, sampler = order.for_torch()
         super().__init__(
-            order if is_stream else Keys(batches.num_samples),
-            sampler=None if is_stream else order,
+            dataset,
+            sampler=sampler,
             collate_fn=batches,
             worker_init_fn=_start_worker,
             # Its own generator: the start of an epoch would advance the one that draws the noise.
@@ -249,7 +231,7 @@ class CheckedLoader(DataLoader):
             timeout=config.data_timeout_s if has_workers else 0,
         )
         self.sample_type = batches.sample_type
-        num_left_out = 0 if mixture is None else mixture.num_left_out
+        num_left_out = 0 if batches.mixture is None else batches.mixture.num_left_out
         self.stats = LoaderStats(num_dropped_samples=batches.samples.num_dropped + num_left_out)
         self._config = config
         self._order = order
@@ -297,8 +279,7 @@ class CheckedLoader(DataLoader):
                 flag=PLACE_FLAGS,
             )
         self._order.resume(state)
-        if isinstance(self._order, EpochOrder):
-            self._reader.num_lanes = self._order.num_lanes
+        self._reader.num_lanes = self._order.num_lanes
         self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,15 +1,15 @@
-"""The order in which a rank reads samples that can be read by number."""
+"""`Order`, which samples a rank reads and when, and the orders of samples read by number."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.buckets import Mixture
@@ -28,6 +28,43 @@ class Key(NamedTuple):
 def keys_of_first_epoch(indices: Iterable[int]) -> list[Key]:
     """Return the keys of samples as the first epoch of a run sees them."""
     return [Key(0, index) for index in indices]
+
+
+class Order(Protocol):
+    """The keys of this rank's samples, an epoch at a time: all that the loader knows of them.
+
+    All ranks have equally many keys, and whole batches of them.
+
+    Attributes:
+        num_lanes: Maps a resumed epoch to the number of lanes that each process of this rank reads
+            in turn; in other epochs it reads one.
+    """
+
+    num_lanes: Mapping[int, int]
+
+    def for_torch(self) -> tuple[Dataset, Sampler[Key] | None]:
+        """Return the data set and the sampler that torch's DataLoader draws keys from.
+
+        The sampler is None if the data set is iterated over.
+        """
+
+    def epoch_ended(self) -> None:
+        """Go on with the next epoch: all batches of this one have been delivered."""
+
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
+        """Return what `resume` needs, after `num_images` of the epoch under way or the next one.
+
+        They are counted over all ranks, and the state is the same on every rank.
+        """
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken; a `ConfigError` if the data differ."""
+
+    def batch(self, state: dict[str, Any], number: int) -> list[int]:
+        """Compute the samples of a batch of this rank again.
+
+        `number` counts from the start of the epoch of `state`; below 0 it is one of an earlier one.
+        """
 
 
 class Keys(Dataset):
@@ -70,11 +107,7 @@ class EpochOrder(DistributedSampler):
 
     Memory holds the permutations of the current blocks, and arrays with an entry for each block.
 
-    It is a `DistributedSampler` because Composer requires one with several ranks.
-
-    Attributes:
-        num_lanes: Maps a resumed epoch to the number of lanes that each process of this rank reads
-            in turn; in other epochs it reads one.
+    It is an `Order`, and a `DistributedSampler` because Composer requires one with several ranks.
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
@@ -108,6 +141,10 @@ class EpochOrder(DistributedSampler):
             drop_last=True,
         )
 
+    def for_torch(self) -> tuple[Keys, EpochOrder]:
+        """Return the keys themselves, and this order of them."""
+        return Keys(len(self.dataset)), self
+
     def __len__(self) -> int:
         # DistributedSampler would round to ranks; here an epoch is whole global batches.
         return self.num_batches(self.epoch) * self._config.device_batch_size
@@ -130,14 +167,11 @@ class EpochOrder(DistributedSampler):
         """Do nothing: Composer calls it with a count that begins at 0 after a resume."""
 
     def epoch_ended(self) -> None:
-        """Go on with the next epoch: all batches of this one have been delivered."""
+        """Go on as `Order` says."""
         self.epoch += 1
 
     def batch(self, state: dict[str, Any], number: int) -> list[int]:
-        """Compute the samples of a batch of this rank again.
-
-        `number` counts from the start of the epoch of `state`; below 0 it is one of an earlier one.
-        """
+        """Compute them as `Order` says."""
         epoch = state["epoch"]
         while number < 0:
             epoch -= 1
@@ -145,7 +179,7 @@ class EpochOrder(DistributedSampler):
         return [key.index for key in self._keys(epoch, number)]
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """Return what `resume` needs, after `num_images` of the epoch under way or the next one."""
+        """Return what `resume` needs, as `Order` says."""
         epoch = self.epoch + is_next_epoch
         return {
             "epoch": epoch,
@@ -321,3 +355,10 @@ class BucketOrder(EpochOrder):
             parts.insert(0, np.stack([np.full(len(left), epoch), left], axis=1))
             missing -= len(left)
         return np.concatenate(parts)
+
+
+def make_order(samples: Samples, mixture: Mixture | None, *, config: SourceConfig) -> Order:
+    """Choose the order of samples that are read by number: with buckets, each batch is of one."""
+    if mixture is None:
+        return EpochOrder(samples, config=config)
+    return BucketOrder(samples, mixture, config=config)

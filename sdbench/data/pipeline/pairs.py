@@ -116,4 +116,4 @@ def build(
     sources = [one for one in (source, class_source) if one is not None]
     reader = PairReader(sources, num_pictures=num_pictures, prior_loss_weight=prior_loss_weight)
     order = PairOrder(reader.samples, num_pictures, config=source)
-    return CheckedLoader(reader, order=order, config=source)
+    return CheckedLoader(reader, order, config=source)

@@ -124,9 +124,8 @@ class OnlineLoader(CheckedLoader):
                 num_actors=settings.num_decoders, num_ranks=source.world_size
             )
             self._ordered = dataclasses.replace(source, num_workers=num_lanes)
-        super().__init__(
-            batches, order=EpochOrder(batches.samples, config=self._ordered), config=source
-        )
+        order = EpochOrder(batches.samples, config=self._ordered)
+        super().__init__(batches, order, config=source)
         self.sample_type = SampleType.MOMENTS
         self._settings = settings
         self._make_encoder = functools.partial(
