@@ -48,8 +48,6 @@ GZIP_MAGIC = b"\x1f\x8b"
 # Bytes per request: enough to make 50 ms of latency a small part, yet little for a worker to hold.
 # No connection is kept while a trainer is busy (stores close silent ones).
 PART_BYTES = 8 * 2**20
-# Tar readers seek back by one block at most.
-TAIL_BYTES = 4096
 
 # Places whose older copies this process uses without knowing whether the source has changed, to the
 # modification times of the copies in seconds since 1970.
@@ -57,7 +55,7 @@ _unchecked: dict[str, float] = {}
 
 
 class RemoteFile(io.RawIOBase):
-    """A seekable file at a URL; each request is for `PART_BYTES` at most."""
+    """A file at a URL; each request is for `PART_BYTES` at most."""
 
     def __init__(self, found: RemoteObject, *, reads_ahead: bool = False) -> None:
         """Set up; with `reads_ahead` the next part is fetched while one is used."""
@@ -73,8 +71,8 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
-        return True
+        """Return False where the part that was fetched ahead would be requested again."""
+        return not self._reads_ahead
 
     def tell(self) -> int:
         """Return the position of the next byte."""
@@ -115,52 +113,24 @@ class RemoteFile(io.RawIOBase):
             future.set_exception(error)
 
 
-class _Onward(io.RawIOBase):
-    """Adds `tell`, skipping and short seeks back to a stream that can only be read forward."""
+class _Unpacked(gzip.GzipFile):
+    """The content of a gzip file; closing it closes that file too."""
 
-    def __init__(self, stream: BinaryIO, *, below: BinaryIO | None = None) -> None:
-        self._stream = stream
-        self._below = below
-        self._end = 0  # of what has been read
-        self._tail = b""
-        self._back = 0
-
-    def tell(self) -> int:
-        return self._end - self._back
-
-    def seek(self, offset: int) -> int:
-        self._back = max(self._end - offset, 0)
-        if self._back > len(self._tail):
-            raise RunError(f"cannot go back to byte {offset} from byte {self._end}")
-        while self._end < offset and self._pull(min(offset - self._end, 2**20)):
-            pass
-        return self.tell()
-
-    def read(self, num_bytes: int) -> bytes:
-        again = self._tail[len(self._tail) - self._back :][:num_bytes]
-        self._back -= len(again)
-        if len(again) == num_bytes:
-            return again
-        return again + self._pull(num_bytes - len(again))
-
-    def _pull(self, num_bytes: int) -> bytes:
-        content = self._stream.read(num_bytes)
-        self._end += len(content)
-        self._tail = (self._tail + content[-TAIL_BYTES:])[-TAIL_BYTES:]
-        return content
+    def seekable(self) -> bool:
+        return False  # it goes back by decompressing everything again
 
     def close(self) -> None:
-        self._stream.close()
-        if self._below is not None:
-            self._below.close()
+        packed = self.fileobj
         super().close()
+        if packed is not None:
+            packed.close()
 
 
 def open_stream(place: str) -> BinaryIO:
     """Open a file to be read forward, unpacked if it is a gzip file.
 
-    `place` is ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path. The stream has `read`,
-    `tell`, `close`, and a `seek` that can go back by `TAIL_BYTES`.
+    `place` is ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path. Only a file at a path
+    that is not packed is `seekable`.
     """
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
@@ -171,10 +141,8 @@ def open_stream(place: str) -> BinaryIO:
     else:
         stream = open(place, "rb")  # noqa: SIM115
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
-        # GzipFile seeks back by decompressing everything again.
-        return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
-    # No seeking in a URL either: the part that was fetched ahead would be requested again.
-    return _Onward(stream) if is_url(place) else stream
+        return _Unpacked(fileobj=stream)
+    return stream
 
 
 def must_be_copied(place: str) -> bool:

@@ -1,4 +1,4 @@
-"""Listing of the samples of a tar, and reading of images and captions, or of encoded samples."""
+"""The one walk through the members of a tar, and the samples that are made of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from numpy.lib.format import read_array
 
@@ -54,32 +54,34 @@ PICTURES = (*IMAGE_EXTENSIONS, "avif", "bmp", "gif", "heic", "heif", "jp2", "jxl
 Span = tuple[int, int]
 
 
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    span: Span
+    content: bytes | None  # None: it was not asked for
+
+
 def list_groups(
-    file: BinaryIO,
-    tar: object,
-    *,
-    kinds: Sequence[str],
-    take: Callable[[str, Span], Any] = lambda extension, span: span,
-) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    file: BinaryIO, tar: object, *, kinds: Sequence[str], wanted: Collection[str] = ()
+) -> Iterator[tuple[str, dict[str, Member], bool]]:
     """Yield files as WebDataset groups them: the key, and consecutive members by extension.
 
     WebDataset's own iterators do not notice a cut tar, skip links silently, and give no spans.
 
-    `file` is read forward only; messages name it `tar`. The third value is whether the group is a
-    sample, which has a member of `kinds`. Each member maps to its span in the tar, or to what
-    `take` returns for extension and span while the file is there. A damaged tar is a `RunError`,
-    and so is one in which the files of a sample are not together.
+    `file` is read forward only, and where it is `seekable`, what nobody asks for is skipped;
+    messages name it `tar`. Members of the extensions `wanted` come with their content. The third
+    value is whether the group is a sample, which has a member of `kinds`. A damaged tar is a
+    `RunError`, and so is one in which the files of a sample are not together.
     """
-    listed = _list_members(file, tar, kinds=kinds)
-    members = ((key, extension, take(extension, span)) for key, extension, span in listed)
+    listed = _list_members(_Forward(file), tar, kinds=kinds, wanted=wanted)
     seen: set[str] = set()
-    for key, group in itertools.groupby(members, key=lambda member: member[0]):
-        values: dict[str, Any] = {}
-        for _, extension, value in group:
-            if extension in values:
+    for key, group in itertools.groupby(listed, key=lambda member: member[0]):
+        members: dict[str, Member] = {}
+        for _, extension, member in group:
+            if extension in members:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
-            values[extension] = value
-        is_sample = any(_is_of_kind(extension, kinds) for extension in values)
+            members[extension] = member
+        is_sample = any(_is_of_kind(extension, kinds) for extension in members)
         if is_sample and key in seen:
             raise RunError(
                 f"{tar} holds files of {key} in two places, which are two samples for WebDataset. "
@@ -87,7 +89,7 @@ def list_groups(
             )
         if is_sample:
             seen.add(key)
-        yield key, values, is_sample
+        yield key, members, is_sample
 
 
 def describe_unused(tar: object, num_unused: int, names: Sequence[str]) -> str:
@@ -104,10 +106,42 @@ def _is_of_kind(extension: str, kinds: Sequence[str]) -> bool:
     return extension.rpartition(".")[2] in kinds
 
 
+class _Forward:
+    """A file as tarfile reads it, forward only.
+
+    Attributes:
+        last: What was read last.
+        begin: Its first byte in the file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._can_seek = file.seekable()
+        self._position = self.begin = 0
+        self.last = b""
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        if position < self._position:
+            raise tarfile.ReadError("a member begins inside of another one")
+        if self._can_seek:
+            self._file.seek(position)
+            self._position = position
+        while self._position < position and self.read(min(position - self._position, 2**20)):
+            pass
+
+    def read(self, num_bytes: int) -> bytes:
+        self.begin, self.last = self._position, self._file.read(num_bytes)
+        self._position += len(self.last)
+        return self.last
+
+
 def _list_members(
-    file: BinaryIO, tar: object, *, kinds: Sequence[str]
-) -> Iterator[tuple[str, str, Span]]:
-    """Yield key, extension and span of each file that WebDataset reads."""
+    file: _Forward, tar: object, *, kinds: Sequence[str], wanted: Collection[str]
+) -> Iterator[tuple[str, str, Member]]:
+    """Yield key and extension of each file that WebDataset reads, and the file."""
     end = 0
     folders, links = set(), {}
     try:
@@ -129,14 +163,20 @@ def _list_members(
                     continue
                 key, extension = parts[1], parts[2].lower()
                 if member.isfile() and not member.issparse():
-                    yield key, extension, (member.offset_data, member.size)
+                    content = None
+                    if extension in wanted:
+                        file.seek(member.offset_data)
+                        content = file.read(member.size)
+                    yield key, extension, Member((member.offset_data, member.size), content)
                 elif _is_of_kind(extension, kinds) and not member.isdir():
                     raise RunError(
                         f"{tar} holds {member.name} as a link or a sparse file, and only whole "
                         f"files are read: {REPAIR}."
                     )
-        file.seek(end)
-        rest = file.read(MAX_END_BYTES + 1)
+        # Where no member began tarfile has read a block, or less at the end of the file.
+        rest = b""
+        if file.begin == end:
+            rest = file.last + file.read(MAX_END_BYTES + 1 - len(file.last))
     except (FileNotFoundError, RunError):
         raise
     except Exception as error:
@@ -168,13 +208,6 @@ def _list_members(
             )
         if is_folder:
             raise RunError(f"{tar} holds {name} as {what}, whose files are lost: {REPAIR}.")
-
-
-def read_span(file: BinaryIO, span: Span) -> bytes:
-    """Return the content of a member."""
-    begin, num_bytes = span
-    file.seek(begin)
-    return file.read(num_bytes)
 
 
 def read_columns(file: BinaryIO, tar: object) -> set[str] | None:

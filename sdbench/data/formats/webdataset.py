@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
@@ -32,11 +32,11 @@ from sdbench.data.formats.filters import parse_filters
 from sdbench.data.formats.listing import NUM_NAMES_TOLD
 from sdbench.data.formats.tar_members import (
     ArrayReader,
+    Member,
     SampleReader,
     Span,
     describe_unused,
     list_groups,
-    read_span,
 )
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
 from sdbench.data.latent_columns import check_ends
@@ -110,16 +110,19 @@ class WebDatasetSamples(Samples):
     def _make_index(self, tar: StoredFile) -> dict[str, Any]:
         entries, num_dropped, unused, reader = [], 0, [], self._reader
         with open(tar, "rb") as file:
-            for key, spans, is_sample in list_groups(file, tar, kinds=reader.kinds):
-                unused += reader.unused(key, spans)
+            wanted = ("json",) if self._terms else ()
+            for key, members, is_sample in list_groups(
+                file, tar, kinds=reader.kinds, wanted=wanted
+            ):
+                unused += reader.unused(key, members)
                 if not is_sample:
                     continue
-                metadata = _read_metadata(file, spans.get("json")) if self._terms else {}
+                metadata = _read_metadata(members.get("json")) if self._terms else {}
                 if not all(term.accepts(metadata) for term in self._terms):
                     num_dropped += 1
                     continue
-                chosen = {kind: spans[kind] for kind in reader.choose(spans) if kind is not None}
-                entries.append((key, chosen))
+                chosen = (kind for kind in reader.choose(members) if kind is not None)
+                entries.append((key, {kind: members[kind].span for kind in chosen}))
         return {
             "entries": entries,
             "num_dropped": num_dropped,
@@ -162,7 +165,10 @@ class WebDatasetSamples(Samples):
             # Not kept open: there may be more tars than files that a process may open.
             with open(tar, "rb", buffering=0) as file:
                 state = state_of(os.fstat(file.fileno()))
-                members = {kind: read_span(file, span) for kind, span in spans.items()}
+                members = {
+                    kind: os.pread(file.fileno(), num_bytes, begin)
+                    for kind, (begin, num_bytes) in spans.items()
+                }
         except OSError as error:
             raise RunError(f"{tar} cannot be read any more: {error}") from error
         if state != stored.state:
@@ -170,10 +176,10 @@ class WebDatasetSamples(Samples):
         return self._reader.make(self.name(index), members)
 
 
-def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
+def _read_metadata(member: Member | None) -> Mapping[str, Any]:
     """Return the fields of a sample's json; empty if it is missing or broken."""
     try:
-        metadata = {} if span is None else json.loads(read_span(file, span))
+        metadata = {} if member is None else json.loads(member.content)
     except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}

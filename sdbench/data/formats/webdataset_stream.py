@@ -21,11 +21,9 @@ from sdbench.data.formats.listing import SIZES_NAME
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     SampleReader,
-    Span,
     describe_unused,
     list_groups,
     read_columns,
-    read_span,
 )
 from sdbench.data.remote import file_beside, path_of, shown
 from sdbench.data.remote_files import open_stream
@@ -130,17 +128,14 @@ class _TarReader:
         self._num_samples = num_samples
         self._file = file = open_stream(tar)
 
-        def take(extension: str, span: Span) -> bytes | None:  # without self, else a cycle
-            return read_span(file, span) if extension in reader.members else None
-
-        def samples() -> Iterator[dict[str, bytes | None]]:
+        def samples() -> Iterator[dict[str, bytes | None]]:  # without self, else a cycle
             unused: list[str] = []
             for key, members, is_sample in list_groups(
-                file, shown(tar), kinds=reader.kinds, take=take
+                file, shown(tar), kinds=reader.kinds, wanted=reader.members
             ):
                 unused += reader.unused(key, members)
                 if is_sample:
-                    yield members
+                    yield {extension: member.content for extension, member in members.items()}
             if unused:
                 tell_once(describe_unused(shown(tar), len(unused), unused))
 
