@@ -31,7 +31,6 @@ COMMANDS = {
     "judge": ("shapes.judge", "count drawn pictures that have the colour and shape asked for"),
     "score": ("evaluate.command", "FID and CLIP score of drawn pictures, by local networks"),
     "precompute": ("tasks.encode.precompute", "encode images and captions once, before training"),
-    "watch": ("report.watch", "make a page of a training run: curves, pictures, restarts"),
     "export": ("tasks.train.export", "write the model of a run as a folder that diffusers loads"),
     "doctor": ("doctor.doctor", "check each node before a job: GPUs, network, memory, disks, data"),
     "profile": ("tasks.profile", "time each operator of a step, and tell how far its ceiling is"),
@@ -45,7 +44,10 @@ COMMANDS = {
     "sweep": ("launch.sweep", "measure a grid or a list of settings, and resume it"),
     "render": ("launch.render", "fill in the manifest of a job on a cluster, and check it"),
     "publish": ("analysis.publish", "copy a run into results/ and rebuild its tables"),
-    "report": ("analysis.report", "make tables, plots and a page from records and quoted figures"),
+    "report": (
+        "analysis.report",
+        "make the page of a run, of several, or of a folder of results",
+    ),
     "compare": ("analysis.compare", "compare two tables or two sets of runs, row by row"),
     "scaling": ("scaling.cost", "days, GPU-hours, cost and energy of a training, by GPU count"),
 }

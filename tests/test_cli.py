@@ -133,7 +133,7 @@ def test_every_program_tells_its_version(capsys):
         (["repeat", "2", "--agianst", "python", "--", "python"], "the nearest is --against"),
         (["compare", "a", "b", "--format", "jsn"], "the nearest is json"),
         (["convert", "a", "--folder", "b", "--out_format", "parket"], "the nearest is parquet"),
-        (["watch", "run", "every", "3"], "the nearest is --every"),
+        (["export", "run", "folder", "model"], "the nearest is --folder"),
         (["verify-data", "a", "webdatset"], "the nearest is --data_format webdataset"),
         # Nothing is like these. Letters of the last are in longer names, between others.
         (["verify-data", "a", "b"], "what --help_all lists"),

@@ -249,7 +249,7 @@ def records(inputs: Inputs) -> Iterator[Case]:
             inputs.file(f"{folder}/history.jsonl", lines.encode())
             inputs.file(f"{folder}/stdout.log", inputs.text().encode())
             yield cli.main, ["compare", str(file.parent), str(inputs.folder / "whole")]
-            yield cli.main, ["watch", str(file.parent)]
+            yield cli.main, ["report", str(file.parent)]
             yield cli.main, ["scaling", "cost", str(file.parent), "--recipe", "mosaicml-all-512"]
         yield cli.main, ["report", "--folder", str(results)]
         elsewhere = make_results(inputs.folder / f"published-{number}", quoted=False)

@@ -19,6 +19,7 @@ from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
+from sdbench.analysis.run_page import make_run_page
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown
@@ -43,6 +44,7 @@ from sdbench.settings.setting import setting
 Figures = Mapping[str, Sequence[dict[str, Any]]]
 RUNS = "runs"
 README, LADDER_PAGE = "README.md", "ladder.md"
+PAGE_NAME = "report.html"
 NO_RUNS = "No runs yet."
 COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
@@ -114,6 +116,8 @@ MADE_FROM = (
 )
 EPILOG = """\
 examples:
+  python -m sdbench report runs/first
+      a page of one run, also while it runs: runs/first/report.html
   python -m sdbench report runs --out my.html
       a page of your own runs
   python -m sdbench report
@@ -137,12 +141,16 @@ class PageFlags(ReportFlags):
     runs: tuple[Path, ...] = setting(
         PATH,
         (),
-        "runs, or folders of runs, for a page of these alone",
+        "a run, or folders of runs, for a page of these alone",
         is_positional=True,
         takes_several=True,
         spelling="[RUNS ...]",
     )
-    out: Path = setting(PATH, Path("runs.html"), "the page of the runs that are given")
+    out: Path | None = setting(
+        PATH,
+        None,
+        f"the page of the runs that are given (default: {PAGE_NAME}, in the folder of a run)",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         PageFlags,
         argv,
         prog="python -m sdbench report",
-        description="Make a page of your own runs, or the tables, plots and pages of a folder of "
-        "results, from its records and from other people's figures.",
+        description="Make a page of one run or of several, or the tables, plots and pages of a "
+        "folder of results, from its records and from other people's figures.",
         epilog=EPILOG,
     )
     flags = request.config
@@ -169,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FAILED if left_out else EXIT_OK
 
 
-def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
-    """Write a page of all runs in or below some folders.
+def write_page(places: Sequence[Path], out: Path | None) -> tuple[str, list[Path]]:
+    """Write a page of all runs in or below some folders, or of the run that is the only folder.
 
     Returns:
         What was made, in words; and the files that cannot be read, which are named on stderr.
@@ -182,6 +190,10 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
         if not place.exists():
             allowed = "a folder with runs in it"
             raise ConfigError("no such folder", value=str(place), allowed=allowed, flag="RUNS")
+    if len(places) == 1 and (places[0] / RECORD_NAME).is_file():
+        page, bad_steps = make_run_page(places[0])
+        write_out(out or places[0] / PAGE_NAME, page)
+        return "a page of 1 run", bad_steps
     files = [file for place in places for file in sorted(place.rglob(RECORD_NAME))]
     read, left_out = use_each(files, lambda file: (read_record(file, flag="RUNS"), file.parent))
     # A run counts once, however many copies of its folder there are.
@@ -210,7 +222,7 @@ def write_page(places: Sequence[Path], out: Path) -> tuple[str, list[Path]]:
     ]
     missing = [f"Runs without a row: {'; '.join(texts)}."] if texts else []
     made_from = f"Made by python -m sdbench report, from records of runs in {where}."
-    write_out(out, format_page(shown, made_from=" ".join([made_from, *missing])))
+    write_out(out or Path(PAGE_NAME), format_page(shown, made_from=" ".join([made_from, *missing])))
     summary = f"a page of {counted(len(reasons.get(None, ())), 'run')}"
     return "\n".join([summary, *missing]), [*left_out, *bad_steps]
 
@@ -221,8 +233,8 @@ def _why_no_row(record: dict[str, Any]) -> str | None:
         return record["status"]
     if kind_of(record) == TRAIN and training_times.is_resumed(record):
         return (
-            "resumed: the record has the time of the last process only; python -m sdbench watch "
-            "makes a page of such a run"
+            "resumed: the record has the time of the last process only; python -m sdbench report "
+            "RUN makes a page of such a run"
         )
     return None
 

@@ -18,24 +18,28 @@ from sdbench.report.tables import Fold, Table
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a page: a sentence on how to read it, tables, folded tables and charts."""
+    """A part of a page: a sentence on how to read it, tables, folded tables, charts and pictures.
+
+    A picture is a caption and a data URI.
+    """
 
     heading: str
     help_text: str
     tables: Sequence[Table] = ()
     folds: Sequence[Fold] = ()
     plots: Sequence[Plot] = ()
+    pictures: Sequence[tuple[str, str]] = ()
 
     @property
     def has_content(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.tables or self.folds or self.plots)
+        return bool(self.tables or self.folds or self.plots or self.pictures)
 
 
 def format_page(
     sections: Sequence[Section], *, template: str = "page.html.j2", **values: Any
 ) -> str:
-    """Render a page from a template beside this file, with values for its blocks."""
+    """Render a page from a template beside this file, with values that it shows."""
     import jinja2
 
     environment = jinja2.Environment(

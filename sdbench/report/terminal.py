@@ -29,6 +29,11 @@ FLAG_MEANINGS = {
 
 def format_summary(record: dict[str, Any]) -> str:
     """Format the result of a run that ended well as lines of name and value."""
+    return align(list_figures(record))
+
+
+def list_figures(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """The names and values of the result of a run that ended well."""
     summary = record["summary"]
     times_s = [f"{summary[name]:.4g} s" for name in ("step_time_p50_s", "step_time_p95_s")]
     rows = [
@@ -46,7 +51,7 @@ def format_summary(record: dict[str, Any]) -> str:
     for name, meaning in (("bad", "replaced by others"), ("dropped", "left out of the data set")):
         if number := record["workload"][f"num_{name}_samples"]:
             rows.append((f"{name} samples", f"{number}, {meaning}"))
-    return align(rows)
+    return rows
 
 
 def align(rows: Sequence[tuple[str, str]]) -> str:

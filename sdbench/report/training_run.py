@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError
 from sdbench.record.history import TRAIN_STEP_COLUMNS, read_history
-from sdbench.record.store import STEPS_NAME, TRAIN, kind_of
+from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import SERIES_COLOURS, Plot, make_figure, render
-from sdbench.report.runs import read_record, read_steps
+from sdbench.report.runs import read_steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,30 +63,22 @@ class TrainingRun:
         return max(MIN_HALF_LIFE, SMOOTHING_SHARE * len(self.steps))
 
 
-def read_run(folder: Path) -> TrainingRun:
-    """Read a run of train.py, which may still be training."""
+def read_run(folder: Path, record: dict[str, Any]) -> TrainingRun:
+    """Read a run of train.py with this record; it may still be training."""
     import pandas as pd
 
-    record = read_record(folder, flag="RUN")
-    if kind_of(record) != TRAIN:
-        raise ConfigError(
-            "this is not a run of train.py",
-            value=str(folder),
-            allowed="the folder of a run of train.py",
-            flag="RUN",
-        )
     path = folder / STEPS_NAME
-    rows = read_steps(path, columns=TRAIN_STEP_COLUMNS, flag="RUN") if path.exists() else []
+    rows = read_steps(path, columns=TRAIN_STEP_COLUMNS, flag="RUNS") if path.exists() else []
     steps = pd.DataFrame(rows, columns=[*TRAIN_STEP_COLUMNS], dtype=float)
     run = TrainingRun(folder, record, steps, read_history(folder))
     steps["smooth_loss"] = steps["loss"].ewm(halflife=run.half_life).mean()
     return run
 
 
-def draw_run(run: TrainingRun) -> Plot | None:
-    """Draw losses, learning rate, throughput and data wait by step; None before the first step."""
+def draw_run(run: TrainingRun) -> list[Plot]:
+    """Draw losses, learning rate, throughput and data wait by step, if there is a step."""
     if run.steps.empty:
-        return None
+        return []
     sources = (
         f"steps.csv and history.jsonl of {run.folder.name}; the line through the losses is their "
         f"exponentially weighted mean with a half-life of {run.half_life:.0f} steps"
@@ -111,7 +102,7 @@ def draw_run(run: TrainingRun) -> Plot | None:
             ax.axvline(restart["step"], **DASHED)
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("step")
-    return render(figure, chart="training", title="Training, step by step")
+    return [render(figure, chart="training", title="Training, step by step")]
 
 
 def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:

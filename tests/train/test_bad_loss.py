@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import train
+from sdbench.analysis.run_page import make_run_page
 from sdbench.engines import load_engine
 from sdbench.engines.training import Training
 from sdbench.models import weights
 from sdbench.record.store import load_record
-from sdbench.report.watch import write_page
+from sdbench.report.training_run import read_run
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
@@ -190,10 +191,10 @@ def test_it_stops_and_names_the_samples(model):
     assert record["status"] == "invalid"
     told = ("nan", f"step {BAD_STEP}", "bad_batches.jsonl")
     assert all(word in record["reason"] for word in told)
-    drawn = write_page(RUN)
-    assert drawn.steps["loss"].isna().tolist() == [False, False, True]
-    assert drawn.steps["smooth_loss"].notna().all()
-    assert "loss not finite" in (RUN / "watch.html").read_text()
+    steps = read_run(RUN, record).steps
+    assert steps["loss"].isna().tolist() == [False, False, True]
+    assert steps["smooth_loss"].notna().all()
+    assert "loss not finite" in make_run_page(RUN)[0]
 
 
 @pytest.mark.slow

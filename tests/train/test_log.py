@@ -102,8 +102,8 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     assert validation["by_timestep"] == [None] * 8
     assert validation["num_samples"] == 2
     assert [path.name for path in (RUN / "checkpoints").iterdir()] == ["step_00000001"]
-    assert sdbench(["watch", str(RUN)]) == 0
-    assert "not finite at step 1" in (RUN / "watch.html").read_text()
+    assert sdbench(["report", str(RUN)]) == 0
+    assert "not finite at step 1" in (RUN / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -112,8 +112,8 @@ def test_the_reconstruction_is_validated(tmp_path):
     found = read_events(folder, "validation")
     assert [event["num_samples"] for event in found] == [5, 5]
     assert found[0]["loss"] != found[1]["loss"] and all(event["loss"] > 0 for event in found)
-    assert sdbench(["watch", str(folder)]) == 0
-    assert f"{found[1]['loss']:.4f} at step 4" in (folder / "watch.html").read_text()
+    assert sdbench(["report", str(folder)]) == 0
+    assert f"{found[1]['loss']:.4f} at step 4" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow

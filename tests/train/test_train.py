@@ -76,8 +76,8 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert summary["down_s"] == killed["down_s"] + stopped["down_s"]
     kept_s = sum(4 / float(row["images_per_second"]) for row in read_steps(folder))
     assert summary["total_train_s"] == pytest.approx(kept_s + killed["lost_s"])
-    assert sdbench(["watch", str(folder)]) == 0
-    assert "stood still for" in (folder / "watch.html").read_text()
+    assert sdbench(["report", str(folder)]) == 0
+    assert "stood still for" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m sdbench watch`: the page of a training run."""
+"""`python -m sdbench report RUN`: the page of one run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import html
 import io
 import json
 import re
-import time
 
 import pytest
 from PIL import Image
 
 from sdbench.cli import main
 from sdbench.record.history import HISTORY_NAME, TRAIN_STEP_COLUMNS
-from sdbench.record.store import UNFINISHED_REASON
-from sdbench.report.training_run import MAX_GRIDS, draw_run, encode_grids, read_run
+from sdbench.record.store import UNFINISHED_REASON, load_record
+from sdbench.report.training_run import MAX_GRIDS, encode_grids, read_run
 from tests.refusals import refusal_of
-from tests.report.results_folder import make_record
+from tests.report.results_folder import BREAKDOWN, RESULTS, make_record, write_run
 from tests.report.test_training_times import PUBLISHED
 
 NUM_STEPS = 4000
@@ -98,13 +97,13 @@ def run(tmp_path):
 
 
 def test_the_page_tells_where_the_run_is(run):
-    assert main(["watch", str(run)]) == 0
-    page = (run / "watch.html").read_text()
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
     state = dict(rows_of(page, "state"))
     assert (
         state
         | {
-            "state": "training, or killed",
+            "state": "running, or killed",
             "steps": "4,000 of 5,000",
             "learning rate": "0.0001",
             "images/s": "8",
@@ -155,53 +154,59 @@ def test_the_page_tells_where_the_run_is(run):
     assert all(f">{label}<" in chart for label in labels)
     assert len(chart) < 500_000  # however many steps there are
     assert grid == (run / "samples" / "step_00001000.png").read_bytes()
-    assert 'http-equiv="refresh"' not in page
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     run = make_run(tmp_path / "new")
-    assert main(["watch", str(run)]) == 0
-    assert rows_of((run / "watch.html").read_text(), "state") == [
-        ["state", "training, or killed"],
+    assert main(["report", str(run)]) == 0
+    state = rows_of((run / "report.html").read_text(), "state")
+    assert [row for row in state if row[0] not in ("command", "work")] == [
+        ["state", "running, or killed"],
         ["steps", "0 of 5,000"],
         ["restarts", "0"],
     ]
-    assert draw_run(read_run(run)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "cells"),
+    [
+        ("small-128px-fast-dreambooth", "state", {"steps", "400"}),
+        ("feed-mds-512px", "data", {"feed", "mds", "images"}),
+    ],
+)
+def test_the_page_of_a_published_run_has_the_figures_of_its_record(tmp_path, name, table, cells):
+    folder, out = min(RESULTS.glob(f"runs/*_{name}")), tmp_path / "page.html"
+    assert main(["report", str(folder), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert rows_of(page, "state")[0] == ["state", "ok"]
+    assert any(cells <= {*row} for row in rows_of(page, table))
+    assert not (folder / "report.html").exists()
+
+
+def test_the_page_of_a_benchmark_has_its_charts_or_why_there_is_none(tmp_path, capsys):
+    record = make_record(summary__breakdown=BREAKDOWN, summary__peak_memory_gib=12.34)
+    run = write_run(tmp_path / "run", record)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert ["peak memory", "12.3 GiB per rank"] in rows_of(page, "state")
+    charts = re.findall("<figcaption>([^:,]*)", page)
+    assert charts == ["Where the time of a step goes", "Step times"]
+    (run / "steps.csv").write_text("index,phase\n")
+    assert main(["report", str(run)]) == 1
+    assert "left out: " in capsys.readouterr().err
+    failed = make_record(status="oom", reason="no memory", summary=None)
+    run = write_run(tmp_path / "failed", failed)
+    assert main(["report", str(run)]) == 0
+    state = rows_of((run / "report.html").read_text(), "state")
+    assert state[0] == ["state", "oom: no memory"]
 
 
 def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
     losses = ("inf", "1e308", 0.5)
     run = make_run(tmp_path / "run", steps=[(n, loss, 0, 8, 0) for n, loss in enumerate(losses, 1)])
-    assert main(["watch", str(run)]) == 0
-    state = rows_of((run / "watch.html").read_text(), "state")
+    assert main(["report", str(run)]) == 0
+    state = rows_of((run / "report.html").read_text(), "state")
     assert ["training loss, smoothed", "0.5000"] in state
-
-
-@pytest.mark.slow
-def test_the_page_follows_the_run_to_its_end(tmp_path, monkeypatch):
-    run, pages = make_run(tmp_path / "run", steps=make_steps(2)), []
-
-    def train_on(seconds):
-        pages.append((run / "watch.html").read_text())
-        assert seconds == 30.0
-        record = json.loads((run / "record.json").read_text())
-        if len(pages) == 2:
-            # The time that the steps took at their rates.
-            train_s = sum(record["config"]["batch_size"] / step[3] for step in make_steps(2))
-            summary = {"train_s": train_s, "other_s": {}, "first_step": 0, "num_saved": 1}
-            summary |= dict.fromkeys(("images_per_second", "loss_last", "peak_memory_gib"))
-            summary |= {"total_train_s": train_s, "num_restarts": 0, "num_lost_steps": 0}
-            summary |= {"lost_s": 0.0, "down_s": 0.0}
-            record |= {"status": "ok", "reason": None, "duration_s": 999.0, "summary": summary}
-            record["workload"] |= {"num_steps": 2, "num_images": 8}
-        (run / "record.json").write_text(json.dumps(record))
-
-    monkeypatch.setattr(time, "sleep", train_on)
-    assert main(["watch", str(run), "--every", "30"]) == 0
-    assert len(pages) == 2 and all('http-equiv="refresh" content="30"' in page for page in pages)
-    last = (run / "watch.html").read_text()
-    assert 'http-equiv="refresh"' not in last
-    assert rows_of(last, "state")[0] == ["state", "ok"]
 
 
 @pytest.mark.slow
@@ -214,7 +219,7 @@ def test_the_page_of_a_long_run_has_few_grids_of_small_size_and_the_newest_rows(
     for file in names.values():
         Image.new("RGB", (8, 8)).save(run / file)
     Image.effect_noise((3000, 2000), 100).save(run / names[200])
-    grids = encode_grids(read_run(run))
+    grids = encode_grids(read_run(run, load_record(run)))
     steps = [step for step, _ in grids]
     assert len(steps) == MAX_GRIDS and steps == sorted(steps, reverse=True)
     assert (steps[0], steps[-1]) == (200, 10)
@@ -222,8 +227,8 @@ def test_the_page_of_a_long_run_has_few_grids_of_small_size_and_the_newest_rows(
     assert kind == "data:image/jpeg;base64"
     assert Image.open(io.BytesIO(base64.b64decode(content))).size == (1400, 933)
     # And of each table the newest rows.
-    assert main(["watch", str(run)]) == 0
-    rows = rows_of((run / "watch.html").read_text(), "validation")
+    assert main(["report", str(run)]) == 0
+    rows = rows_of((run / "report.html").read_text(), "validation")
     assert [row[0] for row in rows] == [f"{step}" for step in range(200, 80, -10)]
 
 
@@ -232,7 +237,5 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     header = ",".join(TRAIN_STEP_COLUMNS)
     for content in ("index,phase\n0,warmup\n", f"{header}\n1,1,1,8,-1\n", f"{header}\n1,1,1,0,1\n"):
         (run / "steps.csv").write_text(content)
-        assert refusal_of("watch", run).value == str(run / "steps.csv")
-    (run / "record.json").write_text(json.dumps(make_record()))
-    assert refusal_of("watch", run).flag == "RUN"
-    assert refusal_of("watch", tmp_path / "nowhere").value == str(tmp_path / "nowhere")
+        assert refusal_of("report", run).value == str(run / "steps.csv")
+    assert refusal_of("report", tmp_path / "nowhere").value == str(tmp_path / "nowhere")

@@ -1,36 +1,30 @@
-"""The command `python -m sdbench watch`: a page with the progress of a training run."""
+"""Makes the page of one run, also while it runs: its state, its charts, and what happened."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
-import time
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import EXIT_OK
-from sdbench.base.files import replace_file
+from sdbench.analysis.feed_table import make_data_table
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.record.history import cost_of_stops
-from sdbench.record.store import OK, UNFINISHED_REASON, utc_now
+from sdbench.record.store import BENCHMARK, OK, TRAIN, UNFINISHED_REASON, kind_of, utc_now
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import plain_style
-from sdbench.report.runs import describe_run
+from sdbench.report.run_plots import draw_breakdown, draw_step_times
+from sdbench.report.runs import describe_run, read_record
 from sdbench.report.tables import Field, Table, make_table, tabulate
-from sdbench.report.terminal import format_number
+from sdbench.report.terminal import format_number, format_rates, list_figures
 from sdbench.report.training_run import TrainingRun, draw_run, encode_grids, read_run
-from sdbench.settings.kinds import PATH, SECONDS
-from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting
 
-PAGE_NAME = "watch.html"
 # A century: a file may hold any number.
 MAX_DURATION_S = 100 * 365.25 * 86_400
 # Each table has the newest rows.
 MAX_ROWS = 12
-HELP = "Times are hours:minutes:seconds. Validating and drawing do not count as training."
 # Events that pause training.
 PAUSES = {"validation": "validating", "samples": "drawing pictures", "scores": "scoring pictures"}
 EVENTS = {"begin": "start", "save": "checkpoint", "end": "end", "bad_loss": "loss not finite"}
@@ -41,84 +35,57 @@ SCORES = (
     Field("CLIP score", "clip_score"),
     Field("standard error of it", "clip_score_error"),
 )
-EPILOG = """\
-examples:
-  python -m sdbench watch runs/first
-      writes runs/first/watch.html
-  python -m sdbench watch runs/first --every 30
-      again and again, until the run has reached its end or Ctrl-C; the browser follows
-"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchFlags:
-    """Flags of the command."""
+def make_run_page(folder: Path) -> tuple[str, list[Path]]:
+    """Make the page of a run of any kind.
 
-    run: Path = setting(PATH, REQUIRED, "folder of a run of train.py", is_positional=True)
-    every: float | None = setting(
-        SECONDS, None, "write the page again after so many seconds (default: once)"
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page of a run."""
-    flags = parse(
-        WatchFlags,
-        argv,
-        prog="python -m sdbench watch",
-        description="Make one HTML page of a training run: curves, pictures, restarts.",
-        epilog=EPILOG,
-    ).config
-    run = write_page(flags.run, refresh_s=flags.every)
-    print(flags.run / PAGE_NAME, flush=True)
-    while flags.every is not None and run.record["status"] != OK:
-        time.sleep(flags.every)
-        run = write_page(flags.run, refresh_s=flags.every)
-    return EXIT_OK
-
-
-def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
-    """Write the page of a run into its folder; the browser reloads it while the run goes on."""
-    run = read_run(folder)
-    is_over = run.record["status"] == OK
+    Returns:
+        The page; and the tables of steps that it lacks as they cannot be read, which are named on
+        stderr.
+    """
+    record = read_record(folder, flag="RUNS")
+    kind, has_result = kind_of(record), record["status"] == OK
+    figures = [("state", _describe_state(record)), ("command", shlex.join(record["command"]))]
+    if kind in (BENCHMARK, TRAIN):
+        figures.append(("work", describe_run(record)))
+    help_text, tables, plots, further, left_out = "", [], [], [], []
     with plain_style():
-        plot = draw_run(run)
-    scores = tabulate(
-        SCORES,
-        _newest(run.of("scores")),
-        name="scores",
-        caption="Scores of pictures drawn for held-out captions",
-    )
-    tables = [_make_validations(run), scores.without_empty_columns(), _make_events(run)]
+        if kind == TRAIN:
+            run = read_run(folder, record)
+            help_text = "Times are hours:minutes:seconds. Validating and drawing are not training."
+            figures += _list_progress(run).items()
+            plots = draw_run(run)
+            further = [_make_pictures(run), _make_history(run)]
+        elif kind == BENCHMARK and has_result:
+            figures += list_figures(record)
+            traces, left_out = draw_step_times([record], {record["run_id"]: folder})
+            plots = [*draw_breakdown([record]), *traces]
+        elif has_result:
+            tables = [make_data_table([record])]
+    rows = [{"what": name, "figure": figure} for name, figure in figures]
+    state = make_table(rows, name="state", caption="Figures of now")
+    sections = [Section("Where it is", help_text, [state, *tables], plots=plots), *further]
     page = format_page(
-        [Section("Where it is", HELP, [_make_state(run)], plots=[] if plot is None else [plot])],
-        template="watch.html.j2",
+        [section for section in sections if section.has_content],
         name=folder.resolve().name,
-        step=run.last_step,
-        work=describe_run(run.record),
-        made_utc=utc_now().removesuffix("+00:00"),
-        refresh_s=None if refresh_s is None or is_over else f"{refresh_s:g}",
-        history=Section(
-            "History", "The newest rows of each table.", [table for table in tables if table.rows]
-        ),
-        grids=encode_grids(run),
-        num_grids=len({one["step"] for one in run.of("samples") if one["file"]}),
+        made_from=f"Made by python -m sdbench report at {utc_now().removesuffix('+00:00')} UTC.",
     )
-    replace_file(folder / PAGE_NAME, page)
-    return run
+    return page, left_out
 
 
-def _make_state(run: TrainingRun) -> Table:
-    """The state of the run, with a row for each figure."""
+def _describe_state(record: Mapping[str, Any]) -> str:
+    if record["reason"] == UNFINISHED_REASON:
+        return "running, or killed"
+    return ": ".join(filter(None, (record["status"], record["reason"])))
+
+
+def _list_progress(run: TrainingRun) -> dict[str, str]:
+    """How far a training run is."""
     record = run.record
     num_steps = record["workload"]["num_steps"]
-    state = record["status"]
-    if record["reason"] == UNFINISHED_REASON:
-        state = "training, or killed"
-    elif record["reason"] is not None:
-        state = f"{state}: {record['reason']}"
-    stops = cost_of_stops(run.events)
-    figures = {"state": state, "steps": f"{run.last_step:,} of {num_steps:,}"}
+    stops = record["summary"] or cost_of_stops(run.events)
+    figures = {"steps": f"{run.last_step:,} of {num_steps:,}"}
     if not run.steps.empty:
         last = run.steps.iloc[-1]
         step_times_s = record["config"]["batch_size"] / run.steps["images_per_second"]
@@ -131,6 +98,12 @@ def _make_state(run: TrainingRun) -> Table:
             "trained": _duration(step_times_s.sum() + stops["lost_s"]),
             "left to train": _duration(num_left * step_times_s.iloc[-1]),
         }
+    elif record["status"] == OK:  # a published run, which has no table of steps
+        figures = {
+            "steps": f"{num_steps:,}",
+            "images/s": format_rates([record["summary"]]),
+            "trained": _duration(record["summary"]["total_train_s"]),
+        }
     if validations := run.of("validation"):
         best = min(validations, key=lambda one: math.inf if one["loss"] is None else one["loss"])
         figures["validation loss, newest"] = _at_step(validations[-1])
@@ -141,10 +114,33 @@ def _make_state(run: TrainingRun) -> Table:
     if saves := run.of("save"):
         figures["waiting for checkpoints"] = _duration(sum(one["stall_s"] for one in saves))
     figures["restarts"] = f"{stops['num_restarts']}"
-    if run.restarts:
+    if stops["num_restarts"]:
         figures["lost by them"] = _describe_loss(stops)
-    rows = [{"what": name, "figure": figure} for name, figure in figures.items()]
-    return make_table(rows, name="state", caption="Figures of now")
+    return figures
+
+
+def _make_pictures(run: TrainingRun) -> Section:
+    grids = encode_grids(run)
+    num_grids = len({one["step"] for one in run.of("samples") if one["file"]})
+    some = f" {len(grids)} of {num_grids} grids." if num_grids > len(grids) else ""
+    return Section(
+        "Pictures",
+        f"The same prompts and the same noise, the newest pictures first.{some}",
+        pictures=[(f"Step {step}", uri) for step, uri in grids],
+    )
+
+
+def _make_history(run: TrainingRun) -> Section:
+    scores = tabulate(
+        SCORES,
+        _newest(run.of("scores")),
+        name="scores",
+        caption="Scores of pictures drawn for held-out captions",
+    )
+    tables = [_make_validations(run), scores.without_empty_columns(), _make_events(run)]
+    return Section(
+        "History", "The newest rows of each table.", [table for table in tables if table.rows]
+    )
 
 
 def _newest(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
