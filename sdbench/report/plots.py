@@ -111,18 +111,20 @@ def make_figure(
     heights_inches: Sequence[float],
     *,
     sources: str,
+    above: float = 0.4,
     left: float = 0.85,
     gap: float = 0.85,
     below: float = 0.55,
 ) -> tuple[Figure, list[Axes]]:
     """Make axes one below the other, with up to three lines of sources under them.
 
-    All sizes are in inches. `left` and `below` are the space for labels of the axes.
+    All sizes are in inches. `above` is the space for a title or a legend, `left` and `below` for
+    labels of the axes.
     """
     from matplotlib.figure import Figure
 
     lines = textwrap.wrap(sources, 82, max_lines=3, placeholder=" ...")
-    above, right = 0.4, 0.2
+    right = 0.2
     below += 0.1 + 0.14 * len(lines)
     total = above + sum(heights_inches) + gap * (len(heights_inches) - 1) + below
     figure = Figure(figsize=(WIDTH_INCHES, total), dpi=DOTS_PER_INCH)

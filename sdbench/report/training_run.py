@@ -83,7 +83,8 @@ def draw_run(run: TrainingRun) -> list[Plot]:
         f"steps.csv and history.jsonl of {run.folder.name}; the line through the losses is their "
         f"exponentially weighted mean with a half-life of {run.half_life:.0f} steps"
     )
-    figure, axes = make_figure([3.0, 1.0, 1.0, 1.0], sources=sources, left=0.95, gap=0.3)
+    heights_inches = [3.0, 1.0, 1.0, 1.0]
+    figure, axes = make_figure(heights_inches, sources=sources, above=0.6, left=0.95, gap=0.3)
     stride = -(-len(run.steps) // MAX_STEPS_DRAWN)
     shown = run.steps[(len(run.steps) - 1) % stride :: stride]  # the last step is among them
     _draw_losses(axes[0], run, shown)
@@ -136,7 +137,7 @@ def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.set_ylabel("loss")
     # Above the axes, where it covers no line.
-    ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=3)
+    ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2)
 
 
 def encode_grids(run: TrainingRun) -> list[tuple[int, str]]:
