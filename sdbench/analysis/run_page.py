@@ -46,10 +46,8 @@ def make_run_page(folder: Path) -> tuple[str, list[Path]]:
     """
     record = read_record(folder, flag="RUNS")
     kind, has_result = kind_of(record), record["status"] == OK
-    figures = [("state", _describe_state(record)), ("command", shlex.join(record["command"]))]
-    if kind in (BENCHMARK, TRAIN):
-        figures.append(("work", describe_run(record)))
-    help_text, tables, plots, further, left_out = "", [], [], [], []
+    figures = [("state", _describe_state(record))]
+    help_text, plots, further, left_out = "", [], [], []
     with plain_style():
         if kind == TRAIN:
             run = read_run(folder, record)
@@ -62,14 +60,20 @@ def make_run_page(folder: Path) -> tuple[str, list[Path]]:
             traces, left_out = draw_step_times([record], {record["run_id"]: folder})
             plots = [*draw_breakdown([record]), *traces]
         elif has_result:
-            tables = [make_data_table([record])]
+            data = make_data_table([record])
+            names = [column.name for column in data.columns]
+            figures += zip(names, [cell.text for cell in data.rows[0]], strict=True)
+    if kind in (BENCHMARK, TRAIN):
+        figures.append(("work", describe_run(record)))
+    figures.append(("command", shlex.join(record["command"])))
     rows = [{"what": name, "figure": figure} for name, figure in figures]
-    state = make_table(rows, name="state", caption="Figures of now")
-    sections = [Section("Where it is", help_text, [state, *tables], plots=plots), *further]
+    caption = f"State at {utc_now().removesuffix('+00:00')} UTC"
+    state = make_table(rows, name="state", caption=caption)
+    sections = [Section("The run", help_text, [state], plots=plots), *further]
     page = format_page(
         [section for section in sections if section.has_content],
         name=folder.resolve().name,
-        made_from=f"Made by python -m sdbench report at {utc_now().removesuffix('+00:00')} UTC.",
+        made_from="Made by python -m sdbench report.",
     )
     return page, left_out
 

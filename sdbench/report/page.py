@@ -36,10 +36,8 @@ class Section:
         return bool(self.tables or self.folds or self.plots or self.pictures)
 
 
-def format_page(
-    sections: Sequence[Section], *, template: str = "page.html.j2", **values: Any
-) -> str:
-    """Render a page from a template beside this file, with values that it shows."""
+def format_page(sections: Sequence[Section], **values: Any) -> str:
+    """Render a page from the template beside this file, with values that it shows."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -52,5 +50,5 @@ def format_page(
     notes: dict[str, Sequence[str]] = {}
     for plot in (plot for section in sections for plot in section.plots):
         notes |= plot.notes
-    page = environment.get_template(template)
+    page = environment.get_template("page.html.j2")
     return page.render(sections=sections, notes=notes, kinds=tuple(MARKERS), **values) + "\n"
