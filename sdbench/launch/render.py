@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import re
 import shlex
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +21,8 @@ from sdbench.settings.setting import declarations, setting
 
 FOLDER = "multi-node"
 JOB_NAME = "stable-diffusion"
-# Where the pods mount the volume that collect-results.sh reads.
-RESULTS_DIR = "/results"
-ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
-# The arguments of a RayJob are part of a shell command, after this one.
-ENTRYPOINT_ARGUMENTS = re.compile(
-    rf"^( *)--results_dir={RESULTS_DIR}\n(?:\1\S.*\n)*", flags=re.MULTILINE
-)
-PARSERS = {"benchmark.py": config.parse_request, "train.py": recipe.parse_request}
-COUNT_KEYS = ("replicas", "minReplicas", "maxReplicas", "maxRestarts", "numNodes", "numProcPerNode")
+# Where the pods mount the volume that collect-results.sh reads; what runs the program has it.
+RESULTS = "--results_dir=/results"
 
 EPILOG = """\
 examples:
@@ -50,6 +42,7 @@ class Manifest(NamedTuple):
     template: str  # in multi-node/
     meaning: str
     logs: str  # what `kubectl logs -f` follows
+    arguments: str = "--use_synth_data --use_ema --device_train_microbatch_size=4"
 
 
 MANIFESTS: dict[str, Manifest] = {
@@ -73,6 +66,7 @@ MANIFESTS: dict[str, Manifest] = {
         "7.stable-diffusion-rayjob.yaml-template",
         "RayJob of KubeRay: a Ray cluster of pods that train and pods that encode",
         f"job/{JOB_NAME}",
+        "--use_ema --device_train_microbatch_size=4",
     ),
 }
 ETCD = "4.etcd.yaml"
@@ -129,7 +123,7 @@ class RenderFlags:
     )
     trainer_instance_type: str = setting(NAME, "p4de.24xlarge", "machines that train")
     encoder_instance_type: str = setting(NAME, "g5.2xlarge", "machines that decode and encode")
-    program: str = setting(one_of(*PARSERS), "benchmark.py", "what the job runs")
+    program: str = setting(one_of("benchmark.py", "train.py"), "benchmark.py", "what the job runs")
     remote: str | None = setting(
         WORD, None, "the data set's pictures, at a place that all pods reach: s3://bucket/laion"
     )
@@ -149,7 +143,7 @@ VARIABLES = tuple(name.upper() for name in SETTINGS if name not in ("out", "dry_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill in a template and write it, or say what it would run; returns the exit code."""
+    """Fill in a template, and write it or say what it would run; returns the exit code."""
     import yaml
 
     name, rest = choose_command(
@@ -168,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="",
         rest="ARGUMENTS of the program",
     )
-    flags, arguments = request.config, request.rest
+    flags = request.config
     check_suite_is_here(f"{FOLDER}/{manifest.template}", folder=ROOT)
-    template = (ROOT / FOLDER / manifest.template).read_text(encoding="utf-8")
-    names = find_names(template)
+    template = string.Template((ROOT / FOLDER / manifest.template).read_text(encoding="utf-8"))
+    names = template.get_identifiers()
     for unused in VARIABLES:
         if unused not in names and request.is_users(unused.lower()):
             raise ConfigError(
@@ -180,46 +174,34 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed=", ".join(sorted(names)),
                 flag=f"--{unused.lower()}",
             )
-    text = string.Template(template).substitute(_find_values(flags, names))
-    if arguments:
-        text = _replace_arguments(text, arguments)
-    documents = list(yaml.safe_load_all(text))
-    _check_arguments(documents, arguments)
-    if flags.out is None and not flags.dry_run:
-        print(text, end="")
+    arguments = _quote(request.rest) or manifest.arguments
+    text = template.substitute(_find_values(flags, names), ARGUMENTS=arguments)
+    texts = _find_texts(list(yaml.safe_load_all(text)))
+    (command,) = {one for one in texts if RESULTS in one}  # the pods of a job run the same
+    _check_arguments(command)
+    if flags.dry_run or flags.out is None:
+        print(command if flags.dry_run else text.removesuffix("\n"))
         return 0
-    file = flags.out or Path(f"{JOB_NAME}-{name}.yaml")
-    if flags.dry_run:
-        lines = [line for each in documents for line in _describe(each, each["kind"])]
-        print("\n".join(dict.fromkeys(lines)))  # the workers of a job repeat what its master runs
-    else:
-        file.write_text(text, encoding="utf-8")
-        print(f"written: {file}")
-    print("next:")
+    flags.out.write_text(text, encoding="utf-8")
+    file = shlex.quote(str(flags.out))
+    print(f"written: {flags.out}\nnext:")
     if "RDZV_BACKEND" in names and flags.rdzv_backend != "c10d":
         print(f"  kubectl apply -f {FOLDER}/{ETCD}\n  kubectl rollout status deployment/etcd")
-    print(f"  kubectl apply -f {shlex.quote(str(file))}")
+    print(f"  kubectl apply -f {file}")
     print(f"  kubectl get pods --watch\n  kubectl logs -f {manifest.logs}")
     print(f"  multi-node/collect-results.sh {flags.results_claim}")
-    print(f"  kubectl delete -f {shlex.quote(str(file))}")
+    print(f"  kubectl delete -f {file}")
     return 0
 
 
-def find_names(template: str) -> set[str]:
-    """The variables ``${NAME}`` of a template, and the variables that they are computed from."""
-    names = {found["braced"] for found in string.Template.pattern.finditer(template)}
-    return names | {"NUM_NODES", "NUM_GPUS_PER_NODE"}
-
-
-def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
+def _find_values(flags: RenderFlags, names: Collection[str]) -> dict[str, Any]:
     """The value of every variable of a template; refuses a variable that is not set."""
     is_at_pod = flags.rdzv_backend == "c10d"
-    now = datetime.datetime.now(datetime.UTC)
     num_nodes = flags.num_nodes or 0
     values = {
         "RDZV_HOST": f"{JOB_NAME}-worker-0" if is_at_pod else "etcd",
         "RDZV_PORT": flags.master_port if is_at_pod else 2379,
-        "RUN_ID": now.strftime("run-%Y%m%dt%H%M%Sz"),
+        "RUN_ID": datetime.datetime.now(datetime.UTC).strftime("run-%Y%m%dt%H%M%Sz"),
         # Anyscale's template has 192 for 48 encoders.
         "NUM_DECODERS": 4 * (flags.num_encoders or 0) or None,
         "NUM_WORKERS": num_nodes - 1,  # pods other than node 0
@@ -240,55 +222,32 @@ def _find_values(flags: RenderFlags, names: set[str]) -> dict[str, Any]:
     return values
 
 
-def _replace_arguments(text: str, arguments: Sequence[str]) -> str:
+def _quote(arguments: Sequence[str]) -> str:
+    """Arguments as words of a shell; refuses those that the program would not get as they are."""
     why = "the results of a pod go to its volume"
     refuse_flag("--results_dir", arguments, why=why, flag="ARGUMENTS")
     for argument in arguments:
-        if len(argument.splitlines()) > 1 or "$(" in argument:
+        if not argument.isprintable() or re.search(r"\$[$(]", argument):
             raise ConfigError(
-                "YAML would change the line breaks of an argument, and the pod its $(NAME)",
+                "YAML would change the line breaks of an argument, and the pod its $(NAME) and $$",
                 value=argument,
-                allowed="arguments of one line without $(",
+                allowed="arguments of one printable line without $( and $$",
                 flag="ARGUMENTS",
             )
-
-    def write_list(found: re.Match[str]) -> str:
-        # JSON is YAML, and a text in it stays a text.
-        items = map(json.dumps, (*arguments, f"--results_dir={RESULTS_DIR}"))
-        return "".join([f"{found[1]}args:\n", *(f"{found[1]}  - {item}\n" for item in items)])
-
-    def write_line(found: re.Match[str]) -> str:
-        words = (f"--results_dir={RESULTS_DIR}", *map(shlex.quote, arguments))
-        return "".join(f"{found[1]}{word}\n" for word in words)
-
-    return ENTRYPOINT_ARGUMENTS.sub(write_line, ARGUMENTS.sub(write_list, text))
+    return shlex.join(arguments)
 
 
-def _check_arguments(documents: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> None:
+def _find_texts(value: Any) -> Iterator[str]:
+    """Every text of a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _find_texts(part)
+
+
+def _check_arguments(command: str) -> None:
     """Refuse arguments that the program would refuse in the cluster."""
-    program, words = "benchmark.py", list(arguments)
-    jobs = [document for document in documents if document["kind"] == "RayJob"]
-    for job in jobs:  # its entrypoint holds the arguments
-        _, program, *words = shlex.split(job["spec"]["entrypoint"])
-    if Path(program).name in PARSERS:
-        request = PARSERS[Path(program).name](words, description="", epilog="")
-        if jobs:  # else the manifest has others beside them
-            check(request)
-
-
-def _describe(value: Any, *place: str) -> Iterator[str]:
-    """Lines on what a part of a manifest runs: numbers, commands, variables and devices."""
-    key = place[-1]
-    if key in COUNT_KEYS:
-        yield f"{'.'.join(place)}: {value}"
-    elif key in ("command", "args"):
-        yield f"{key}: {shlex.join(value)}"
-    elif key == "entrypoint":
-        yield f"entrypoint: {value}"
-    elif key == "limits":
-        yield from (f"limit: {name}={number}" for name, number in value.items())
-    elif key == "env":
-        yield from (f"env: {one['name']}={one.get('value', '(secret)')}" for one in value)
-    parts = value.items() if isinstance(value, Mapping) else ()
-    for name, part in enumerate(value) if isinstance(value, list) else parts:
-        yield from _describe(part, *place, str(name))
+    _, program, *words = shlex.split(command)
+    settings = recipe if Path(program).name == "train.py" else config
+    check(settings.parse_request(words, description="", epilog=""))

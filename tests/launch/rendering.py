@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import string
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sdbench.cli import main
-from sdbench.launch.render import ETCD, VARIABLES, find_names
+from sdbench.launch.render import ETCD, VARIABLES
 from sdbench.launch.render import MANIFESTS as OF_RENDER
 
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
@@ -38,19 +39,20 @@ VALUES = {
     "RDZV_PORT": "2379",
     "RUN_ID": "run-1",
     "RESULTS_CLAIM": "stable-diffusion-results",
+    "ARGUMENTS": "--use_synth_data --use_ema --device_train_microbatch_size=4",
 }
 
 
-def template_of(kind: str) -> Path:
+def template_of(kind: str) -> str:
     """The template of a kind."""
-    return FOLDER / OF_RENDER[kind].template
+    return (FOLDER / OF_RENDER[kind].template).read_text()
 
 
 def flags_for(kind: str, **changes: str) -> list[str]:
     """The flags that give a template's variables the values above, unless changed."""
     values = {**VALUES, **changes}
-    names = [name for name in VARIABLES if name in find_names(template_of(kind).read_text())]
-    return [part for name in names for part in (f"--{name.lower()}", values[name])]
+    names = string.Template(template_of(kind)).get_identifiers()
+    return [f"--{name.lower()}={values[name]}" for name in VARIABLES if name in names]
 
 
 def render(kind: str, *arguments: str, **changes: str) -> str:

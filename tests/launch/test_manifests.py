@@ -158,7 +158,7 @@ def test_a_pod_has_its_devices_its_shared_memory_and_the_volume_of_the_results(k
     pods = list_pods(documents(kind))
     assert len(pods) == 3
     for pod in pods:
-        assert "--results_dir=/results" in pod.command
+        assert pod.command[-1].endswith(" --results_dir=/results")
 
 
 @pytest.mark.parametrize("kind", JOBS)
