@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from sdbench import data
 from sdbench.base.conditions import CLIP
 from sdbench.base.errors import RunError
 from sdbench.base.units import counted
 from sdbench.data.formats.mds_index import is_packed, locate_mds
 from sdbench.data.samples import BadSampleError, check_caption
 from sdbench.data.source import SourceConfig
+from sdbench.data.sources import open_stored
 
 # Of one or two files in most data sets. All of a smaller data set.
 NUM_CAPTIONS = 256
@@ -28,7 +28,7 @@ def describe_captions(config: SourceConfig, *, num_samples: int | None) -> list[
     is_here = place is not None and os.path.exists(place) and not config.is_streamed
     if not is_here or num_samples is None or config.wants_latents or _is_packed(config):
         return []
-    samples = data.open_stored(config)
+    samples = open_stored(config)
     samples.needs_images = False
     number = min(len(samples), NUM_CAPTIONS)
     captions, bad = [], []

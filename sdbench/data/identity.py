@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench import __version__, data
+from sdbench import __version__
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.escape import as_utf8
 from sdbench.base.files import fingerprint, write_json
@@ -45,6 +45,7 @@ from sdbench.data.remote import (
 )
 from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
+from sdbench.data.sources import detect_format, list_files
 from sdbench.record.provenance import git_state
 
 # Names of what `identify` describes, in messages.
@@ -119,7 +120,7 @@ def _describe_belongings(source: SourceConfig) -> Iterator[tuple[str, Any]]:
     if source.class_prompts is not None:
         yield "--class_prompts", fingerprint(Path(source.class_prompts))
     if source.is_streamed and source.data_format == "webdataset":
-        tars = data.list_files(source)
+        tars = list_files(source)
         sizes = read_sizes(tars, place=source.tar_sizes)
         named = dict(zip(map(lasting_name, tars), sizes, strict=True))
         yield "--tar_sizes", named if len(named) <= MAX_NAMED else digest(sizes)
@@ -275,7 +276,7 @@ def sources_of(settings: Any) -> dict[str, SourceConfig]:
         source,
         remote=class_place,
         local=None,
-        data_format=data.detect_format(class_place),
+        data_format=detect_format(class_place),
         caption=settings.class_prompt,
     )
     return {DATA: source, CLASS_PICTURES: of_class}
@@ -357,7 +358,7 @@ def _list_mds(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any], list[
 
 def _list_files(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
     is_folder = source.data_format == "folder"
-    files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
+    files = sorted(list_files_and_captions(source) if is_folder else list_files(source))
     parts = [lasting_name(file).split("/") for file in files]
     # On lists, `commonprefix` compares name by name.
     num_shared = len(os.path.commonprefix([names[:-1] for names in parts]))  # noqa: RUF071
@@ -402,8 +403,8 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
     Files are the same if they are one file on the disk, also by a link, or have the same name and
     size; their content is not compared. URLs are compared as text. Raises as `data.check`.
     """
-    trained_keys = set().union(*map(_keys, data.list_files(trained)))
-    return [file for file in data.list_files(held_out) if _keys(file) & trained_keys]
+    trained_keys = set().union(*map(_keys, list_files(trained)))
+    return [file for file in list_files(held_out) if _keys(file) & trained_keys]
 
 
 def _keys(file: str) -> set[object]:

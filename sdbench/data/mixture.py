@@ -17,7 +17,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
@@ -33,6 +32,7 @@ from sdbench.data.latent_columns import check_array
 from sdbench.data.remote import is_url
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, decoding
 from sdbench.data.source import VAE_FACTOR, SourceConfig
+from sdbench.data.sources import list_files
 
 SIZES_FOLDER = "picture-sizes"
 # Beside the samples; hidden, because no format reads hidden files as samples.
@@ -139,7 +139,7 @@ def _read_sizes(samples: Samples, config: SourceConfig) -> np.ndarray:
     facts = {
         "version": SIZES_VERSION,
         # At a URL perhaps only names are known: the addresses are told apart as well.
-        "data": [identity, data.list_files(config) if is_url(places_of(config)[0]) else None],
+        "data": [identity, list_files(config) if is_url(places_of(config)[0]) else None],
         "num_samples": len(samples),
         "read": [samples.sample_type.value, dict(samples.columns), config.read_avif],
         "filters": dict(config.filters or {}),

@@ -30,7 +30,7 @@ NUM_SYNTHETIC_IMAGES = 100_000
 class SourceConfig(DataSettings):
     """What `data.check` and `data.build` need: the user's settings, and what a run decides."""
 
-    data_format: str = field()  # a name of `data.SOURCES`, not ``auto``; required here
+    data_format: str = field()  # a name of `sources.SOURCES`, not ``auto``; required here
     num_workers: int = 0  # loader processes of this rank; 0 loads in the training process
     image_size: int  # side of the square images in pixels, or of one with as many as a bucket has
     shapes: Buckets | None = None  # of pictures, where `buckets` asks for several

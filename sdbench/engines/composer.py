@@ -19,12 +19,14 @@ from composer.utils import dist, get_device
 
 from sdbench.base.errors import RunError
 from sdbench.engines.device_batches import Batches
-from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.hooks import TrainingHooks
+from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, mean_over_ranks
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
+from sdbench.settings.recipe import EngineConfig
 
 # Private methods may mean something else in another release.
 KNOWN_VERSION = "0.32."

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sdbench.base.shape import Shape
 from sdbench.data.samples import shape_of
-from sdbench.engines.job import EngineConfig
 from sdbench.measure import phases
 from sdbench.measure.watch import StepWatch
+from sdbench.settings.recipe import EngineConfig
 
 if TYPE_CHECKING:
     from sdbench.data.pipeline.loader import CheckedLoader

@@ -1,4 +1,4 @@
-"""`TrainJob`, which a task hands to an engine, and the settings and hooks that go with it.
+"""`TrainJob`, which a task hands to an engine.
 
 The task describes the optimizer and the moving average; they are made after the engine has placed
 or sharded the weights.
@@ -8,38 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
-
-from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.recipe import TrainConfig
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.engines.device_batches import Batch
-    from sdbench.engines.train_state import TrainState
-
-
-# The resolved settings.
-EngineConfig = BenchmarkConfig | TrainConfig
-
-
-class TrainingHooks(Protocol):
-    """What train.py does around the steps of a run; a measurement has no hooks."""
-
-    def begins(self, state: TrainState) -> None:
-        """Restore a state, if there is one: everything is built and placed, nothing trained yet."""
-
-    def gradients_ready(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Act on the gradients of a step before its update, which it may skip.
-
-        The loss of this rank's batch and the norm of all gradients before they were clipped, None
-        where they are not, are on the device.
-        """
-
-    def step_ended(self, state: TrainState) -> None:
-        """Act after a step, once the watch has counted it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.optim.adam import single_param_adam
 
-from sdbench.engines.optimizers import Updating
+from sdbench.engines.adamw import Updating
 from sdbench.settings.parallel import has_cpp_compiler
 
 has_compiler = functools.cache(has_cpp_compiler)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sdbench.base.errors import ConfigError
-from sdbench.engines.optimizers import AdamWOfMasterWeights
+from sdbench.engines.adamw import AdamWOfMasterWeights
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # sqrt may leave errno alone, so that it is an instruction. Sums keep their order: no -ffast-math.

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
 from sdbench.engines.device_batches import Batches, MicroBatch, split_batch
-from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.hooks import TrainingHooks
+from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
@@ -28,6 +29,7 @@ from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP
+from sdbench.settings.recipe import EngineConfig
 
 
 def fit(

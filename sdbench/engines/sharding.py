@@ -17,9 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from sdbench.engines.job import EngineConfig, TrainJob
+from sdbench.engines.job import TrainJob
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE
+from sdbench.settings.recipe import EngineConfig
 
 
 class MicrobatchedDDP(DistributedDataParallel):

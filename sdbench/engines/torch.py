@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sdbench.engines.device_batches import Batch, MicroBatch, split_batch
-from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.hooks import TrainingHooks
+from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import begin_microbatch, make_ddp
 from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
@@ -21,6 +22,7 @@ from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP
+from sdbench.settings.recipe import EngineConfig
 
 
 def fit(

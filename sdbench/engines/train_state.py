@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
-from sdbench.engines.job import EngineConfig, TrainJob
+from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import forget_gathered, held_weights, own_optimizer
 from sdbench.models.weights import PRECISIONS
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.recipe import EngineConfig
 
 # Larger than the number of ranks, whose seeds are consecutive.
 SEEDS_OF_A_STEP = 1_000_003

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
-from sdbench.engines.job import EngineConfig, TrainingHooks, TrainJob
+from sdbench.engines.hooks import TrainingHooks
+from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import parameter_groups, update_early
 from sdbench.engines.sharding import held_weights, shard_weights
 from sdbench.engines.train_state import TrainState
@@ -24,6 +25,7 @@ from sdbench.measure.phases import PhaseClock
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, ZERO1
+from sdbench.settings.recipe import EngineConfig
 
 
 def find_device() -> torch.device:

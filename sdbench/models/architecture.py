@@ -48,6 +48,7 @@ from sdbench.models.stored import StoredWeight, by_own_names, read_headers
 from sdbench.settings.training import DENOISER
 
 MODEL_FLAG = "--model_name"
+PARTS_FLAG = "--model_parts"
 REVISION_FLAG = "--model_revision"
 
 # Version of the random weights that a seed gives on a CPU. A change of them increases it, and

@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_errors
-from sdbench.models.architecture import MODEL_FLAG, Architecture
+from sdbench.models.architecture import MODEL_FLAG, PARTS_FLAG, Architecture
 from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.family import Family
-from sdbench.models.parts import PARTS_FLAG
 from sdbench.models.stored import FLOATS, StoredWeight, compare_weights
 from sdbench.models.text_encoders import class_of_text_encoder
 from sdbench.models.weights import (

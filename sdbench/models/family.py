@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from sdbench.base.conditions import Captions, Condition
 from sdbench.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sdbench.models.architecture import Architecture
     from sdbench.models.network import Network
 
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
@@ -65,6 +64,24 @@ def kind_of(schedule: Mapping[str, Any]) -> str:
     if name.startswith("EDM"):
         return "EDM"  # of no family
     return FLOW if name.startswith("FlowMatch") else DDPM
+
+
+class Configured(Protocol):
+    """What a family reads of an `Architecture`."""
+
+    @property
+    def parts(self) -> Mapping[str, dict[str, Any]]:
+        """The configuration of each part."""
+
+    @property
+    def latent_factor(self) -> int:
+        """Pixels per latent along a side."""
+
+    def clip_captions(self, tokenizer: str, *, name: str = ...) -> Captions:
+        """The tokens of one of CLIP's tokenizers."""
+
+    def t5_captions(self, tokenizer: str, *, name: str, num_tokens: int) -> Captions:
+        """The tokens of one of T5's tokenizers."""
 
 
 class Family:
@@ -197,15 +214,15 @@ class Family:
         """The widths that the denoiser reads and gives, in words and numbers, by its own keys."""
         raise NotImplementedError
 
-    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+    def captions(self, architecture: Configured) -> tuple[Captions, ...]:
         """How captions become token ids, for each text encoder."""
         raise NotImplementedError
 
-    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+    def conditions(self, architecture: Configured) -> tuple[Condition, ...]:
         """The tensors of an encoded caption."""
         raise NotImplementedError
 
-    def takes_guidance(self, architecture: Architecture) -> bool:
+    def takes_guidance(self, architecture: Configured) -> bool:
         """Whether the denoiser is told a scale of guidance, as Flux.1 dev is."""
         return False
 
@@ -213,14 +230,14 @@ class Family:
         """The denoiser's layers by their names in the code of its authors, see `original_names`."""
         raise NotImplementedError
 
-    def size_multiple(self, architecture: Architecture) -> int:
+    def size_multiple(self, architecture: Configured) -> int:
         """The number of pixels that a side of a picture is a multiple of."""
         raise NotImplementedError
 
-    def max_image_size(self, architecture: Architecture) -> int | None:
+    def max_image_size(self, architecture: Configured) -> int | None:
         """The longest side of a picture in pixels; None: any."""
         return None
 
-    def default_image_size(self, architecture: Architecture) -> int:
+    def default_image_size(self, architecture: Configured) -> int:
         """Side in pixels that the denoiser was configured for, such as 64 latents x 8 = 512."""
         return architecture.parts[self.denoiser]["sample_size"] * architecture.latent_factor

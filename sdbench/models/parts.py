@@ -11,11 +11,10 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_errors
 from sdbench.models.architecture import (
     PAD_TOKEN_IDS,
+    PARTS_FLAG,
     Architecture,
     resolve_architecture,
 )
-
-PARTS_FLAG = "--model_parts"
 
 
 def replace_parts(

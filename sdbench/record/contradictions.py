@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sdbench.base.outside import is_bounded, open_table
 from sdbench.record import figures
 from sdbench.record.figures import MEASURED, PROFILED
-from sdbench.record.store import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
+from sdbench.record.kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
 
 # The host times the window, and on a GPU its events time the steps. In the 8 published records of a
 # GPU, with windows of 10 s, both agree to 3e-6. How far they differ in a short window was not

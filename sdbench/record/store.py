@@ -25,6 +25,8 @@ from sdbench.base.escape import without_controls
 from sdbench.base.files import refused_unless_written, replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
+from sdbench.record.contradictions import find_contradictions
+from sdbench.record.kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
 from sdbench.record.row import format_csv
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
@@ -33,12 +35,6 @@ from sdbench.settings.setting import declarations
 
 # Increased with every change of the keys or settings of a record: only this version is read.
 SCHEMA_VERSION = 2
-# Kinds of records, named as their tasks. Benchmark records have no key "kind".
-BENCHMARK = "benchmark"
-FEED = "feed"
-PRECOMPUTE = "precompute"
-PROFILE = "profile"
-TRAIN = "train"
 SCHEMA_FILE = Path(__file__).with_name("schemas") / "record.schema.json"
 SCHEMA_FILES = {
     BENCHMARK: SCHEMA_FILE,
@@ -154,8 +150,6 @@ def load_record(path: Path) -> dict[str, Any]:
     version or an unknown kind, does not match its schema, has other settings than its program, or
     contradicts itself.
     """
-    from sdbench.record.contradictions import find_contradictions
-
     file = path / RECORD_NAME if path.is_dir() else path
     try:
         record = read_json_object(file)
@@ -183,11 +177,6 @@ def _check_settings(record: Mapping[str, Any]) -> None:
     for what, names in (("lacks", known - recorded), ("has unknown", recorded - known)):
         if names:
             raise ValueError(shorten(f"it {what} settings: {', '.join(sorted(names))}", length=300))
-
-
-def kind_of(record: Mapping[str, Any]) -> str:
-    """The kind of a record: a key of `SCHEMA_FILES`."""
-    return record.get("kind", BENCHMARK)
 
 
 @functools.cache

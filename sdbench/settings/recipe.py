@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdbench.settings.computing import ComputingSpeedups
+from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
     BELOW_1,
@@ -478,5 +479,7 @@ class TrainConfig(
     )
 
 
+# Resolved settings of a training step, by either program.
+EngineConfig = BenchmarkConfig | TrainConfig
 # Reads the command line of train.py, as `request.parse`.
 parse_request = functools.partial(parse, TrainConfig, takes_file=True, translate=translate)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from sdbench.base.errors import EXIT_OK, ConfigError
-from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, list_of
+from sdbench.settings.fitting import MemorySettings
 from sdbench.settings.request import parse
-from sdbench.settings.setting import setting
 
 DESCRIPTION = """\
 Tell beforehand what fits a GPU: the largest micro-batch of each recipe by memory of the GPU, what
@@ -36,21 +33,6 @@ reserved.
 
 exit codes: 0 ok, 2 bad input
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemorySettings(BenchmarkConfig):
-    """Settings of memory: its own, and those of the run that is estimated."""
-
-    gpu_memory_gib: tuple[float, ...] | None = setting(
-        list_of(POSITIVE_NUMBER),
-        None,
-        "memory of the GPUs in GiB, as torch tells it (default: of those with 16 to 288 GB)",
-        is_everyday=True,
-    )
-    num_gpus: int = setting(
-        POSITIVE, 1, "GPUs of one machine that share the global batch", is_everyday=True
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

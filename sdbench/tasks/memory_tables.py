@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import show_progress
@@ -15,11 +15,9 @@ from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers
 from sdbench.plan.resolve import Plan, plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import Field, make_table, tabulate, to_terminal
+from sdbench.settings.fitting import MemorySettings
 from sdbench.settings.request import Request
 from sdbench.settings.setting import GPU
-
-if TYPE_CHECKING:
-    from sdbench.tasks.memory import MemorySettings
 
 # Memory that torch finds, in GiB, by the number in a card's name. It is 1 % below what nvidia-smi
 # tells (81,050 MiB of 81,920 on an A100): T4 15,360 MiB, L4 23,034, A100 40,960, L40S 46,068, H100

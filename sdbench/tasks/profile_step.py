@@ -18,7 +18,7 @@ from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PROFILE
+from sdbench.record.kinds import PROFILE
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sdbench.base.conditions import POOLED_EMBEDDING, SIZES
-from sdbench.data import detect_format, open_samples, read_columns
+from sdbench.data import open_samples
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import (
@@ -31,6 +31,7 @@ from sdbench.data.samples import (
     decoding,
 )
 from sdbench.data.source import IN_BUCKETS, VAE_FACTOR, SourceConfig
+from sdbench.data.sources import detect_format, read_columns
 from sdbench.settings.buckets import AUTO
 
 

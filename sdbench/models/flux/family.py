@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
-from sdbench.models.family import FLOW, Fact, Family
+from sdbench.models.family import FLOW, Configured, Fact, Family
 from sdbench.models.original_names import OriginalNames, names_by_table
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
-
-if TYPE_CHECKING:
-    from sdbench.models.architecture import Architecture
 
 # Side of the squares of latents that become one token.
 PACK_SIZE = 2
@@ -95,7 +92,7 @@ class Flux(Family):
             "in_channels": ("packs of 2 x 2 latents", packed),
         }
 
-    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+    def captions(self, architecture: Configured) -> tuple[Captions, ...]:
         """77 tokens of CLIP, and 256 (schnell) or 512 (dev) of T5."""
         has_guidance = self.takes_guidance(architecture)
         num_tokens = NUM_T5_TOKENS_WITH_GUIDANCE if has_guidance else NUM_T5_TOKENS
@@ -104,7 +101,7 @@ class Flux(Family):
             architecture.t5_captions("tokenizer_2", name="input_ids_2", num_tokens=num_tokens),
         )
 
-    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+    def conditions(self, architecture: Configured) -> tuple[Condition, ...]:
         """T5's states, which overflow in fp16, and CLIP's pooled text."""
         _, t5 = self.captions(architecture)
         transformer = architecture.parts["transformer"]
@@ -115,7 +112,7 @@ class Flux(Family):
             Condition(name=POOLED_EMBEDDING, shape=pooled),
         )
 
-    def takes_guidance(self, architecture: Architecture) -> bool:
+    def takes_guidance(self, architecture: Configured) -> bool:
         """Whether the transformer is told a scale of guidance, as that of dev is."""
         return bool(architecture.parts["transformer"].get("guidance_embeds"))
 
@@ -123,11 +120,11 @@ class Flux(Family):
         """Those of Black Forest Labs' transformer, and of XLabs' LoRA beside it."""
         return names_by_table(ORIGINAL_NAMES, layers)
 
-    def size_multiple(self, architecture: Architecture) -> int:
+    def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 2 (a pack of latents) = 16."""
         return architecture.latent_factor * PACK_SIZE
 
-    def default_image_size(self, architecture: Architecture) -> int:
+    def default_image_size(self, architecture: Configured) -> int:
         """That of the VAE, 1024; the transformer's configuration has none."""
         return architecture.parts["vae"].get("sample_size", 1024)
 

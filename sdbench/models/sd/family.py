@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sdbench.base.conditions import CLIP, Captions, Condition
-from sdbench.models.family import DDPM, Fact, Family
+from sdbench.models.family import DDPM, Configured, Fact, Family
 from sdbench.models.original_names import OriginalNames, names_in_unet
-
-if TYPE_CHECKING:
-    from sdbench.models.architecture import Architecture
 
 # Conditioning inputs of a U-Net that Stable Diffusion 1 and 2 do not have.
 OTHER_CONDITIONS = (
@@ -60,11 +57,11 @@ class StableDiffusion(Family):
             "out_channels": latents,
         }
 
-    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+    def captions(self, architecture: Configured) -> tuple[Captions, ...]:
         """77 tokens of CLIP."""
         return (architecture.clip_captions("tokenizer"),)
 
-    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+    def conditions(self, architecture: Configured) -> tuple[Condition, ...]:
         """The states of the text encoder."""
         (captions,) = self.captions(architecture)
         width = architecture.parts["unet"]["cross_attention_dim"]
@@ -74,7 +71,7 @@ class StableDiffusion(Family):
         """Those of CompVis' U-Net, which Stability has kept."""
         return names_in_unet(layers)
 
-    def size_multiple(self, architecture: Architecture) -> int:
+    def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
         return architecture.latent_factor * 2 ** (num_blocks - 1)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
-from sdbench.models.family import FLOW, Family, FlowSettings
+from sdbench.models.family import FLOW, Configured, Family, FlowSettings
 from sdbench.models.original_names import OriginalNames, names_by_table
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
-
-if TYPE_CHECKING:
-    from sdbench.models.architecture import Architecture
 
 # Tokens of T5 that it was trained with (arXiv 2403.03206) and that diffusers' example trains with.
 NUM_T5_TOKENS = 77
@@ -82,7 +79,7 @@ class StableDiffusion3(Family):
             "out_channels": latents,
         }
 
-    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+    def captions(self, architecture: Configured) -> tuple[Captions, ...]:
         """77 tokens of each tokenizer."""
         clips = (
             architecture.clip_captions("tokenizer"),
@@ -93,7 +90,7 @@ class StableDiffusion3(Family):
         t5 = architecture.t5_captions("tokenizer_3", name="input_ids_3", num_tokens=NUM_T5_TOKENS)
         return (*clips, t5)
 
-    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+    def conditions(self, architecture: Configured) -> tuple[Condition, ...]:
         """States of CLIP's tokens, then T5's, which overflow in fp16; and CLIP's pooled text."""
         first, _, *t5 = self.captions(architecture)
         transformer = architecture.parts["transformer"]
@@ -108,11 +105,11 @@ class StableDiffusion3(Family):
         """Those of Stability's transformer."""
         return names_by_table(ORIGINAL_NAMES, layers)
 
-    def size_multiple(self, architecture: Architecture) -> int:
+    def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 2 (a patch of latents) = 16."""
         return architecture.latent_factor * architecture.parts["transformer"]["patch_size"]
 
-    def max_image_size(self, architecture: Architecture) -> int | None:
+    def max_image_size(self, architecture: Configured) -> int | None:
         """As many patches along a side as the transformer has positions: 192 x 16 = 3072."""
         positions = architecture.parts["transformer"]["pos_embed_max_size"]
         return positions * self.size_multiple(architecture)

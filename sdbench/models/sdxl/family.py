@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sdbench.base.conditions import CLIP, NUM_SIZES, POOLED_EMBEDDING, Captions, Condition
-from sdbench.models.family import DDPM, Fact, Family
+from sdbench.models.family import DDPM, Configured, Fact, Family
 from sdbench.models.original_names import OriginalNames, names_in_unet
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS
-
-if TYPE_CHECKING:
-    from sdbench.models.architecture import Architecture
 
 # Conditioning inputs of a U-Net that SDXL does not have.
 OTHER_CONDITIONS = ("class_embed_type", "num_class_embeds", "encoder_hid_dim", "time_cond_proj_dim")
@@ -62,14 +59,14 @@ class StableDiffusionXL(Family):
             "out_channels": latents,
         }
 
-    def captions(self, architecture: Architecture) -> tuple[Captions, ...]:
+    def captions(self, architecture: Configured) -> tuple[Captions, ...]:
         """77 tokens of CLIP for each encoder, which differ in what fills a caption up."""
         return (
             architecture.clip_captions("tokenizer"),
             architecture.clip_captions("tokenizer_2", name="input_ids_2"),
         )
 
-    def conditions(self, architecture: Architecture) -> tuple[Condition, ...]:
+    def conditions(self, architecture: Configured) -> tuple[Condition, ...]:
         """The states of both text encoders side by side, and the pooled text of the second."""
         first, _ = self.captions(architecture)
         width = architecture.parts["unet"]["cross_attention_dim"]
@@ -83,7 +80,7 @@ class StableDiffusionXL(Family):
         """Those of CompVis' U-Net, which Stability has kept."""
         return names_in_unet(layers)
 
-    def size_multiple(self, architecture: Architecture) -> int:
+    def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
         return architecture.latent_factor * 2 ** (num_blocks - 1)
