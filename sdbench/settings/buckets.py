@@ -45,7 +45,7 @@ BUCKETS = Kind(
 
 def _are_made(situation: Situation) -> bool:
     """Whether shapes are chosen: stored latents keep those in which they were encoded."""
-    config: Any = situation.config
+    config = situation.config
     is_encoded = getattr(config, "latents", "online") == "precomputed"
     return not (is_encoded and (config.remote or config.local))
 

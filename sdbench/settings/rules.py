@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.settings.kinds import SWITCH
@@ -16,6 +16,8 @@ from sdbench.settings.setting import (
     AllBut,
     Beside,
     Rule,
+    RuledMachine,
+    RuledRanks,
     Setting,
     Situation,
     declarations,
@@ -23,13 +25,9 @@ from sdbench.settings.setting import (
     of_device,
 )
 
-if TYPE_CHECKING:
-    from sdbench.measure.hardware import Machine
-    from sdbench.ranks.distributed import Ranks
-
 
 def settle(
-    request: Request[ConfigT], *, machine: Machine, ranks: Ranks
+    request: Request[ConfigT], *, machine: RuledMachine, ranks: RuledRanks
 ) -> tuple[ConfigT, dict[str, str]]:
     """Take the preset's values for this device, and check every setting by its rules.
 
@@ -37,7 +35,7 @@ def settle(
     used here is refused, and so is one that the user gave and that has no effect.
     """
     on_gpu = machine.device_type == GPU
-    config: Any = request.config
+    config = request.config
     values = {name: of_device(value, on_gpu=on_gpu) for name, value in vars(config).items()}
     config = dataclasses.replace(config, **values)
     reasons: dict[str, str] = {}
@@ -83,7 +81,7 @@ UNKNOWN: Any = Unknown()
 
 def settings_ahead(request: Request[ConfigT]) -> ConfigT:
     """The settings of a request; those of its preset, which a machine may replace, are unknown."""
-    config: Any = request.config
+    config = request.config
     unknown = {
         name: UNKNOWN
         for name, declared in declarations(type(config)).items()
@@ -125,7 +123,7 @@ def _usable_values(declared: Setting, situation: Situation) -> str:
         return f"--no_{declared.name}"
 
     def is_usable(choice: str) -> bool:
-        config: Any = dataclasses.replace(situation.config, **{declared.name: choice})
+        config = dataclasses.replace(situation.config, **{declared.name: choice})
         changed = dataclasses.replace(situation, config=config)
         rules = [rule for rule in declared.rules if choice in rule.values]
         return all(rule.is_advice or _is_met(rule, changed) for rule in rules)

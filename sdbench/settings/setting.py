@@ -9,16 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.packages import INSTALL_ALL, is_installed
 from sdbench.settings.kinds import SWITCH, Kind, OutOfBoundsError
-
-if TYPE_CHECKING:
-    from sdbench.measure.hardware import Machine
-    from sdbench.ranks.distributed import Ranks
-    from sdbench.settings.config import BenchmarkConfig
 
 REQUIRED = dataclasses.MISSING
 SPEED = "speed-ups (each preset sets these; a flag overrides one of them)"
@@ -72,13 +67,78 @@ def of_device(value: Any, *, on_gpu: bool) -> Any:
     return value
 
 
+class RuledSettings(Protocol):
+    """What rules read of a program's settings beside their own; only what that program has."""
+
+    buckets: str | None
+    class_remote: str | None
+    compile: str | None
+    compile_mode: str | None
+    cuda_graph: bool
+    encoder_batch_size: int | str | None
+    frozen_bits: str
+    height: int | None
+    instance_prompt: str | None
+    learned_token: str | None
+    local: str | None
+    lora_rank: int | None
+    master_weights: str | None
+    min_ray_workers: int | None
+    num_ray_workers: int | None
+    optimizer: str | None
+    precision: str | None
+    remote: str | None
+    sharding: str | None
+    train_text_encoder: bool
+    use_ema: bool
+    width: int | None
+
+    @property
+    def has_subject(self) -> bool:
+        """`SubjectSettings.has_subject`."""
+
+    @property
+    def step_has_encoders(self) -> bool:
+        """`OnlineSettings.step_has_encoders`."""
+
+    @property
+    def trained_parts(self) -> tuple[str, ...]:
+        """`ModelSettings.trained_parts`."""
+
+
+class RuledMachine(Protocol):
+    """What rules read of a `Machine`."""
+
+    device_type: str
+    compute_capability: str | None
+    cudnn_version: int | None
+
+    @property
+    def has_fast_bf16(self) -> bool:
+        """`Machine.has_fast_bf16`."""
+
+    def supported_precisions(self) -> tuple[str, ...]:
+        """`Machine.supported_precisions`."""
+
+
+class RuledRanks(Protocol):
+    """What rules read of `Ranks`."""
+
+    world_size: int
+    local_world_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        """`Ranks.num_nodes`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Situation:
     """Input of a rule: the settings so far, the machine and the ranks."""
 
-    config: BenchmarkConfig
-    machine: Machine
-    ranks: Ranks
+    config: RuledSettings
+    machine: RuledMachine
+    ranks: RuledRanks
 
 
 class AllBut(tuple):
