@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import graphlib
 import pkgutil
 import re
 import subprocess
 import sys
 import time
 
+import grimp
 import pytest
 
 from sdbench.cli import COMMANDS
@@ -49,6 +51,30 @@ def test_rooms_import_only_those_below_them(repository):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_import_runs_round_or_up_not_even_that_of_a_type(repository):
+    graph = grimp.build_graph("sdbench", cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the modules of a circle
+    lines = layers(repository)
+    height = {room: index for index, line in enumerate(reversed(lines)) for room in line}
+    up = [
+        (name, other)
+        for name, others in imports.items()
+        for other in others
+        if (pair := [(one + ".").split(".")[1] for one in (name, other)])[0] != pair[1]
+        and "" not in pair
+        and height[pair[0]] <= height[pair[1]]
+    ]
+    assert up == []
+
+
+def layers(repository):
+    """The rooms of each line of the layers, the highest first."""
+    project = (repository / "pyproject.toml").read_text()
+    lines = project.partition("\nlayers = [")[2].partition("\n]")[0].splitlines()
+    return [rooms for line in lines if (rooms := re.findall(r"sdbench\.(\w+)", line))]
 
 
 def loaded_packages(folder, modules):
@@ -121,10 +147,7 @@ def test_each_row_is_a_task_of_its_kind_and_a_row_of_the_guide(repository):
 def test_the_rooms_of_the_guide_are_the_layers_that_are_checked(repository):
     guide = (repository / "CONTRIBUTING.md").read_text().partition("<!-- rooms -->")[2]
     drawn = [line.split("--")[0].split() for line in re.findall(r"^    (.+ -- .+)$", guide, re.M)]
-    project = (repository / "pyproject.toml").read_text()
-    layers = project.partition("\nlayers = [")[2].partition("\n]")[0]
-    checked = [re.findall(r"sdbench\.(\w+)", line) for line in layers.splitlines()]
-    assert drawn == [rooms for rooms in checked if rooms and rooms != ["__main__"]]
+    assert drawn == [rooms for rooms in layers(repository) if rooms != ["__main__"]]
 
 
 def test_the_files_that_the_guide_names_are_there(repository):

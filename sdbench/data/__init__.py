@@ -5,8 +5,9 @@ Nothing here imports torch: functions that need it are imported when they are ca
 
 from __future__ import annotations
 
+import dataclasses
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import (
@@ -17,6 +18,7 @@ from sdbench.data.formats.checks import (
 )
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
 from sdbench.data.sources import FORMATS, SOURCES, call, detect_format, open_stored
+from sdbench.settings.data import DataSettings
 
 if TYPE_CHECKING:
     from sdbench.data.buckets import Mixture
@@ -25,14 +27,24 @@ if TYPE_CHECKING:
     from sdbench.data.samples import Samples
 
 
-def check_ahead(settings: Any) -> None:
+@dataclasses.dataclass(frozen=True, match_args=False)
+class PlaceSettings(Protocol):
+    """Where data are: settings of `DataSettings`, of which precompute has no streams."""
+
+    use_synth_data: bool
+    data_format: str
+    remote: str | None
+    local: str | None
+
+
+def check_ahead(settings: DataSettings) -> None:
     """Refuse `DataSettings` that contradict each other, without a look at the place of the data."""
     _check_places(settings)
     if settings.data_format != "auto":
         check_flags(settings, has_columns=SOURCES[settings.data_format].columns is not None)
 
 
-def _check_places(settings: Any) -> None:
+def _check_places(settings: PlaceSettings) -> None:
     data_format, streams = settings.data_format, getattr(settings, "streams", None)
     is_synthetic = settings.use_synth_data or data_format == "synthetic"
     place = settings.remote or settings.local or streams
@@ -73,8 +85,8 @@ def _check_places(settings: Any) -> None:
         )
 
 
-def resolve_format(settings: Any) -> str:
-    """Choose the data format, a name of `SOURCES`, that settings of `DataSettings` ask for.
+def resolve_format(settings: PlaceSettings) -> str:
+    """Choose the data format, a name of `SOURCES`, that settings ask for.
 
     ``auto`` without a place is ``synthetic``; callers must tell the user so.
 
@@ -110,7 +122,7 @@ def check(config: SourceConfig) -> int | None:
     return num_samples
 
 
-def describe_data(settings: Any) -> dict[str, Any] | None:
+def describe_data(settings: DataSettings) -> dict[str, Any] | None:
     """Describe a stored data set for a record: `sdbench.data.identity.describe_data`."""
     return resolve_name("sdbench.data.identity:describe_data")(settings)
 

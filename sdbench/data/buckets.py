@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sdbench.base.errors import ConfigError
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
-from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER, read_shares
+from sdbench.settings.buckets import AUTO, ENLARGE, SMALLER, BucketSettings, read_shares
 from sdbench.settings.kinds import read_shapes
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _choose(distances: np.ndarray, num_pixels: np.ndarray, *, allowed: np.ndarra
     return np.where(is_best, num_pixels, -1).argmax(1)
 
 
-def make_buckets(settings: Any, *, image_size: int, multiple: int) -> Buckets:
+def make_buckets(settings: BucketSettings, *, image_size: int, multiple: int) -> Buckets:
     """Return the buckets that `BucketSettings` ask for, for a model.
 
     `multiple` is the number of pixels that its sides are multiples of.
@@ -141,7 +141,7 @@ def make_buckets(settings: Any, *, image_size: int, multiple: int) -> Buckets:
     return Buckets(tuple(budgets), settings.small_pictures)
 
 
-def _list_shapes(settings: Any, image_size: int, multiple: int) -> tuple[Shape, ...]:
+def _list_shapes(settings: BucketSettings, image_size: int, multiple: int) -> tuple[Shape, ...]:
     """Return the shapes with at most as many pixels as a square, each as large as its width allows.
 
     At 512 px in steps of 64: 512 x 512, 576 x 448, 640 x 384 and their mirror images.
@@ -181,17 +181,16 @@ def _list_shapes(settings: Any, image_size: int, multiple: int) -> tuple[Shape, 
     )
 
 
-def size_of_budget(settings: Any) -> int | None:
+def size_of_budget(buckets: str | None) -> int | None:
     """Return the side of the square with as many pixels as the largest bucket, where it is told.
 
-    None with ``auto``, which asks for the setting image_size.
+    `buckets` is the setting; None with ``auto``, which asks for the setting image_size.
     """
-    text = settings.buckets
-    if text is None or text == AUTO:
+    if buckets is None or buckets == AUTO:
         return None
-    if "=" in text:
-        return max(read_shares(text))
-    return max(math.isqrt(shape.num_pixels) for shape in read_shapes(text))
+    if "=" in buckets:
+        return max(read_shares(buckets))
+    return max(math.isqrt(shape.num_pixels) for shape in read_shapes(buckets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,12 +267,14 @@ class Mixture:
                 told += f" Left out, as each is {reason}: {count} of {len(self.bucket_of)}."
         return told
 
+    def samples_by_shape(self) -> dict[str, int]:
+        """Return the number of samples of each bucket."""
+        return {str(shape): count for shape, count in zip(self.shapes, self.counts, strict=True)}
+
     def for_record(self) -> dict[str, Any]:
         """Return the facts of a record."""
         return {
-            "num_samples": {
-                str(shape): count for shape, count in zip(self.shapes, self.counts, strict=True)
-            },
+            "num_samples": self.samples_by_shape(),
             "num_enlarged": self.num_enlarged,
             "num_left_out": self.num_left_out,
         }

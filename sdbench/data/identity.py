@@ -47,6 +47,8 @@ from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
 from sdbench.data.sources import detect_format, list_files
 from sdbench.record.provenance import git_state
+from sdbench.settings.data import DataSettings
+from sdbench.settings.subject import SubjectSettings
 
 # Names of what `identify` describes, in messages.
 DATA, CLASS_PICTURES, HELD_OUT, MODEL = "data", "class pictures", "held-out samples", "model"
@@ -134,7 +136,7 @@ def _describe_content(place: Path) -> dict[str, Any]:
     return {file.name: fingerprint(file) for file in files}
 
 
-def describe_data(settings: Any) -> dict[str, Any] | None:
+def describe_data(settings: DataSettings) -> dict[str, Any] | None:
     """Describe stored data for a record, including a subject's class images.
 
     ``sha256`` is of the names of the files and their sizes on a disk; ``made_by`` lists the
@@ -143,7 +145,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     """
     if settings.data_format == "synthetic":
         return None
-    sources = sources_of(settings).values()
+    sources = _sources_of(settings)
     files = _describe_files(sources, asks_stores=False)
     description = {
         **_sum_up(files),
@@ -155,7 +157,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     return description if unchecked is None else {**description, "unchecked_copies": unchecked}
 
 
-def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
+def describe_data_or_warn(settings: DataSettings) -> dict[str, Any] | None:
     """Return `describe_data`, or warn and return None if it fails: the run itself has succeeded."""
     try:
         return describe_data(settings)
@@ -264,22 +266,22 @@ def _say(fact: Any) -> str:
     return size if version is None else f"{size}, {version}"
 
 
-def sources_of(settings: Any) -> dict[str, SourceConfig]:
+def _sources_of(settings: DataSettings) -> list[SourceConfig]:
     """Return the data sets that settings name: the samples, and class images of a subject."""
-    source = SourceConfig.from_settings(
-        settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
-    )
-    class_place = getattr(settings, "class_remote", None)
-    if class_place is None:
-        return {DATA: source}
+    source = SourceConfig.from_settings(settings, device_batch_size=1)
+    if not isinstance(settings, SubjectSettings):
+        return [source]
+    source = dataclasses.replace(source, caption=settings.instance_prompt)
+    if settings.class_remote is None:
+        return [source]
     of_class = dataclasses.replace(
         source,
-        remote=class_place,
+        remote=settings.class_remote,
         local=None,
-        data_format=detect_format(class_place),
+        data_format=detect_format(settings.class_remote),
         caption=settings.class_prompt,
     )
-    return {DATA: source, CLASS_PICTURES: of_class}
+    return [source, of_class]
 
 
 class _File(NamedTuple):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench.base.conditions import STABLE_DIFFUSION_2, ModelInputs
 from sdbench.base.shape import Shape
 from sdbench.data.buckets import Buckets, Mixture
 from sdbench.ranks.launcher import run_began_s
 from sdbench.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # CLIP's vocabulary: `vocab_size` of the text encoders.
 VOCABULARY_SIZE = 49408
@@ -51,7 +54,7 @@ class SourceConfig(DataSettings):
     run_began_s: float = field(default_factory=run_began_s)
 
     @classmethod
-    def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:
+    def from_settings(cls, settings: DataclassInstance, **others: Any) -> SourceConfig:
         """Make a source from fields of the same name in `settings`; `others` take precedence."""
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}

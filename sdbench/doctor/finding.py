@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
-    from sdbench.plan.resolve import Plan
+    from sdbench.plan.draft import Plan
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Job:
     with_speed: bool = False
     architecture: Architecture | None = None
     num_trainable: int | None = None
-    plan: Plan | None = None
+    plan: Plan[BenchmarkConfig] | None = None
     bus_gb_per_s: float | None = None
 
 

@@ -29,13 +29,13 @@ class AdamW(torch.optim.AdamW):
     lists a group's tensors for the kernel, is overridden to give it such views.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
             raise RunError(
                 f"torch {torch.__version__} is not known to this suite: its AdamW lists the "
                 f"tensors {found}, and not {INIT_GROUP}; requirements.txt has a torch that is known"
             )
-        super().__init__(*args, **settings)
+        super().__init__(*args, **options)
         for group in self.param_groups:
             on_device = group["fused"] or group["capturable"]
             for weight in group["params"]:
@@ -97,9 +97,9 @@ class AdamWOfMasterWeights(Updating, torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]],
         *,
         kind: Callable[..., torch.optim.Optimizer] = AdamW,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        """Copy the trained weights; the settings are those of `kind`, which updates the copies."""
+        """Copy the trained weights; the options are those of `kind`, which updates the copies."""
         self._weights: list[Tensor] = []
         self._masters: list[Tensor] = []
         copied = []
@@ -109,7 +109,7 @@ class AdamWOfMasterWeights(Updating, torch.optim.Optimizer):
             copied.append({**group, "params": masters})
             self._weights += weights
             self._masters += masters
-        self._adamw = kind(copied, **settings)
+        self._adamw = kind(copied, **options)
         # Groups without weights stay: other ranks may hold the state of all weights of a group.
         super().__init__(copied, self._adamw.defaults)
         # Shared, so that AdamW reads what a schedule sets here.

@@ -30,13 +30,13 @@ class _Stepping(Updating):
     state: Any
     _new_buffer: Callable[..., Tensor]
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
         """Make the state of all weights; torchao makes each in the first step.
 
         There it would lie between what updates allocate for a moment, and a CPU's heap would keep
         the rest in pieces: 1.4 GiB for two blocks of Flux.1.
         """
-        super().__init__(groups, **settings)
+        super().__init__(groups, **options)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.requires_grad:

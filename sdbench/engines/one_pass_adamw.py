@@ -40,9 +40,9 @@ class AdamWInOnePass(AdamWOfMasterWeights):
     State and checkpoints are those of `AdamWOfMasterWeights` with the fused AdamW.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
         """Copy the weights, in bf16 on the CPU, and compile the kernel, or raise a ConfigError."""
-        super().__init__(groups, **settings)
+        super().__init__(groups, **options)
         for weight in self._weights:
             assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         _compile()

@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             flag="--reference or --fid_network",
         )
     image_size = min(open_picture(rows[0][0]).size)
-    scores = Scores(open_networks(flags, image_size=image_size))
+    places = {"fid": flags.fid_network, "clip": flags.clip_network}
+    scores = Scores(open_networks(places, image_size=image_size))
     sources = [(open_listed(rows, image_size=image_size), scores.add_generated)]
     if flags.reference is not None:
         reference = open_pictures(flags.reference, flag="--reference", image_size=image_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -213,21 +213,20 @@ KINDS: dict[str, type[Network]] = {"fid": FidNetwork, "clip": ClipNetwork}
 
 
 def open_networks(
-    config: Any,
+    places: Mapping[str, str | None],
     *,
     image_size: int,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Load by kind the networks that settings name, at least one, and try them on blank pictures.
+    """Load the networks, at least one, whose places are told by kind; try them on blank pictures.
 
-    The settings have ``<kind>_network`` for each kind. The default device is the GPU, if there is
-    one.
+    The default device is the GPU, if there is one.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     networks = {
-        kind: network(Path(place), device=device)
-        for kind, network in KINDS.items()
-        if (place := getattr(config, f"{kind}_network")) is not None
+        kind: KINDS[kind](Path(place), device=device)
+        for kind, place in places.items()
+        if place is not None
     }
     if not networks:
         raise ConfigError(

@@ -30,6 +30,8 @@ from sdbench.base.files import refused_unless_written
 from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
+from sdbench.settings.feed import FeedSettings
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.request import Request
 
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
@@ -153,7 +155,7 @@ def _signals_counted() -> Iterator[list[int]]:
 class _Driver:
     """Waits for the ranks, and prints their output."""
 
-    def __init__(self, desk: Any, config: Any, trainer: Any) -> None:
+    def __init__(self, desk: Any, config: EngineConfig | FeedSettings, trainer: Any) -> None:
         self._desk = desk
         self._config = config
         self._trainer = trainer
@@ -319,7 +321,9 @@ class _Driver:
         return run.write_record(content | {"status": status, "reason": reason})["reason"]
 
 
-def _make_trainer(config: Any, rank: Callable[[], int], scratch: str) -> Any:
+def _make_trainer(
+    config: EngineConfig | FeedSettings, rank: Callable[[], int], scratch: str
+) -> Any:
     # Ray would move the ranks to a folder of its own, and relative paths mean the driver's.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each print would come twice
@@ -394,7 +398,7 @@ def _carry_variables() -> Any:
     return callback
 
 
-def _check_storage(config: Any) -> None:
+def _check_storage(config: EngineConfig | FeedSettings) -> None:
     """Refuse a place for copies of checkpoints that Ray Train could not write.
 
     It would find that in another process, and end the run for a cause of its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.gpu_monitor import merge_readings
@@ -15,9 +15,6 @@ from sdbench.measure.timer import PROFILED, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.record import figures
 from sdbench.statistics import intervals
-
-if TYPE_CHECKING:
-    from sdbench.data.buckets import Mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +82,15 @@ def summarize(
     startup: StartupClock | None = None,
     network: str | None = None,
     is_busy: bool = False,
-    mixture: Mixture | None = None,
+    samples_by_shape: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The record's `summary` of a run, from measurements that are merged over all ranks.
 
     `config` has the run's settings by name, `num_devices` is the number of ranks. `peak_tflops` is
     the peak of dense matrix products on a device, `matmul_tflops` the measured rate of one; None:
     not known. `startup` is that of the first rank; `uses_sockets`: NCCL uses TCP between nodes;
-    `is_busy`: other processes used the CPUs before. `mixture` has the buckets of the data, if any.
+    `is_busy`: other processes used the CPUs before. `samples_by_shape`: those of the data,
+    if they are in buckets.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
     images_per_step, target = config["batch_size"], config.get("target_precision")
@@ -106,8 +104,8 @@ def summarize(
             stragglers=stragglers,
         )
     of_shapes: dict[str, Any] = {}
-    if mixture is not None:
-        shapes = figures.rows_of_shapes(timings.steps, mixture.for_record()["num_samples"])
+    if samples_by_shape is not None:
+        shapes = figures.rows_of_shapes(timings.steps, samples_by_shape)
         of_shapes = figures.of_shapes(shapes, images_per_step=images_per_step) | {"shapes": shapes}
     of_steps = figures.of_steps(
         timings.steps, images_per_step=images_per_step, window_s=timings.window_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from sdbench.models.weights import (
     fill_with_nan,
     seeded_generator,
 )
+from sdbench.settings.recipe import EngineConfig
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -46,7 +47,7 @@ class Lora:
     layers: tuple[tuple[str, tuple[str, ...]], ...]
 
     @staticmethod
-    def of(config: Any, architecture: Architecture) -> Lora | None:
+    def of(config: EngineConfig, architecture: Architecture) -> Lora | None:
         """The LoRA of a training run; None if all weights are trained."""
         if config.lora_rank is None:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.replay import Step, StepProfile, profile_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.parallel import FSDP, GATHERED_ONCE, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE
+from sdbench.settings.recipe import EngineConfig
 
 # Resident size of Python with libraries, and what oneDNN and OpenMP hold, by engine: the peak of
 # `tiny` and of `small` without encoders less the estimate of the rest, measured with torch 2.7.0.
@@ -85,7 +86,7 @@ class _Moment(NamedTuple):
 
 
 def estimate_peak_memory(
-    step: Step, config: Any, ranks: Ranks, *, micro_batch: int
+    step: Step, config: EngineConfig, ranks: Ranks, *, micro_batch: int
 ) -> MemoryEstimate:
     """Estimate the peak memory of one rank in training with AdamW, by its parts.
 
@@ -191,7 +192,7 @@ def _make_estimate(process: float, phase: str, sizes: Mapping[str, float]) -> Me
 
 
 def _estimate_encoding(
-    step: Step, config: Any, *, process: float, micro_batch: int
+    step: Step, config: EngineConfig, *, process: float, micro_batch: int
 ) -> MemoryEstimate:
     """Estimate the memory while pictures of a subject are encoded, before the first step.
 

@@ -123,7 +123,7 @@ def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str)
 
 
 def check_objective(
-    kind: str, config: Any, *, takes_guidance: bool = False, flow: FlowSettings | None = None
+    kind: str, config: object, *, takes_guidance: bool = False, flow: FlowSettings | None = None
 ) -> None:
     """Raise a ConfigError if settings change what a model's objective does not have.
 

@@ -39,6 +39,7 @@ from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 from sdbench.models.blocks import checkpoint_activations
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.lora import Lora
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.training import DENOISER
 
 REPLAYS_FOLDER = "replayed-steps"
@@ -90,7 +91,11 @@ class Step:
 
     @staticmethod
     def of(
-        config: Any, architecture: Architecture, *, on_cuda: bool, shape: Shape | None = None
+        config: EngineConfig,
+        architecture: Architecture,
+        *,
+        on_cuda: bool,
+        shape: Shape | None = None,
     ) -> Step:
         """The step of a run; its LoRA is checked when the step is replayed or counted.
 

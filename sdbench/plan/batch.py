@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from sdbench.base.errors import ConfigError
-from sdbench.plan.draft import Draft
+from sdbench.plan.draft import Plan
+from sdbench.settings.recipe import EngineConfig
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
 GPU_BATCH_SIZE = 2048
@@ -18,7 +19,7 @@ AUTO_MEMORY_FRACTION = 0.9
 MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def resolve_batch(draft: Draft) -> None:
+def resolve_batch(draft: Plan[EngineConfig]) -> None:
     """Choose global batch and micro-batch; refuse a batch that ranks cannot share evenly."""
     world_size = draft.ranks.world_size
     microbatch = draft.config.device_train_microbatch_size
@@ -47,7 +48,7 @@ def resolve_batch(draft: Draft) -> None:
         )
 
 
-def check_batch(draft: Draft) -> None:
+def check_batch(draft: Plan[EngineConfig]) -> None:
     """Refuse a batch that the ranks cannot share evenly; asks for no machine."""
     batch, world_size = draft.config.batch_size, draft.ranks.world_size
     allows_uneven = draft.config.allow_uneven_batch
@@ -83,7 +84,7 @@ def check_batch(draft: Draft) -> None:
         )
 
 
-def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
+def _largest_microbatch(draft: Plan[EngineConfig], device_batch: int) -> tuple[int, str]:
     """The largest micro-batch whose estimate fits, or 1 if none does, and the reason."""
     from sdbench.plan.memory_limit import per_rank_gib
 
@@ -94,7 +95,9 @@ def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
     return best, reason
 
 
-def find_largest_microbatch(draft: Draft, device_batch: int, *, budget_gib: float) -> int | None:
+def find_largest_microbatch(
+    draft: Plan[EngineConfig], device_batch: int, *, budget_gib: float
+) -> int | None:
     """Return the largest micro-batch whose estimate fits, or None."""
     from sdbench.plan.memory_limit import estimate_memory
 

@@ -10,13 +10,14 @@ from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
 from sdbench.measure import hardware
 from sdbench.models.architecture import DRAWING
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.launcher import launcher_name
 from sdbench.record.configuration import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.ray import RAY
-from sdbench.settings.request import Request
+from sdbench.settings.recipe import EngineConfig
+from sdbench.settings.request import ConfigT, Request
 
 # Facts of the field ``workload`` that the run finds out.
 FACTS_OF_WORK = (
@@ -25,7 +26,7 @@ FACTS_OF_WORK = (
 )
 
 
-def for_person(plan: Plan) -> str:
+def for_person(plan: Plan[EngineConfig]) -> str:
     """A few lines that say what will run, and every value that the program chose."""
     lines = list(plan.notes)
     if plan.chosen:
@@ -49,7 +50,7 @@ def for_person(plan: Plan) -> str:
 
 
 def as_yaml(
-    request: Request[Any], config: Any, *, chosen: Mapping[str, str], notes: Sequence[str]
+    request: Request[ConfigT], config: ConfigT, *, chosen: Mapping[str, str], notes: Sequence[str]
 ) -> str:
     """All settings as YAML that --config accepts, each with a comment that says who chose it.
 
@@ -71,7 +72,7 @@ def as_yaml(
     return "\n".join(lines)
 
 
-def for_record(plan: Plan, *, num_restarts: int) -> dict[str, Any]:
+def for_record(plan: Plan[EngineConfig], *, num_restarts: int) -> dict[str, Any]:
     """The fields of a record before the run; what the run will find out is None."""
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
     return {

@@ -1,21 +1,23 @@
-"""`Draft`: a plan whose open settings are being chosen."""
+"""`Draft`: a plan whose open settings are being chosen; and `Plan`, that of a training run."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.shape import Shape
 from sdbench.data.buckets import Buckets, Mixture, make_buckets, size_of_budget
-from sdbench.data.source import VAE_FACTOR
+from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
 from sdbench.models.objective import Objective, check_objective
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.request import Request
 from sdbench.settings.rules import settle
 from sdbench.settings.setting import GPU
@@ -23,9 +25,26 @@ from sdbench.settings.setting import GPU
 if TYPE_CHECKING:
     from typing import Self
 
+    from sdbench.models.memory import MemoryEstimate
+
+
+@dataclasses.dataclass(frozen=True, match_args=False)
+class DraftSettings(data.PlaceSettings, Protocol):
+    """What a draft of any task reads of its settings."""
+
+    buckets: str | None
+    bucket_step: int | None
+    max_aspect_ratio: float
+    small_pictures: str
+    image_size: int | None
+
+
+DraftT = TypeVar("DraftT", bound=DraftSettings, covariant=True)
+EngineT = TypeVar("EngineT", bound=EngineConfig, covariant=True)
+
 
 @dataclasses.dataclass
-class Draft:
+class Draft(Generic[DraftT]):
     """An unfinished plan of any task, for the machine and the rank of this process.
 
     Attributes:
@@ -37,8 +56,8 @@ class Draft:
         mixture: The buckets that the data fill, once the data are known.
     """
 
-    request: Request[Any]
-    config: Any
+    request: Request[DraftT]
+    config: DraftT
     machine: Machine
     ranks: Ranks
     chosen: dict[str, str]
@@ -48,7 +67,7 @@ class Draft:
     mixture: Mixture | None = dataclasses.field(init=False, default=None)
 
     @classmethod
-    def begin(cls, request: Request[Any], *, machine: Machine, ranks: Ranks) -> Self:
+    def begin(cls, request: Request[DraftT], *, machine: Machine, ranks: Ranks) -> Self:
         """Check a request by the rules of its settings, and begin a plan with it."""
         config, reasons = settle(request, machine=machine, ranks=ranks)
         return cls(request, config, machine, ranks, reasons, [*request.translation.notes])
@@ -67,6 +86,73 @@ class Draft:
         """Set a setting that is None."""
         if getattr(self.config, name) is None:
             self.choose(name, value, reason)
+
+    def choose_shapes(
+        self, architecture: Architecture | None, *, default_size: tuple[int | None, str]
+    ) -> None:
+        """Choose the size of the pictures and make the buckets, all such as the model can take.
+
+        Without a model latents alone set bounds. `default_size` is the size with its reason.
+        """
+        size, multiple = size_of_budget(self.config.buckets), VAE_FACTOR
+        if architecture is not None:
+            multiple = architecture.family.size_multiple(architecture)
+        if size is not None:
+            size = max(size // multiple, 1) * multiple
+            if self.request.is_users("image_size") and self.config.image_size != size:
+                raise ConfigError(
+                    "--buckets tells the sizes of the pictures",
+                    value=self.config.image_size,
+                    allowed="no --image_size, or --buckets auto",
+                    flag="--image_size or --buckets",
+                )
+            self.choose("image_size", size, "the largest shape of --buckets")
+        self.choose_if_open("image_size", *default_size)
+        if architecture is not None:
+            architecture.check_image_size(self.config.image_size)
+        if self.config.buckets is not None:
+            self.shapes = make_buckets(
+                self.config, image_size=self.config.image_size, multiple=multiple
+            )
+            for shape in self.shapes.shapes if architecture is not None else ():
+                architecture.check_shape(shape, flag="--buckets")
+
+    def choose_format(self) -> None:
+        """Choose the format of the data; refuse settings that contradict each other."""
+        config = self.config
+        data_format = data.resolve_format(config)
+        if data_format != config.data_format:
+            given = config.use_synth_data or config.remote or config.local
+            given = given or getattr(config, "streams", None)
+            reason = "from the data flags" if given else "neither --remote nor --local was given"
+            self.choose("data_format", data_format, reason)
+
+
+@dataclasses.dataclass
+class Plan(Draft[EngineT]):
+    """A planned run; no setting is open once `resolve` has returned it.
+
+    Attributes:
+        source: The data source of this rank.
+        class_source: The source of pictures of a subject's class, or None.
+        memory: Estimated peak memory of one rank.
+        num_steps: Optimizer steps of the run, unless the measurement needs more.
+        max_num_steps: Most optimizer steps that the measurement may need.
+    """
+
+    source: SourceConfig = dataclasses.field(init=False)
+    class_source: SourceConfig | None = dataclasses.field(init=False)
+    memory: MemoryEstimate = dataclasses.field(init=False)
+    num_steps: int = dataclasses.field(init=False)
+    max_num_steps: int = dataclasses.field(init=False)
+
+    @property
+    def name(self) -> str:
+        """Name of the run as part of a file name, e.g. ``sd2-base-256px-fast``."""
+        name = f"{self.architecture.name}-{self.config.image_size}px-{self.config.preset}"
+        if self.config.has_subject:
+            name += f"-{self.config.task}"
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
 
     def suit_family(self) -> None:
         """Refuse settings that the model's family cannot have; choose others for its presets."""
@@ -131,42 +217,3 @@ class Draft:
         shapes = () if self.shapes is None else self.shapes.shapes
         shapes = shapes or (Shape.square(self.config.image_size),)
         return max(shapes, key=lambda shape: shape.num_pixels)
-
-    def choose_shapes(
-        self, architecture: Architecture | None, *, default_size: tuple[int | None, str]
-    ) -> None:
-        """Choose the size of the pictures and make the buckets, all such as the model can take.
-
-        Without a model latents alone set bounds. `default_size` is the size with its reason.
-        """
-        size, multiple = size_of_budget(self.config), VAE_FACTOR
-        if architecture is not None:
-            multiple = architecture.family.size_multiple(architecture)
-        if size is not None:
-            size = max(size // multiple, 1) * multiple
-            if self.request.is_users("image_size") and self.config.image_size != size:
-                raise ConfigError(
-                    "--buckets tells the sizes of the pictures",
-                    value=self.config.image_size,
-                    allowed="no --image_size, or --buckets auto",
-                    flag="--image_size or --buckets",
-                )
-            self.choose("image_size", size, "the largest shape of --buckets")
-        self.choose_if_open("image_size", *default_size)
-        if architecture is not None:
-            architecture.check_image_size(self.config.image_size)
-        if self.config.buckets is not None:
-            self.shapes = make_buckets(
-                self.config, image_size=self.config.image_size, multiple=multiple
-            )
-            for shape in self.shapes.shapes if architecture is not None else ():
-                architecture.check_shape(shape, flag="--buckets")
-
-    def choose_format(self) -> None:
-        """Choose the format of the data; refuse settings that contradict each other."""
-        config = self.config
-        data_format = data.resolve_format(config)
-        if data_format != config.data_format:
-            given = config.use_synth_data or config.remote or config.local or config.streams
-            reason = "from the data flags" if given else "neither --remote nor --local was given"
-            self.choose("data_format", data_format, reason)

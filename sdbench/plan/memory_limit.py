@@ -13,7 +13,8 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER, Step
-from sdbench.plan.draft import Draft
+from sdbench.plan.draft import Plan
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.setting import describe_flags
 
 # A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
@@ -24,12 +25,12 @@ NUM_NAMED = 3
 MICROBATCH = "device_train_microbatch_size"
 
 
-def per_rank_gib(draft: Draft, memory_gib: float) -> float:
+def per_rank_gib(draft: Plan[EngineConfig], memory_gib: float) -> float:
     """Memory of one rank: that of its GPU, or its share of a node's main memory."""
     return memory_gib if draft.on_gpu else memory_gib / draft.ranks.local_world_size
 
 
-def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
+def estimate_memory(draft: Plan[EngineConfig], microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     # A mistake in the layers of a LoRA is found here, before any weights are built.
     step = Step.of(
@@ -50,7 +51,7 @@ class Need(NamedTuple):
         return self.estimate.total_gib + self.forked_gib
 
 
-def find_need(draft: Draft) -> Need:
+def find_need(draft: Plan[EngineConfig]) -> Need:
     """Estimate what a rank needs."""
     estimate = estimate_memory(draft, getattr(draft.config, MICROBATCH))
     # Workers are forked from a process with the weights in memory. The first optimizer step writes
@@ -62,26 +63,28 @@ def find_need(draft: Draft) -> Need:
 class Lever(NamedTuple):
     """Settings that lower the memory, as a function of those of a run, and what they cost."""
 
-    values: Callable[[Any], Mapping[str, Any]]  # {}: there is nothing to change
+    values: Callable[[EngineConfig], Mapping[str, Any]]  # {}: there is nothing to change
     cost: str
 
 
-def _set(name: str, value: Any, *, unless: tuple[Any, ...] = ()) -> Callable[[Any], dict[str, Any]]:
-    def values(config: Any) -> dict[str, Any]:
+def _set(
+    name: str, value: Any, *, unless: tuple[Any, ...] = ()
+) -> Callable[[EngineConfig], dict[str, Any]]:
+    def values(config: EngineConfig) -> dict[str, Any]:
         return {} if getattr(config, name) in (value, *unless) else {name: value}
 
     return values
 
 
-def _reduce_bits(kind: str) -> Callable[[Any], dict[str, Any]]:
-    def values(config: Any) -> dict[str, Any]:
+def _reduce_bits(kind: str) -> Callable[[EngineConfig], dict[str, Any]]:
+    def values(config: EngineConfig) -> dict[str, Any]:
         is_fewer = config.frozen_bits == "same" or (config.frozen_bits, kind) == ("int8", "nf4")
         return {"frozen_bits": kind} if config.lora_rank and is_fewer else {}
 
     return values
 
 
-def _halve_microbatch(config: Any) -> dict[str, Any]:
+def _halve_microbatch(config: EngineConfig) -> dict[str, Any]:
     size = getattr(config, MICROBATCH)
     return {MICROBATCH: size // 2} if size > 1 else {}
 
@@ -129,7 +132,7 @@ class Pulled(NamedTuple):
 
     values: Mapping[str, Any]
     cost: str
-    draft: Draft
+    draft: Plan[EngineConfig]
     need: Need
 
     @property
@@ -138,7 +141,7 @@ class Pulled(NamedTuple):
         return describe_flags(self.values)
 
 
-def pull_levers(draft: Draft) -> Iterator[Pulled]:
+def pull_levers(draft: Plan[EngineConfig]) -> Iterator[Pulled]:
     """Yield each lever that lowers the need of a run and that it can use, cheapest first."""
     before_gib = find_need(draft).total_gib
     for lever in LEVERS:
@@ -155,7 +158,7 @@ def pull_levers(draft: Draft) -> Iterator[Pulled]:
             yield Pulled(values, lever.cost, changed, need)
 
 
-def check_memory(draft: Draft) -> MemoryEstimate:
+def check_memory(draft: Plan[EngineConfig]) -> MemoryEstimate:
     """Estimate the peak memory of one rank, and refuse a run that does not fit on a CPU."""
     config = draft.config
     try:
@@ -188,7 +191,7 @@ def check_memory(draft: Draft) -> MemoryEstimate:
     )
 
 
-def _describe_ways(draft: Draft, limit_gib: float) -> str:
+def _describe_ways(draft: Plan[EngineConfig], limit_gib: float) -> str:
     """Say which flags make a run fit: the cheapest ones that do so alone, or several together."""
     alone = []
     for pulled in pull_levers(draft):

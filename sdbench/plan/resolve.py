@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
@@ -29,17 +28,14 @@ from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
 from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
-from sdbench.plan.draft import Draft
+from sdbench.plan.draft import EngineT, Plan
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import OMP_VARIABLE
-from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.data import DataSettings
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.request import Request
 from sdbench.settings.rules import UNKNOWN, UnknownError, settings_ahead
-
-if TYPE_CHECKING:
-    from sdbench.models.memory import MemoryEstimate
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
@@ -49,41 +45,14 @@ MIN_FREE_RESULTS_BYTES = 16 * 1024**2
 StepsResolver = Callable[..., tuple[int, int]]
 
 
-@dataclasses.dataclass
-class Plan(Draft):
-    """A planned run; no setting is open once `resolve` has returned it.
-
-    Attributes:
-        source: The data source of this rank.
-        class_source: The source of pictures of a subject's class, or None.
-        memory: Estimated peak memory of one rank.
-        num_steps: Optimizer steps of the run, unless the measurement needs more.
-        max_num_steps: Most optimizer steps that the measurement may need.
-    """
-
-    source: SourceConfig = dataclasses.field(init=False)
-    class_source: SourceConfig | None = dataclasses.field(init=False)
-    memory: MemoryEstimate = dataclasses.field(init=False)
-    num_steps: int = dataclasses.field(init=False)
-    max_num_steps: int = dataclasses.field(init=False)
-
-    @property
-    def name(self) -> str:
-        """Name of the run as part of a file name, e.g. ``sd2-base-256px-fast``."""
-        name = f"{self.architecture.name}-{self.config.image_size}px-{self.config.preset}"
-        if self.config.has_subject:
-            name += f"-{self.config.task}"
-        return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
-
-
 def resolve(
-    request: Request[BenchmarkConfig],
+    request: Request[EngineT],
     *,
     machine: Machine,
     ranks: Ranks,
     model_parts: Mapping[str, Mapping[str, Any]] | None = None,
     resolve_steps: StepsResolver = resolve_steps,
-) -> Plan:
+) -> Plan[EngineT]:
     """Turn a request into a plan, or refuse what cannot be run here.
 
     `model_parts` are as `replace_parts` takes them. `resolve_steps` gives the steps of the run and
@@ -118,12 +87,12 @@ def resolve(
 
 
 def plan_step(
-    request: Request[BenchmarkConfig],
+    request: Request[EngineT],
     *,
     machine: Machine,
     ranks: Ranks,
     model_parts: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Plan:
+) -> Plan[EngineT]:
     """Choose all settings that decide what a step computes, without a look at the data."""
     plan = Plan.begin(request, machine=machine, ranks=ranks)
     plan.architecture = find_model(plan.config, model_parts)
@@ -138,7 +107,19 @@ def plan_step(
     return plan
 
 
-def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None) -> Architecture:
+@dataclasses.dataclass(frozen=True, match_args=False)
+class ModelChoice(Protocol):
+    """What names a model and says how its pictures are drawn."""
+
+    model_name: str
+    model_revision: str | None
+    random_weights: bool
+    caption_drop_probability: float
+
+
+def find_model(
+    config: ModelChoice, parts: Mapping[str, Mapping[str, Any]] | None = None
+) -> Architecture:
     """The model that settings name, with `parts` as `replace_parts` takes them.
 
     A ConfigError refuses folders that do not have exactly its weights.
@@ -159,7 +140,7 @@ def find_model(config: Any, parts: Mapping[str, Mapping[str, Any]] | None = None
 
 
 def check_ahead(
-    request: Request[Any],
+    request: Request[EngineConfig],
     *,
     ranks: Any,
     model_parts: Mapping[str, Mapping[str, Any]] | None = None,
@@ -185,7 +166,7 @@ def check_ahead(
         resolve_steps(plan, num_samples=UNKNOWN)
 
 
-def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
+def _tell_of_rest(plan: Plan[EngineConfig], num_samples: int | None) -> None:
     """Note the samples that do not fill the last batch of an epoch, if the run has a whole one."""
     num_steps, rest = divmod(num_samples or 0, plan.config.batch_size)
     if rest and plan.max_num_steps >= num_steps:
@@ -197,17 +178,17 @@ def _tell_of_rest(plan: Plan, num_samples: int | None) -> None:
         )
 
 
-def _choose_shapes(draft: Draft) -> None:
+def _choose_shapes(draft: Plan[EngineConfig]) -> None:
     architecture, config = draft.architecture, draft.config
     default_size = config.image_size, ""
-    if config.image_size is None and size_of_budget(config) is None:
+    if config.image_size is None and size_of_budget(config.buckets) is None:
         size = default_image_size(architecture, on_gpu=draft.on_gpu)
         is_models = size == architecture.default_image_size
         default_size = size, f"default of {architecture.name}" if is_models else "no GPU"
     draft.choose_shapes(architecture, default_size=default_size)
 
 
-def _mix(plan: Plan) -> None:
+def _mix(plan: Plan[EngineConfig]) -> None:
     """Put the samples into buckets, and note how many each has."""
     with _as_bad_input(plan.source):
         mixture = plan.mixture = data.open_mixture(plan.source)
@@ -222,7 +203,7 @@ def _mix(plan: Plan) -> None:
         )
 
 
-def _count_workers(draft: Draft) -> tuple[int, str]:
+def _count_workers(draft: Plan[EngineConfig]) -> tuple[int, str]:
     """Loader workers of a rank, and the reason."""
     if draft.config.online_preprocessing:
         return 0, "actors of Ray Data read the samples"
@@ -233,7 +214,7 @@ def _count_workers(draft: Draft) -> tuple[int, str]:
     return 0, "no GPU: cores and memory are for training"
 
 
-def _make_source(draft: Draft) -> SourceConfig:
+def _make_source(draft: Plan[EngineConfig]) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
     return SourceConfig.from_settings(
         config,
@@ -258,7 +239,7 @@ def check_latents(settings: DataSettings, architecture: Architecture) -> None:
     )
 
 
-def _make_class_source(plan: Plan) -> SourceConfig | None:
+def _make_class_source(plan: Plan[EngineConfig]) -> SourceConfig | None:
     config, source = plan.config, plan.source
     if config.has_subject and source.data_format == "synthetic":
         # A seed of its own, or the pictures would be those of the subject.
@@ -276,7 +257,7 @@ def _make_class_source(plan: Plan) -> SourceConfig | None:
     )
 
 
-def _check_tokens(draft: Draft) -> None:
+def _check_tokens(draft: Plan[EngineConfig]) -> None:
     """Check the words of a token that is learned against the model's vocabulary."""
     from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
@@ -308,7 +289,7 @@ def _check_tokens(draft: Draft) -> None:
         )
 
 
-def _threads_per_rank(draft: Draft) -> tuple[int, str]:
+def _threads_per_rank(draft: Plan[EngineConfig]) -> tuple[int, str]:
     """CPU threads of a rank, and the reason."""
     given = os.environ.get(OMP_VARIABLE, "")
     # torchrun sets 1 if the variable is not set, which would leave most cores idle.
@@ -331,7 +312,7 @@ def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
     return size if on_gpu else min(size, CPU_IMAGE_SIZE)
 
 
-def _count_samples(plan: Plan) -> int | None:
+def _count_samples(plan: Plan[EngineConfig]) -> int | None:
     """Check the data, and count the samples of an epoch; a damaged file is bad input."""
     config, source = plan.config, plan.source
     with _as_bad_input(source):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from sdbench.base.errors import ConfigError
 from sdbench.measure.attention_kernels import MAX_MICROBATCHES
-from sdbench.plan.draft import Draft
+from sdbench.plan.draft import Plan
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.computing import NUM_GRAPH_STEPS
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.setting import PerDevice, of_device
 from sdbench.statistics.intervals import num_precise_steps
 
@@ -27,7 +28,7 @@ MAX_WARMUP_WINDOWS = 2
 MAX_WINDOW_FACTOR = 16
 
 
-def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
+def resolve_steps(draft: Plan[BenchmarkConfig], *, num_samples: int | None) -> tuple[int, int]:
     """Choose the windows of a run whose batch is settled; returns the plan's numbers of steps.
 
     `num_samples` is the number of samples of an epoch, None if unknown.
@@ -52,7 +53,7 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     return num_steps or needed, num_steps or longest
 
 
-def _num_behind(draft: Draft, num_profiled: int) -> int:
+def _num_behind(draft: Plan[BenchmarkConfig], num_profiled: int) -> int:
     """Steps after the window: those that are profiled, one to see attention, one to trace."""
     has_look = num_profiled > 0 and looks_at_attention(draft.config, draft.ranks)
     return num_profiled + has_look + draft.config.profile_trace
@@ -64,7 +65,7 @@ def looks_at_attention(config: BenchmarkConfig, ranks: Ranks) -> bool:
     return device_batch <= MAX_MICROBATCHES * config.device_train_microbatch_size
 
 
-def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
+def steps_in_duration(draft: Plan[EngineConfig], duration: str, num_samples: int | None) -> int:
     """Optimizer steps of a --max_duration in batches, epochs or samples, the last one rounded up.
 
     `num_samples` is the number of samples of an epoch; with None, epochs are refused.
@@ -94,7 +95,7 @@ def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> i
     return number * (num_samples // draft.config.batch_size)
 
 
-def _choose_window(draft: Draft, num_steps: int | None) -> None:
+def _choose_window(draft: Plan[BenchmarkConfig], num_steps: int | None) -> None:
     """Choose warm-up, window and profile; with --max_duration the window takes the rest."""
     given = draft.config
     # Ahead of a run the machine is not known, and asked for only where it decides.
@@ -147,7 +148,7 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
         )
 
 
-def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
+def _choose_bounds(draft: Plan[BenchmarkConfig], num_spare_steps: int | None) -> None:
     """Choose the bounds of warm-up and window; --max_duration limits both."""
     config = draft.config
     warmup, measure = config.warmup_batches, config.measure_batches

@@ -14,6 +14,7 @@ from typing import Any
 import sdbench
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.packages import INSTALL_ALL, is_installed
+from sdbench.settings.ray import RaySettings
 
 # Set in the workers of Ray Train: how often it has started the ranks again, when the command was
 # given (seconds since 1970), and the seconds from then to the worker's first line.
@@ -143,14 +144,14 @@ def tidy_up() -> None:
     shutil.rmtree(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", ""), ignore_errors=True)
 
 
-def resources_per_worker(config: Any, room: Mapping[str, float]) -> Mapping[str, float]:
+def resources_per_worker(config: RaySettings, room: Mapping[str, float]) -> Mapping[str, float]:
     """Resources of a rank: those of the config, or else a GPU if the cluster has any."""
     if config.ray_worker_resources is not None:
         return config.ray_worker_resources
     return {"CPU": 1, "GPU": 1} if room.get("GPU") else {"CPU": 1}
 
 
-def num_workers(config: Any, room: Mapping[str, float]) -> int:
+def num_workers(config: RaySettings, room: Mapping[str, float]) -> int:
     """Ranks: those of the config, or else as many as the cluster has GPUs."""
     return config.num_ray_workers or int(room.get("GPU", 1))
 
@@ -169,7 +170,7 @@ def states_of_places() -> set[str]:
     return {place["state"] for name, place in places.items() if name.endswith(job)} - {"REMOVED"}
 
 
-def check_room(config: Any, room: Mapping[str, float]) -> None:
+def check_room(config: RaySettings, room: Mapping[str, float]) -> None:
     """Raise ConfigError if this machine alone has no room for the ranks."""
     share, number = resources_per_worker(config, room), num_workers(config, room)
     if num_fitting(share, room) < (config.min_ray_workers or number):

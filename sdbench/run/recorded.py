@@ -29,6 +29,7 @@ from sdbench.record.provenance import (
 )
 from sdbench.record.store import BENCHMARK, FEED, RECORD_NAME, TRAIN, kind_of
 from sdbench.settings import config, feed, recipe
+from sdbench.settings.data import DataSettings
 from sdbench.settings.file import CONFIG_FLAG
 from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request, Translation
@@ -190,7 +191,7 @@ def _check_gpus(record: Mapping[str, Any]) -> str | None:
     return None if first is None else ask(nvml, "nvmlDeviceGetName", first)
 
 
-def _check_data(record: Mapping[str, Any], config: Any) -> dict[str, Any] | None:
+def _check_data(record: Mapping[str, Any], config: DataSettings) -> dict[str, Any] | None:
     """The facts of the data set, as a record has them; refuses one that is not here."""
     try:
         return data.describe_data(config)

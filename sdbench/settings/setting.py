@@ -67,6 +67,7 @@ def of_device(value: Any, *, on_gpu: bool) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True, match_args=False)
 class RuledSettings(Protocol):
     """What rules read of a program's settings beside their own; only what that program has."""
 
@@ -77,6 +78,7 @@ class RuledSettings(Protocol):
     cuda_graph: bool
     encoder_batch_size: int | str | None
     frozen_bits: str
+    has_subject: bool
     height: int | None
     instance_prompt: str | None
     learned_token: str | None
@@ -89,23 +91,14 @@ class RuledSettings(Protocol):
     precision: str | None
     remote: str | None
     sharding: str | None
+    step_has_encoders: bool
     train_text_encoder: bool
+    trained_parts: tuple[str, ...]
     use_ema: bool
     width: int | None
 
-    @property
-    def has_subject(self) -> bool:
-        """`SubjectSettings.has_subject`."""
 
-    @property
-    def step_has_encoders(self) -> bool:
-        """`OnlineSettings.step_has_encoders`."""
-
-    @property
-    def trained_parts(self) -> tuple[str, ...]:
-        """`ModelSettings.trained_parts`."""
-
-
+@dataclasses.dataclass(frozen=True, match_args=False)
 class RuledMachine(Protocol):
     """What rules read of a `Machine`."""
 
@@ -121,6 +114,7 @@ class RuledMachine(Protocol):
         """`Machine.supported_precisions`."""
 
 
+@dataclasses.dataclass(frozen=True, match_args=False)
 class RuledRanks(Protocol):
     """What rules read of `Ranks`."""
 

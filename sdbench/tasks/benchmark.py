@@ -14,7 +14,7 @@ from sdbench.base.secrets import redact_values
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.measure.neighbours import Neighbours
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.plan.window import looks_at_attention
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -27,6 +27,7 @@ from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
+from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.ray import RAY
 from sdbench.tasks.training import TrainingTask, end_loading
 
@@ -40,6 +41,7 @@ class Benchmark(TrainingTask):
 
     kind = BENCHMARK
     program = "benchmark.py"
+    plan: Plan[BenchmarkConfig]
     _nccl_log: NcclLog
     _neighbours: Neighbours
     _measurements: Measurements
@@ -82,6 +84,7 @@ class Benchmark(TrainingTask):
         num_steps = len(merged.timings.steps)
         assert merged.num_images == job.images_per_step * num_steps, "the loaders are out of step"
         network = self._nccl_log.read_network()
+        mixture = self.plan.mixture
         summary = summarize(
             merged,
             config=settings,
@@ -93,7 +96,7 @@ class Benchmark(TrainingTask):
             startup=clock,
             network=network,
             is_busy=is_busy,
-            mixture=plan.mixture,
+            samples_by_shape=None if mixture is None else mixture.samples_by_shape(),
         )
         self._measurements = merged
         fields = self._describe_work(job, num_images=merged.num_images)
@@ -135,7 +138,7 @@ class Benchmark(TrainingTask):
         return f"{format_summary(content)}\n\n{outlook}"
 
 
-def _measure_peak(plan: Plan) -> float:
+def _measure_peak(plan: Plan[BenchmarkConfig]) -> float:
     """Mean TFLOP/s of the ranks' matrix products, all measured at once as they may share cores."""
     from sdbench.measure.ceilings import measure_matmul_tflops
 
@@ -146,7 +149,9 @@ def _measure_peak(plan: Plan) -> float:
     return sum(by_rank) / len(by_rank)
 
 
-def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepWatch:
+def _make_watch(
+    plan: Plan[BenchmarkConfig], run: Run, *, observers: Sequence[Observer]
+) -> StepWatch:
     """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
     from sdbench.measure.timer import WindowPolicy
     from sdbench.measure.watch import make_watch

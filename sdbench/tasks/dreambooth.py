@@ -19,16 +19,19 @@ from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.tokenizer import CaptionTokenizers
 from sdbench.engines.job import TrainJob
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.recipe import EngineConfig
 
 # The table of numbers of captions, and the tables with a row for each picture.
 CAPTION = "caption"
 OF_PICTURES = ("latent_mean", "latent_logvar", SIZES)
 
 
-def encode_once(job: TrainJob, plan: Plan, *, keeps_encoders: bool = False) -> TrainJob:
+def encode_once(
+    job: TrainJob, plan: Plan[EngineConfig], *, keeps_encoders: bool = False
+) -> TrainJob:
     """Encode the pictures of a subject; a job without a subject is returned as it is.
 
     The new job looks up the latents of a batch. Encoders that are not trained are freed, unless

@@ -46,6 +46,7 @@ class Feed(Task):
 
     kind = FEED
     program = "data.py"
+    request: Request[FeedSettings]
     _settings: FeedSettings
     _chosen: dict[str, str]
     _source: SourceConfig
@@ -229,7 +230,7 @@ class Feed(Task):
         return f"{format_feed(content)}\n\nHow fast this machine trains on it: {command}"
 
 
-def _resolve(request: Request, machine: Machine, ranks: Ranks) -> Draft:
+def _resolve(request: Request[FeedSettings], machine: Machine, ranks: Ranks) -> Draft[FeedSettings]:
     """Choose what was left open."""
     draft = Draft.begin(request, machine=machine, ranks=ranks)
     draft.choose_format()

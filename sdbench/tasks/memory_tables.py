@@ -11,8 +11,9 @@ from sdbench.base.progress import show_progress
 from sdbench.base.units import counted
 from sdbench.measure.hardware import Machine
 from sdbench.plan.batch import AUTO_MEMORY_FRACTION, find_largest_microbatch
+from sdbench.plan.draft import Plan
 from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers
-from sdbench.plan.resolve import Plan, plan_step
+from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import Field, make_table, tabulate, to_terminal
 from sdbench.settings.fitting import MemorySettings
@@ -74,7 +75,7 @@ def print_tables(request: Request[MemorySettings]) -> None:
     print(to_terminal(make_table(_list_levers(first))))
 
 
-def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]]:
+def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan[MemorySettings]]]:
     """Plan all recipes; or what is given alone, if a setting of a recipe is."""
     names = {name for values in RECIPES.values() for name in values} - {"num_gpus"}
     if any(map(request.is_users, names)):
@@ -97,7 +98,7 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan]
             print(f"Without {name}: {plan.architecture.name} cannot have all of its settings.")
 
 
-def plan_on_gpus(request: Request[MemorySettings]) -> Plan:
+def plan_on_gpus(request: Request[MemorySettings]) -> Plan[MemorySettings]:
     """Plan a run on GPUs; where no micro-batch is given, it has 1."""
     num_gpus = request.config.num_gpus
     machine = Machine(
@@ -117,7 +118,7 @@ def plan_on_gpus(request: Request[MemorySettings]) -> Plan:
     return plan_step(request, machine=machine, ranks=ranks)
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: Plan[MemorySettings]) -> str:
     config = plan.config
     place = "encoded in the step" if config.step_has_encoders else "encoded beforehand"
     return (
@@ -127,7 +128,9 @@ def _describe(plan: Plan) -> str:
     )
 
 
-def _find_fitting(plans: dict[str, Plan], sizes: dict[str, float]) -> Iterator[dict[str, Any]]:
+def _find_fitting(
+    plans: dict[str, Plan[MemorySettings]], sizes: dict[str, float]
+) -> Iterator[dict[str, Any]]:
     for name, plan in plans.items():
         num_own = plan.config.batch_size // plan.ranks.world_size
         yield {
@@ -139,14 +142,14 @@ def _find_fitting(plans: dict[str, Plan], sizes: dict[str, float]) -> Iterator[d
         }
 
 
-def _list_parts(plans: dict[str, Plan]) -> Iterator[dict[str, Any]]:
+def _list_parts(plans: dict[str, Plan[MemorySettings]]) -> Iterator[dict[str, Any]]:
     for name, plan in plans.items():
         estimate = find_need(plan).estimate
         parts = {part.replace("_", " "): round(gib, 2) for part, gib in estimate.parts().items()}
         yield {"recipe": name, "peak": round(estimate.total_gib, 2), **parts, "at": estimate.phase}
 
 
-def _list_levers(plan: Plan) -> Iterator[dict[str, Any]]:
+def _list_levers(plan: Plan[MemorySettings]) -> Iterator[dict[str, Any]]:
     before_gib = find_need(plan).total_gib
     for pulled in pull_levers(plan):
         yield {

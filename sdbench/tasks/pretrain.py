@@ -16,7 +16,8 @@ from sdbench.models.diffusion import DiffusionModel, PhaseObserver, build_model
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.replay import Step, count_flops
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
+from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.training import EMA_HALF_LIFE_BATCHES
 from sdbench.tasks.tuning import tune_model
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from sdbench.data.pipeline.loader import CheckedLoader
 
 
-def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> TrainJob:
+def build(
+    plan: Plan[EngineConfig], *, phase: PhaseObserver, objective: Objective = PLAIN
+) -> TrainJob:
     """Build model and loader, and describe the rest."""
     config = plan.config
     initial_token_id = None
@@ -70,7 +73,7 @@ def build(plan: Plan, *, phase: PhaseObserver, objective: Objective = PLAIN) -> 
     )
 
 
-def describe_job(plan: Plan, model: nn.Module, **options: Any) -> TrainJob:
+def describe_job(plan: Plan[EngineConfig], model: nn.Module, **options: Any) -> TrainJob:
     """The job of training a built model; `options` are the further fields of `TrainJob`."""
     config = plan.config
     ema = EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
@@ -93,7 +96,7 @@ def describe_job(plan: Plan, model: nn.Module, **options: Any) -> TrainJob:
     )
 
 
-def _count_flops_per_image(plan: Plan) -> float:
+def _count_flops_per_image(plan: Plan[EngineConfig]) -> float:
     """FLOPs of a step per image, the mean over the buckets, as `replay.count_flops`."""
     if plan.mixture is None:
         return count_flops(Step.of(plan.config, plan.architecture, on_cuda=False))
@@ -106,7 +109,7 @@ def _count_flops_per_image(plan: Plan) -> float:
     return plan.mixture.mean([flops[shape.num_pixels] for shape in plan.mixture.shapes])
 
 
-def _build_loader(plan: Plan) -> CheckedLoader:
+def _build_loader(plan: Plan[EngineConfig]) -> CheckedLoader:
     config = plan.config
     if config.has_subject:
         return pairs.build(

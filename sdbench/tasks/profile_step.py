@@ -16,12 +16,15 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import check_folder, refused_unless_written, replace_file
 from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.measure.hardware import Machine
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.kinds import PROFILE
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.request import Request
+from sdbench.tasks.profile import ProfileSettings
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class ProfileStep(TrainingTask):
     kind = PROFILE
     program = "python -m sdbench profile"
     record_name = "profile.json"
+    request: Request[ProfileSettings]
+    plan: Plan[BenchmarkConfig]
     is_distributed = False
     _profile: Profile
     _warnings: list[str]
@@ -92,7 +97,7 @@ class ProfileStep(TrainingTask):
         )
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: Plan[BenchmarkConfig]) -> None:
     config = plan.config
     if config.profile_batches == 0:
         raise ConfigError(
@@ -124,7 +129,7 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _profile(plan: Plan, *, trace_file: Path) -> Profile:
+def _profile(plan: Plan[BenchmarkConfig], *, trace_file: Path) -> Profile:
     import torch
 
     from sdbench.engines import load_engine

@@ -9,13 +9,16 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
-from sdbench.plan.resolve import Plan, check_ahead, resolve
+from sdbench.plan.draft import Plan
+from sdbench.plan.resolve import check_ahead, resolve
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import RunFolder
 from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run, Task
 from sdbench.run.trackers import WandbLog
+from sdbench.settings.recipe import EngineConfig
+from sdbench.settings.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +34,8 @@ class TrainingTask(Task):
     """A task that trains; its request is for a `BenchmarkConfig` or a `TrainConfig`."""
 
     imports = ("sdbench.plan.memory_limit",)
-    plan: Plan
+    request: Request[EngineConfig]
+    plan: Plan[EngineConfig]
     _wandb_log: WandbLog | None = None
 
     @property

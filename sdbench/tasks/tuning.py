@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -13,11 +12,12 @@ from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.fp8 import use_fp8
+from sdbench.settings.recipe import EngineConfig
 
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def set_up_process(config: Any) -> None:
+def set_up_process(config: EngineConfig) -> None:
     """Set threads, allocator and number formats of the process, before any work on the device."""
     if config.compile != "none" or config.group_norm == "fused":
         _keep_compiled_code_private()
@@ -51,7 +51,7 @@ def _keep_compiled_code_private() -> None:
         os.environ[KERNELS_VARIABLE] = str(kernels)
 
 
-def tune_model(model: DiffusionModel, config: Any, *, num_shapes: int = 1) -> None:
+def tune_model(model: DiffusionModel, config: EngineConfig, *, num_shapes: int = 1) -> None:
     """Change the blocks of a model in place, and compile its sub-models, as the config says.
 
     Code is compiled for each of `num_shapes` shapes of pictures.
@@ -96,7 +96,7 @@ def tune_model(model: DiffusionModel, config: Any, *, num_shapes: int = 1) -> No
             target.compile(mode=config.compile_mode, dynamic=False)
 
 
-def tune_blocks(module: torch.nn.Module, config: Any, *, is_compiled: bool) -> None:
+def tune_blocks(module: torch.nn.Module, config: EngineConfig, *, is_compiled: bool) -> None:
     """Change the blocks of a denoiser or VAE in place, as the config says."""
     # What stands for the divisor cannot be traced: it would break the graph at each block. The
     # compiler puts a division into the kernel before or after it.

@@ -20,6 +20,7 @@ from sdbench.data.identity import (
     identify_data,
 )
 from sdbench.data.source import SourceConfig
+from sdbench.settings.config import parse_request
 from tests.data import datasets
 
 # Files that stand for a data set: pictures, tars, parquet files, or the index of the shards.
@@ -43,6 +44,32 @@ def folder(tmp_path):
         (path / f"{name}.png").write_bytes(datasets.make_png(index))
         (path / f"{name}.txt").write_text("a caption")
     return path
+
+
+def test_a_record_describes_the_pictures_of_a_subject_and_of_its_class(tmp_path):
+    for index, name in enumerate(("subject", "class")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(datasets.make_png(index))  # without a caption
+
+    def describe_subject(*flags):
+        given = [
+            "--task",
+            "dreambooth",
+            "--instance_prompt",
+            "dog",
+            "--data_format",
+            "folder",
+            "--image_size",
+            "64",
+        ]
+        place = ("--remote", str(tmp_path / "subject"))
+        request = parse_request((*given, *place, *flags), description="", epilog="")
+        return data.describe_data(request.config)
+
+    alone = describe_subject()
+    both = describe_subject("--class_remote", str(tmp_path / "class"), "--class_prompt", "a dog")
+    assert (alone["num_files"], alone["made_by"]) == (1, [None])
+    assert (both["num_files"], both["made_by"]) == (2, [None, None])
 
 
 def test_a_copy_of_a_folder_is_known_again_and_other_captions_are_another_data_set(

@@ -12,15 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.engines import one_pass_adamw
+from sdbench.engines.adamw import AdamW, AdamWOfMasterWeights
 from sdbench.engines.job import TrainedModule
 from sdbench.engines.one_pass_adamw import AdamWInOnePass
-from sdbench.engines.optimizers import (
-    AdamW,
-    AdamWOfMasterWeights,
-    make_optimizer,
-    parameter_groups,
-    update_early,
-)
+from sdbench.engines.optimizers import make_optimizer, parameter_groups, update_early
 
 NUM_STEPS = 3
 

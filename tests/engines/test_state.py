@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
+from sdbench.engines.adamw import AdamWOfMasterWeights
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.job import EmaSpec
-from sdbench.engines.optimizers import AdamWOfMasterWeights
 from sdbench.measure.phases import VAE_ENCODE
 from tests.engines.linear import (
     BATCH_SIZE,

@@ -12,7 +12,6 @@ import benchmark
 import data
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
-from sdbench.data.buckets import fill_buckets
 from sdbench.measure.summary import Measurements, summarize
 from sdbench.measure.timer import Step, Timings
 from sdbench.plan.resolve import resolve
@@ -206,7 +205,7 @@ def test_scatter_within_shapes_alone_makes_an_interval_and_an_alarm():
     steps = tuple(
         Step(n, "measured", (1.0, 4.0)[n % 2], 0.0, 1.0, shapes[n % 2]) for n in range(40)
     )
-    mixture = fill_buckets(shapes, np.array([0, 0, 0, 1]), sizes=np.full((4, 2), 128))
+    samples_by_shape = {"64x64": 3, "128x128": 1}
     config = {"batch_size": 2, "profile_batches": 0}
     measured = Measurements(Timings(steps, window_s=100.0), 80, 1.0)
     summary = summarize(
@@ -215,7 +214,7 @@ def test_scatter_within_shapes_alone_makes_an_interval_and_an_alarm():
         num_devices=1,
         flops_per_image=1e12,
         peak_tflops=None,
-        mixture=mixture,
+        samples_by_shape=samples_by_shape,
     )
     assert summary["images_per_second"] == pytest.approx(0.8)
     assert summary["images_per_second_interval"]["low"] == pytest.approx(0.8)
@@ -230,6 +229,6 @@ def test_scatter_within_shapes_alone_makes_an_interval_and_an_alarm():
         num_devices=1,
         flops_per_image=1e12,
         peak_tflops=None,
-        mixture=mixture,
+        samples_by_shape=samples_by_shape,
     )
     assert missing["flags"] == ["shapes"] and missing["images_per_second_of_epoch"] is None

@@ -11,6 +11,7 @@ from sdbench.base.conditions import T5, Captions
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import read_json_object, refuse_errors
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
+from sdbench.settings.data import DataSettings
 
 PLACE_FLAGS = "--remote or --local"
 TOKENIZER_FLAG = "--model_name"
@@ -62,7 +63,7 @@ def check_synthetic(config: SourceConfig) -> int:
     return config.num_images or NUM_SYNTHETIC_IMAGES
 
 
-def check_flags(config: SourceConfig, *, has_columns: bool) -> None:
+def check_flags(config: DataSettings, *, has_columns: bool) -> None:
     """Refuse flags that do not apply to a source of this format."""
     data_format = config.data_format
     is_encoded = data_format != "synthetic" and config.wants_latents

@@ -12,7 +12,6 @@ from pathlib import Path
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
-from sdbench.data import read_columns
 from sdbench.data.colours import describe_profiles
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.identity import DATA, identify
@@ -31,6 +30,7 @@ from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import storable_name
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError
+from sdbench.data.sources import read_columns
 from sdbench.settings.request import parse
 
 EPILOG = """\

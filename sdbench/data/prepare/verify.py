@@ -15,7 +15,6 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.units import counted
-from sdbench.data import read_columns
 from sdbench.data.colours import describe_profiles
 from sdbench.data.formats.files import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
@@ -29,6 +28,7 @@ from sdbench.data.prepare.rows import LatentRowReader, RowReader, describe_sourc
 from sdbench.data.remote import errors_named, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
+from sdbench.data.sources import read_columns
 from sdbench.settings.data import KEEP, ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
 from sdbench.settings.rules import check

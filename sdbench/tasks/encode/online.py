@@ -27,8 +27,8 @@ from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
-from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
+from sdbench.settings.recipe import EngineConfig
 from sdbench.tasks.encode.encoder import Encoder, find_finite
 from sdbench.tasks.encode.ray_stages import DecodeStage, batch_bytes, num_lanes_of_rank, open_same
 from sdbench.tasks.encode.ray_stream import (
@@ -102,7 +102,7 @@ class OnlineLoader(CheckedLoader):
     def __init__(
         self,
         source: SourceConfig,
-        settings: BenchmarkConfig | FeedSettings,
+        settings: EngineConfig | FeedSettings,
         *,
         architecture: Architecture,
         weights_seed: int,

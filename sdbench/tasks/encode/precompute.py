@@ -46,7 +46,7 @@ from sdbench.settings.kinds import POSITIVE, TEXT, one_of
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings
 from sdbench.settings.ray import RAY, RaySettings
-from sdbench.settings.request import parse
+from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
 from sdbench.tasks import TASKS
@@ -200,6 +200,7 @@ class Precompute(Task):
 
     kind = PRECOMPUTE
     program = "python -m sdbench precompute"
+    request: Request[PrecomputeSettings]
     # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
 
@@ -434,7 +435,7 @@ class Precompute(Task):
         )
 
 
-def _connect(draft: Draft) -> bool:
+def _connect(draft: Draft[PrecomputeSettings]) -> bool:
     """Connect to Ray if that is the engine; return whether a GPU encodes."""
     if draft.config.engine == TORCH:
         return draft.on_gpu
@@ -444,7 +445,7 @@ def _connect(draft: Draft) -> bool:
     return "GPU" in encoder_resources(draft.config)
 
 
-def _choose(draft: Draft, *, on_gpu: bool) -> None:
+def _choose(draft: Draft[PrecomputeSettings], *, on_gpu: bool) -> None:
     config = draft.config
     data_format = data.resolve_format(config)
     if data_format == "synthetic" and not (config.use_synth_data or config.data_format != "auto"):
@@ -470,7 +471,9 @@ def _choose(draft: Draft, *, on_gpu: bool) -> None:
     draft.choose_if_open("num_workers", num_workers, "the cores")
 
 
-def _choose_dtype(draft: Draft, architecture: Architecture, *, on_gpu: bool) -> None:
+def _choose_dtype(
+    draft: Draft[PrecomputeSettings], architecture: Architecture, *, on_gpu: bool
+) -> None:
     """Choose the type of the encoders, or refuse one that the model cannot have."""
     family, machine = architecture.family, draft.machine
     family.check_encoder_dtype(draft.config.encoder_dtype)

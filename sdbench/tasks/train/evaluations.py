@@ -24,9 +24,11 @@ from sdbench.engines.train_state import TrainState
 from sdbench.measure.watch import StepWatch
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
 from sdbench.models.objective import check_num_steps, default_sampler
-from sdbench.plan.resolve import Plan, check_latents
+from sdbench.plan.draft import Plan
+from sdbench.plan.resolve import check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED
 from sdbench.settings.kinds import read_shapes
+from sdbench.settings.recipe import TrainConfig
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -43,9 +45,9 @@ SAMPLES_NAME = "samples"
 Evaluation = Callable[[TrainState], dict[str, Any]]
 
 
-def _held_out_source(plan: Plan) -> SourceConfig:
+def _held_out_source(plan: Plan[TrainConfig]) -> SourceConfig:
     """The held-out samples of --validation_remote: images, or latents for a step on latents."""
-    config: Any = plan.config
+    config = plan.config
     place = config.validation_remote
     trained_on = (config.remote, config.local, config.class_remote)
     if storable_name(place) in {storable_name(other) for other in trained_on if other}:
@@ -86,7 +88,7 @@ def _as_squares(source: SourceConfig) -> SourceConfig:
 class Evaluations:
     """The evaluations that the config of a run asks for."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan[TrainConfig]) -> None:
         """Check data, networks and prompts before any weights are built."""
         config = self._config = plan.config
         self._plan = plan
@@ -94,10 +96,11 @@ class Evaluations:
         self.held_out: SourceConfig | None = None
         if config.validate_every_batches or config.score_every_batches:
             self.held_out = _held_out_source(plan)
+        self._networks = {"fid": config.fid_network, "clip": config.clip_network}
         if config.score_every_batches:
             from sdbench.evaluate.networks import open_networks
 
-            open_networks(config, image_size=config.image_size, device="cpu")
+            open_networks(self._networks, image_size=config.image_size, device="cpu")
             num_samples = data.check(self.held_out)
             if num_samples is not None and num_samples < 2:
                 raise ConfigError(
@@ -205,7 +208,7 @@ class Evaluations:
         device = next(self._job.model.parameters()).device
         size = self._config.image_size
         with self._watch.alone():
-            networks = open_networks(self._config, image_size=size, device=device)
+            networks = open_networks(self._networks, image_size=size, device=device)
         with averaged_weights(self._job, state, ranks=self._plan.ranks):
             return score_model(
                 self._job.model,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError, add_remark, first_line
 from sdbench.base.stop import STOPS
+from sdbench.settings.recipe import TrainConfig
 from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import digest_of_validation
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
     from sdbench.engines.train_state import TrainState
     from sdbench.measure.watch import StepWatch
-    from sdbench.plan.resolve import Plan
+    from sdbench.plan.draft import Plan
     from sdbench.run.progress import StepProgress
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
@@ -54,7 +55,7 @@ class TrainHooks:
         reached_step: The step whose validation loss has reached the target; None before.
     """
 
-    plan: Plan
+    plan: Plan[TrainConfig]
     job: TrainJob
     watch: StepWatch
     checkpoints: Checkpoints
@@ -73,7 +74,7 @@ class TrainHooks:
     _whole_step: int = 0  # of the newest checkpoint
 
     def __post_init__(self) -> None:
-        self._config: Any = self.plan.config
+        self._config = self.plan.config
         self._timer: Any = self.watch.timer
         self._bad_losses = BadLosses(
             action=self._config.on_bad_loss,

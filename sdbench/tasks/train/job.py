@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 from sdbench import data
 from sdbench.engines.job import EmaSpec, TrainJob
@@ -14,14 +13,15 @@ from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.autoencoder import build_autoencoder
 from sdbench.models.diffusion import PhaseObserver
 from sdbench.models.objective import Objective
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
+from sdbench.settings.recipe import TrainConfig
 from sdbench.tasks import pretrain
 from sdbench.tasks.tuning import tune_blocks
 
 
-def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
+def build(plan: Plan[TrainConfig], *, phase: PhaseObserver) -> TrainJob:
     """Build model and loader of a run of train.py, and describe the rest."""
-    config: Any = plan.config
+    config = plan.config
     if config.train == "vae":
         job = _build_autoencoder(plan)
     else:
@@ -48,8 +48,8 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     )
 
 
-def _build_autoencoder(plan: Plan) -> TrainJob:
-    config: Any = plan.config
+def _build_autoencoder(plan: Plan[TrainConfig]) -> TrainJob:
+    config = plan.config
     model = build_autoencoder(
         plan.architecture,
         seed=config.seed_of_weights,
@@ -65,7 +65,7 @@ def _build_autoencoder(plan: Plan) -> TrainJob:
     )
 
 
-def make_objective(config: Any) -> Objective:
+def make_objective(config: TrainConfig) -> Objective:
     """The objective that a `TrainConfig` asks for."""
     return Objective(
         prediction_type=config.prediction_type,
@@ -81,7 +81,7 @@ def make_objective(config: Any) -> Objective:
     )
 
 
-def learning_rate_factor_of(config: Any, *, num_steps: int) -> Callable[[int], float]:
+def learning_rate_factor_of(config: TrainConfig, *, num_steps: int) -> Callable[[int], float]:
     """The multiplier of the learning rate by step, as a `TrainConfig` asks for it."""
     return functools.partial(
         learning_rate_factor,

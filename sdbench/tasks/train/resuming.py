@@ -9,7 +9,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.identity import HELD_OUT, MODEL, belongings_of, describe_changes, digest
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.settings.buckets import BucketSettings
 from sdbench.settings.recipe import ObjectiveSettings, TrainConfig
 from sdbench.settings.setting import declarations
@@ -76,9 +76,9 @@ def digest_of_validation(facts: Mapping[str, Any]) -> str:
     )
 
 
-def describe_random_parts(plan: Plan, *, given: Collection[str]) -> list[str]:
+def describe_random_parts(plan: Plan[TrainConfig], *, given: Collection[str]) -> list[str]:
     """Sentences about sub-models that keep random weights; `given` ones are in a checkpoint."""
-    config: Any = plan.config
+    config = plan.config
     if config.train == "vae":  # there is no other part
         return []
     # Weights other than LoRA or a learned token are frozen.

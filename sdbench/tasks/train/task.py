@@ -15,8 +15,7 @@ from sdbench.base.units import counted
 from sdbench.data.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
-from sdbench.plan.draft import Draft
-from sdbench.plan.resolve import Plan
+from sdbench.plan.draft import Plan
 from sdbench.plan.window import steps_in_duration
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
@@ -26,6 +25,8 @@ from sdbench.record.store import TRAIN, RunFolder
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
 from sdbench.run.trackers import TensorboardLog
+from sdbench.settings.recipe import TrainConfig
+from sdbench.settings.request import Request
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.resuming import (
     compare_inputs,
@@ -60,11 +61,13 @@ class Train(TrainingTask):
 
     kind = TRAIN
     program = "train.py"
+    request: Request[TrainConfig]
+    plan: Plan[TrainConfig]
     _evaluations: Evaluations | None = None
     _hooks: TrainHooks | None = None
 
     def _planning(self) -> dict[str, Any]:
-        config: Any = self.request.config
+        config = self.request.config
         return {"model_parts": config.model_parts, "resolve_steps": _resolve_length}
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -91,7 +94,7 @@ class Train(TrainingTask):
 
             given = parts_in(checkpoint)
         notes += describe_random_parts(self.plan, given=given)
-        planned: Any = self.plan.config
+        planned = self.plan.config
         surprises = [describe_average(planned, num_steps=self.plan.num_steps)]
         if self._found is not None and ranks.rank == 0:
             surprises.append(describe_rate(planned, self._found, num_steps=self.plan.num_steps))
@@ -134,7 +137,7 @@ class Train(TrainingTask):
         from sdbench.tasks.train.weights import take_kept, take_weights
 
         plan, clock, ranks = self.plan, run.clock, self.plan.ranks
-        config: Any = plan.config
+        config = plan.config
         is_first = ranks.rank == 0
         checkpoints = Checkpoints(
             run.folder, ranks=ranks, keep=config.keep, keep_every=config.keep_every_batches
@@ -222,7 +225,7 @@ class Train(TrainingTask):
 
     def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
         """Open Ray's storage for copies of checkpoints, if it is asked for; fetch one to resume."""
-        config: Any = self.plan.config
+        config = self.plan.config
         if config.ray_storage_path is None:
             return None
         from sdbench.state.ray_storage import RayStorage
@@ -236,7 +239,7 @@ class Train(TrainingTask):
     def _inputs(self) -> dict[str, Any]:
         """What `compare_inputs` compares; on the first rank, as all of these weights are read."""
         plan, architecture = self.plan, self.plan.architecture
-        config: Any = plan.config
+        config = plan.config
         parts = [] if config.train == "vae" else [architecture.family.denoiser]
         if config.step_has_encoders or config.online_preprocessing:
             parts += architecture.encoders
@@ -266,7 +269,7 @@ class Train(TrainingTask):
         """Find the checkpoint to resume; refuse another run's before anything is written."""
         from sdbench.state.checkpoints import find_newest
 
-        config: Any = self.plan.config
+        config = self.plan.config
         self._found = None
         if config.resume == "auto":
             self._found = find_newest(Path(config.results_dir, config.run_name))
@@ -284,7 +287,7 @@ class Train(TrainingTask):
 
     def _find_initial(self) -> Checkpoint | None:
         """The checkpoint whose weights a new run begins with; it suits the model."""
-        config: Any = self.plan.config
+        config = self.plan.config
         if config.init_from is None or self._found is not None:
             return None
         from sdbench.tasks.train.weights import check_weights, open_checkpoint, parts_in
@@ -315,7 +318,7 @@ class Train(TrainingTask):
         """
         from sdbench.tasks.train.hooks import reaches
 
-        config: Any = self.plan.config
+        config = self.plan.config
         if self.plan.ranks.rank != 0 or not config.target_loss:
             return None
         validated_by = digest_of_validation(self._facts())
@@ -331,7 +334,7 @@ class Train(TrainingTask):
 
     def _to_target(self, step: int | None) -> dict[str, Any]:
         """Samples until the target, for a summary; empty without a target."""
-        config: Any = self.plan.config
+        config = self.plan.config
         if config.target_loss is None:
             return {}
         return {"samples_to_target": None if step is None else step * config.batch_size}
@@ -368,7 +371,7 @@ class Train(TrainingTask):
         loss = summary["loss_last"]  # None where all steps were skipped
         target = ""
         if "samples_to_target" in summary:
-            config: Any = self.plan.config
+            config = self.plan.config
             samples = summary["samples_to_target"]
             reached = "not reached" if samples is None else f"reached after {samples} samples"
             target = f"The validation loss {config.target_loss:g} was {reached}.\n"
@@ -378,13 +381,13 @@ class Train(TrainingTask):
         )
 
 
-def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
+def _resolve_length(draft: Plan[TrainConfig], *, num_samples: int | None) -> tuple[int, int]:
     """The steps of the run, which nothing makes longer."""
     num_steps = steps_in_duration(draft, draft.config.max_duration, num_samples)
     return num_steps, num_steps
 
 
-def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> StepWatch:
+def _make_watch(plan: Plan[TrainConfig], *, num_steps: int, observers: list[Observer]) -> StepWatch:
     import torch
 
     from sdbench.measure.phases import PhaseClock
