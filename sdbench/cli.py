@@ -30,13 +30,19 @@ COMMANDS = {
     "shapes": ("shapes.write", "write a data set of coloured shapes, to see a model learn to draw"),
     "judge": ("shapes.judge", "count drawn pictures that have the colour and shape asked for"),
     "score": ("evaluate.command", "FID and CLIP score of drawn pictures, by local networks"),
-    "precompute": ("tasks.encode.precompute", "encode images and captions once, before training"),
-    "export": ("tasks.train.export", "write the model of a run as a folder that diffusers loads"),
+    "precompute": ("encoding.precompute", "encode images and captions once, before training"),
+    "export": ("training.export", "write the model of a run as a folder that diffusers loads"),
     "doctor": ("doctor.doctor", "check each node before a job: GPUs, network, memory, disks, data"),
-    "profile": ("tasks.profile", "time each operator of a step, and tell how far its ceiling is"),
-    "memory": ("tasks.memory", "tell the largest micro-batch of each recipe on each GPU"),
+    "profile": (
+        "measuring.profile",
+        "time each operator of a step, and tell how far its ceiling is",
+    ),
+    "memory": (
+        "forecast.largest_microbatch",
+        "tell the largest micro-batch of each recipe on each GPU",
+    ),
     "predict": (
-        "tasks.predict",
+        "forecast.predict",
         "tell images/s, memory and cost on other GPUs, with intervals",
     ),
     "dreambooth": ("launch.dreambooth", "teach a model a subject from a few pictures of it"),
@@ -49,7 +55,7 @@ COMMANDS = {
         "make the page of a run, of several, or of a folder of results",
     ),
     "compare": ("analysis.compare", "compare two tables or two sets of runs, row by row"),
-    "scaling": ("scaling.cost", "days, GPU-hours, cost and energy of a training, by GPU count"),
+    "scaling": ("forecast.cost", "days, GPU-hours, cost and energy of a training, by GPU count"),
 }
 
 EPILOG = """\

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.record import figures
+from sdbench.record import formulas
 from sdbench.record.store import load_record
 
 # A quick run. Each of several ranks on this machine would take all cores for itself, and wait for
@@ -75,11 +75,11 @@ def follow_rate(record: dict[str, Any]) -> dict[str, Any]:
     summary["window_s"] = window_s
     record["duration_s"] = max(record["duration_s"], 10 * window_s)
     workload["num_images"] = images_per_step * workload["num_steps"]
-    summary |= figures.of_devices(
+    summary |= formulas.of_devices(
         rate,
         num_devices=ranks["world_size"],
         flops_per_image=workload["flops_per_image"],
-        peak=figures.peak_tflops(record["machine"]["device_name"], record["config"]["precision"]),
+        peak=formulas.peak_tflops(record["machine"]["device_name"], record["config"]["precision"]),
         matmul=summary["matmul_tflops"],
     )
     return record

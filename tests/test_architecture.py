@@ -13,8 +13,7 @@ import grimp
 import pytest
 
 from sdbench.cli import COMMANDS
-from sdbench.run.task import Task
-from sdbench.tasks import TASKS
+from sdbench.run.task import TASKS, Task
 from tests.runs import only_record
 
 # Packages that cost seconds to import, or are not on every machine.

@@ -14,7 +14,7 @@ import benchmark
 from sdbench.measure.timer import StepTimer
 from sdbench.measure.watch import StepWatch
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.tasks import pretrain
+from sdbench.training import pretrain
 from tests.refusals import printed_refusal, refusal_of
 from tests.report.results_folder import make_results
 from tests.runs import only_record, run_and_load

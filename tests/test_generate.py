@@ -16,8 +16,8 @@ import generate
 from sdbench.base.conditions import Captions
 from sdbench.base.shape import Shape
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.drawing.generate import GenerateFlags, read_prompts
 from sdbench.models.drawing import DrawingSettings, draw, make_sampler
-from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
 from tests.train.smallest_model import build_smallest

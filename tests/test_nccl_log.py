@@ -9,7 +9,7 @@ import pytest
 
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.nccl_log import NcclLog
-from sdbench.record.figures import SOCKETS
+from sdbench.record.formulas import SOCKETS
 
 TWO_NODES = Ranks(rank=0, world_size=16, local_rank=0, local_world_size=8)
 ONE_NODE = Ranks(rank=0, world_size=8, local_rank=0, local_world_size=8)

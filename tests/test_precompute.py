@@ -24,10 +24,10 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare.convert import main as convert
 from sdbench.data.prepare.writers import Output
 from sdbench.data.source import SourceConfig
+from sdbench.encoding import precompute
+from sdbench.encoding.encoder import Encoder, Step
 from sdbench.models.architecture import DRAWING, resolve_architecture
 from sdbench.models.diffusion import make_encoder
-from sdbench.tasks.encode import precompute
-from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.data.datasets import read_files, read_mds
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import PLACE_FLAGS, printed_refusal, refused

@@ -26,11 +26,11 @@ import benchmark
 import train
 from sdbench import cli
 from sdbench.analysis.compare import CompareFlags
-from sdbench.scaling.cost import CostFlags
+from sdbench.forecast.cost import CostFlags
+from sdbench.run.task import TASKS
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations
-from sdbench.tasks import TASKS
 from tests.data.datasets import write_tars
 from tests.report.results_folder import RESULTS, make_record, make_results
 

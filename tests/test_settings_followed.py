@@ -8,6 +8,8 @@ import pytest
 
 from sdbench.data import PlaceSettings
 from sdbench.doctor.doctor import DoctorSettings
+from sdbench.drawing.generate import GenerateFlags
+from sdbench.encoding.precompute import PrecomputeSettings
 from sdbench.measure.hardware import Machine
 from sdbench.plan.draft import DraftSettings
 from sdbench.plan.resolve import ModelChoice
@@ -16,8 +18,6 @@ from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import RuledMachine, RuledRanks, RuledSettings
-from sdbench.tasks.encode.precompute import PrecomputeSettings
-from sdbench.tasks.generate import GenerateFlags
 
 PLANNED = (BenchmarkConfig, TrainConfig, FeedSettings, PrecomputeSettings)
 

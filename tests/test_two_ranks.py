@@ -19,8 +19,8 @@ import benchmark
 from sdbench.engines import load_engine
 from sdbench.measure import hardware
 from sdbench.measure.phases import PHASES, PhaseClock
+from sdbench.measuring.benchmark import Benchmark
 from sdbench.models.diffusion import DiffusionModel
-from sdbench.tasks.benchmark import Benchmark
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.runs import only_record
 

@@ -20,7 +20,7 @@ from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.sd.network import StableDiffusionNetwork
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.setting import BF16
-from sdbench.tasks.validation import (
+from sdbench.training.validation import (
     averaged_weights,
     held_out_batches,
     open_held_out,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sdbench.forecast.memory_tables import CARDS
 from sdbench.measure.hardware import inspect_machine
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.memory import estimate_peak_memory
@@ -27,7 +28,6 @@ from sdbench.record.store import load_record
 from sdbench.report.tables import make_table, to_markdown
 from sdbench.settings.config import PRESETS, SETTINGS, BenchmarkConfig, parse_request
 from sdbench.settings.setting import GPU
-from sdbench.tasks.memory_tables import CARDS
 
 
 class Case(NamedTuple):

@@ -50,7 +50,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import make_table, to_markdown
 from sdbench.settings.config import parse_request
 from sdbench.settings.rules import settle
-from sdbench.tasks.tuning import tune_model
+from sdbench.training.tuning import tune_model
 from tools.fake_cuda import H200, pretend
 
 GB = 1e9

@@ -39,8 +39,8 @@ COLUMNS = ["id", "room", "file", "function", "line", "change", "result", "tests"
 LEFT_OUT_FILES = (
     *("engines/cuda_graph.py", "measure/gpu_monitor.py", "measure/nvml.py", "doctor/gpus.py"),
     # Tests marked ray.
-    *("engines/ray.py", "launch/ray_*.py", "ranks/ray_cluster.py", "tasks/ray_feed.py"),
-    "tasks/encode/ray_stream.py",
+    *("engines/ray.py", "launch/ray_*.py", "ranks/ray_cluster.py", "measuring/ray_feed.py"),
+    "encoding/ray_stream.py",
 )
 LEAST_OF_ROOM = 3
 # Annotations and decorators; arguments about the look of something or a check.

@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sdbench.base.carried import RESULTS  # noqa: E402
+from sdbench.forecast import law  # noqa: E402
+from sdbench.forecast.cost import price_of  # noqa: E402
+from sdbench.forecast.law import Case, Tested  # noqa: E402
+from sdbench.forecast.predict import PredictSettings, predict_rows  # noqa: E402
 from sdbench.record.configuration import group  # noqa: E402
 from sdbench.report.page import format_page  # noqa: E402
 from sdbench.report.plots import make_figure, plain_style  # noqa: E402
 from sdbench.report.tables import make_table, to_markdown  # noqa: E402
-from sdbench.scaling import law  # noqa: E402
-from sdbench.scaling.cost import price_of  # noqa: E402
-from sdbench.scaling.law import Case, Tested  # noqa: E402
 from sdbench.settings.request import parse  # noqa: E402
-from sdbench.tasks.predict import PredictSettings, predict_rows  # noqa: E402
 
 # Of the tables of the seed documents that have images/s.
 SEED_SOURCES = ("AWS", "MosaicML, benchmark", "MosaicML, latents")

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.data_formats import FORMATS, SOURCES, call, detect_format, open_stored
 from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
@@ -17,7 +18,6 @@ from sdbench.data.formats.checks import (
     check_tokenizer_folder,
 )
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
-from sdbench.data.sources import FORMATS, SOURCES, call, detect_format, open_stored
 from sdbench.settings.data import DataSettings
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import os
 from sdbench.base.conditions import CLIP
 from sdbench.base.errors import RunError
 from sdbench.base.units import counted
+from sdbench.data.data_formats import open_stored
 from sdbench.data.formats.mds_index import is_packed, locate_mds
 from sdbench.data.samples import BadSampleError, check_caption
 from sdbench.data.source import SourceConfig
-from sdbench.data.sources import open_stored
 
 # Of one or two files in most data sets. All of a smaller data set.
 NUM_CAPTIONS = 256

@@ -23,6 +23,7 @@ from sdbench.base.files import fingerprint, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
+from sdbench.data.data_formats import detect_format, list_files
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.formats.folder import list_files_and_captions
@@ -45,7 +46,6 @@ from sdbench.data.remote import (
 )
 from sdbench.data.remote_files import describe_unchecked
 from sdbench.data.source import SourceConfig
-from sdbench.data.sources import detect_format, list_files
 from sdbench.record.provenance import git_state
 from sdbench.settings.data import DataSettings
 from sdbench.settings.subject import SubjectSettings

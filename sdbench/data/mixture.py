@@ -24,6 +24,7 @@ from sdbench.base.progress import show_progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data.buckets import REASONS, UNREADABLE, UNSERVED, Mixture, fill_buckets
+from sdbench.data.data_formats import list_files
 from sdbench.data.empty_caption import load_beside
 from sdbench.data.formats.checks import tell_once
 from sdbench.data.formats.mds_index import places_of
@@ -32,7 +33,6 @@ from sdbench.data.latent_columns import check_array
 from sdbench.data.remote import is_url
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, ImageSample, Samples, decoding
 from sdbench.data.source import VAE_FACTOR, SourceConfig
-from sdbench.data.sources import list_files
 
 SIZES_FOLDER = "picture-sizes"
 # Beside the samples; hidden, because no format reads hidden files as samples.

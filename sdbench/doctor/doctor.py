@@ -14,7 +14,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.output import terminal_width
 from sdbench.base.stop import STOPS
 from sdbench.data import resolve_format
-from sdbench.doctor import collective, gpus, machine, network, speed
+from sdbench.doctor import collective, gpus, machine, network_cards, speed
 from sdbench.doctor.finding import ERROR, OK, Check, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import make_line, make_report, merge, to_json, to_text
 from sdbench.ranks.distributed import connect, gather
@@ -46,7 +46,7 @@ torchrun any failure is 1
 # The GPUs come first, before other checks open a context on them.
 CHECKS = [
     one
-    for module in (gpus, network, machine)
+    for module in (gpus, network_cards, machine)
     for one in vars(module).values()
     if isinstance(one, Check)
 ]

@@ -239,7 +239,7 @@ def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
 
 def _find_first_part(place: str, data_format: str) -> str:
     """Return the first tar or remote parquet file of a place; else the place itself."""
-    from sdbench.data.formats.files import find_files
+    from sdbench.data.formats.place_files import find_files
     from sdbench.data.remote import is_url
 
     if data_format == "webdataset" or (data_format == "parquet" and is_url(place)):

@@ -16,7 +16,7 @@ from sdbench.base.units import counted
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, bounded, describe
 from sdbench.doctor.gpus import Gpu, find_gpu
 from sdbench.measure.neighbours import Neighbours
-from sdbench.record.figures import facts_of
+from sdbench.record.formulas import facts_of
 from sdbench.record.row import COLUMNS
 from sdbench.record.store import utc_now
 from sdbench.report.figures import MEASURED, read_figures

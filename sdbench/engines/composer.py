@@ -21,8 +21,8 @@ from sdbench.base.errors import RunError
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.hooks import TrainingHooks
 from sdbench.engines.job import TrainJob
+from sdbench.engines.loop import Training, mean_over_ranks
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, mean_over_ranks
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch

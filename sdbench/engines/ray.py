@@ -22,8 +22,8 @@ from sdbench.base.stop import keep_handlers
 from sdbench.engines.device_batches import Batches, MicroBatch, split_batch
 from sdbench.engines.hooks import TrainingHooks
 from sdbench.engines.job import TrainJob
+from sdbench.engines.loop import Training, find_device
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch

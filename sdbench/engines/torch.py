@@ -15,8 +15,8 @@ from torch import Tensor
 from sdbench.engines.device_batches import Batch, MicroBatch, split_batch
 from sdbench.engines.hooks import TrainingHooks
 from sdbench.engines.job import TrainJob
+from sdbench.engines.loop import Training, find_device
 from sdbench.engines.sharding import begin_microbatch, make_ddp
-from sdbench.engines.training import Training, find_device
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch

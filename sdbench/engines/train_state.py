@@ -98,7 +98,7 @@ class TrainState:
         states behind a step, as it has left them.
         """
         # Here, since a measurement does without torch.distributed.checkpoint.
-        from sdbench.state import checkpoint as names
+        from sdbench.state import checkpoint_files as names
 
         forget_gathered(self._job)
         weights = self._job.trained_weights()

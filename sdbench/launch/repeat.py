@@ -18,7 +18,7 @@ from sdbench.analysis import compare
 from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError
 from sdbench.base.units import counted
 from sdbench.launch.child import Outcome, measuring_command, split_words
-from sdbench.launch.runs import Run, make_runs
+from sdbench.launch.run_loop import Run, make_runs
 from sdbench.record.store import OK
 from sdbench.report.terminal import format_number
 from sdbench.settings.kinds import PATH, REPEATS, TEXT

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.launch.runs import Run, make_runs
+from sdbench.launch.run_loop import Run, make_runs
 from sdbench.launch.sweep_file import read_sweep_file
 from sdbench.record.store import OK, OOM
 from sdbench.settings.kinds import PATH, SWITCH

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sdbench.measure.summary import summarize_window
-from sdbench.record.figures import of_processes
+from sdbench.record.formulas import of_processes
 
 BYTES_PER_MEGABYTE = 10**6
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sdbench.measure.host import ask, open_nvml
-from sdbench.record.figures import NORMAL_REASON
+from sdbench.record.formulas import NORMAL_REASON
 
 # nvml.h, nvmlClocksEventReasons: why the clocks are below their maximum.
 CLOCK_REASONS = {

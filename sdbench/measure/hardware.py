@@ -12,7 +12,7 @@ import sdbench
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.measure.host import ask, open_nvml, read_cpu
-from sdbench.record.figures import peak_tflops
+from sdbench.record.formulas import peak_tflops
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sdbench.record.figures import total_s
+from sdbench.record.formulas import total_s
 
 DATA_WAIT = "data_wait"
 HOST_TO_DEVICE = "host_to_device"

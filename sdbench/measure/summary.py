@@ -13,7 +13,7 @@ from sdbench.measure.phases import find_stragglers, merge_phases
 from sdbench.measure.startup import StartupClock, breaks_graphs
 from sdbench.measure.timer import PROFILED, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
-from sdbench.record import figures
+from sdbench.record import formulas
 from sdbench.statistics import intervals
 
 
@@ -105,14 +105,14 @@ def summarize(
         )
     of_shapes: dict[str, Any] = {}
     if samples_by_shape is not None:
-        shapes = figures.rows_of_shapes(timings.steps, samples_by_shape)
-        of_shapes = figures.of_shapes(shapes, images_per_step=images_per_step) | {"shapes": shapes}
-    of_steps = figures.of_steps(
+        shapes = formulas.rows_of_shapes(timings.steps, samples_by_shape)
+        of_shapes = formulas.of_shapes(shapes, images_per_step=images_per_step) | {"shapes": shapes}
+    of_steps = formulas.of_steps(
         timings.steps, images_per_step=images_per_step, window_s=timings.window_s
     )
-    step_times_s = figures.times_without_shapes(timings.measured)
+    step_times_s = formulas.times_without_shapes(timings.measured)
     steadiness = intervals.check_steady(step_times_s)
-    of_devices = figures.of_devices(
+    of_devices = formulas.of_devices(
         of_steps["images_per_second"],
         num_devices=num_devices,
         flops_per_image=flops_per_image,
@@ -129,7 +129,7 @@ def summarize(
         ),
         "stability": None
         if steadiness is None
-        else ("steady" if steadiness.is_steady else figures.DRIFT),
+        else ("steady" if steadiness.is_steady else formulas.DRIFT),
         "breakdown": breakdown,
         "stragglers": stragglers,
         "attention_kernels": measurements.attention_kernels,
@@ -147,7 +147,7 @@ def summarize(
         and not intervals.is_precise(step_times_s, target=target),
     }
     raised = [name for name, is_raised in others.items() if is_raised]
-    flags = figures.raise_flags(summary, network=network, others=raised)
+    flags = formulas.raise_flags(summary, network=network, others=raised)
     return {**summary, "flags": flags}
 
 
@@ -159,7 +159,7 @@ def summarize_window(
     window_s: float,
 ) -> dict[str, Any]:
     """The figures of a measured window, with an interval."""
-    of_window = figures.of_window(
+    of_window = formulas.of_window(
         len(step_times_s), data_waits_s, images_per_step=images_per_step, window_s=window_s
     )
     interval = estimate_interval(step_times_s, images_per_step=images_per_step)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
-from sdbench.record.figures import MEASURED, PROFILED, WARMUP
+from sdbench.record.formulas import MEASURED, PROFILED, WARMUP
 from sdbench.record.store import INVALID
 from sdbench.statistics import intervals
 

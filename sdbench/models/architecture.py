@@ -32,7 +32,7 @@ from sdbench.base.files import fingerprint
 from sdbench.base.names import nearest
 from sdbench.base.outside import refuse_errors
 from sdbench.base.shape import Shape
-from sdbench.models.families import (
+from sdbench.models.discover import (
     PIPELINE_FILE,
     asks_for_zeros,
     built_in_files,

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench be
     from sdbench.launch.ray_job import launch_ranks
     from sdbench.run.recorded import parse_recorded
     from sdbench.run.runner import run
-    from sdbench.tasks import TASKS
+    from sdbench.run.task import TASKS
 
     parse = functools.partial(
         parse_recorded, "benchmark", description=DESCRIPTION, epilog=EPILOG, prog=prog

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench da
     from sdbench.launch.ray_job import launch_ranks
     from sdbench.run.recorded import parse_recorded
     from sdbench.run.runner import run
-    from sdbench.tasks import TASKS
+    from sdbench.run.task import TASKS
 
     parse_feed = functools.partial(
         parse_recorded, "feed", description=DESCRIPTION, epilog=EPILOG, prog=prog

@@ -26,10 +26,10 @@ exit codes: 0 ok, 1 the run failed (generate.json says why), 2 bad input, 130 st
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench generate") -> int:
     """Draw with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
+    from sdbench.drawing.generate import GenerateFlags
     from sdbench.run.runner import run
+    from sdbench.run.task import TASKS
     from sdbench.settings.request import parse
-    from sdbench.tasks import TASKS
-    from sdbench.tasks.generate import GenerateFlags
 
     parse_flags = functools.partial(
         parse, GenerateFlags, description=DESCRIPTION, epilog=EPILOG, prog=prog

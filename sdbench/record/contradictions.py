@@ -1,6 +1,6 @@
 """Finds figures of a record that cannot all be true, such as a rate that its window does not give.
 
-Derived figures have their formulas in `figures`, by which runs write them. Others have bounds: a
+Derived figures have their formulas in `formulas`, by which runs write them. Others have bounds: a
 window is no longer than its run, and a peak no larger than the memory.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.outside import is_bounded, open_table
-from sdbench.record import figures
-from sdbench.record.figures import MEASURED, PROFILED
-from sdbench.record.kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
+from sdbench.record import formulas
+from sdbench.record.formulas import MEASURED, PROFILED
+from sdbench.record.record_kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
 
 # The host times the window, and on a GPU its events time the steps. In the 8 published records of a
 # GPU, with windows of 10 s, both agree to 3e-6. How far they differ in a short window was not
@@ -161,7 +161,7 @@ def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Deriv
     summary, config, workload = record["summary"], record["config"], record["workload"]
     ranks, batch_size = record["ranks"], record["config"]["batch_size"]
     num_steps, window_s = summary["num_measured_steps"], summary["window_s"]
-    rate = figures.rate_of(batch_size * num_steps, window_s)
+    rate = formulas.rate_of(batch_size * num_steps, window_s)
     source = f"{num_steps} steps of {batch_size} images in {window_s:.6g} s"
     yield Derived(source, "summary", {"images_per_second": rate})
     num_images = {"num_images": batch_size * workload["num_steps"]}
@@ -170,11 +170,11 @@ def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Deriv
         yield Derived(
             "images_per_second, the ranks, flops_per_image and the peaks",
             "summary",
-            figures.of_devices(
+            formulas.of_devices(
                 summary["images_per_second"],
                 num_devices=ranks["world_size"],
                 flops_per_image=workload["flops_per_image"],
-                peak=figures.peak_tflops(record["machine"]["device_name"], config["precision"]),
+                peak=formulas.peak_tflops(record["machine"]["device_name"], config["precision"]),
                 matmul=summary["matmul_tflops"],
                 images_per_second_of_epoch=summary.get("images_per_second_of_epoch"),
             ),
@@ -188,7 +188,7 @@ def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Deriv
     for name in ("breakdown", "startup"):
         if (split := summary[name]) is not None:
             whole = "step_time_s" if name == "breakdown" else "total_s"
-            of_parts = {name: {whole: float(figures.total_s(split["seconds"]))}}
+            of_parts = {name: {whole: float(formulas.total_s(split["seconds"]))}}
             yield Derived("its parts", "summary", of_parts)
     if (gpu := summary["gpu"]) is not None:
         utilization = {"gpu_utilization_percent": gpu["utilization_percent"]}
@@ -204,10 +204,10 @@ def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Deriv
         num_timed = sum(shape["num_steps"] for shape in shapes if shape["step_time_s"])
         yield Derived(source, "summary", {"num_measured_steps": num_of_shapes})
         if num_timed:
-            rates = figures.of_shapes(shapes, images_per_step=batch_size)
+            rates = formulas.of_shapes(shapes, images_per_step=batch_size)
             yield Derived(source, "summary", rates)
     if (flags := summary["flags"]) is not None:
-        raised = figures.raise_flags(summary, network=ranks["network"], others=flags)
+        raised = formulas.raise_flags(summary, network=ranks["network"], others=flags)
         if set(raised) != set(flags):
             yield Derived("the other figures", "summary", {"flags": raised})
     if steps := _read_steps(steps_file):
@@ -224,10 +224,10 @@ def _of_steps(
     yield Derived(source, "summary", {"num_measured_steps": len(times_s)})
     if len(times_s) != summary["num_measured_steps"]:
         return
-    rate = figures.rate_of(batch_size * len(times_s), sum(times_s))
+    rate = formulas.rate_of(batch_size * len(times_s), sum(times_s))
     clocks = _clock_difference(record)
     yield Derived(source, "summary", {"images_per_second": rate}, clocks)
-    derived = figures.of_steps(steps, images_per_step=batch_size, window_s=summary["window_s"])
+    derived = formulas.of_steps(steps, images_per_step=batch_size, window_s=summary["window_s"])
     yield Derived(source, "summary", derived)
     # By the clock of the steps, as the interval is.
     interval = summary["images_per_second_interval"]
@@ -236,7 +236,7 @@ def _of_steps(
         num_profiled = sum(step.phase == PROFILED for step in steps)
         yield Derived(source, "summary", {"breakdown": {"num_steps": num_profiled}})
     if (buckets := record["workload"]["buckets"]) is not None:
-        rows = figures.rows_of_shapes(steps, buckets["num_samples"])
+        rows = formulas.rows_of_shapes(steps, buckets["num_samples"])
         yield Derived(source, "summary", {"shapes": rows})
     all_s = sum(step.step_time_s for step in steps)
     yield Bound(source, all_s, "duration_s", record["duration_s"], clocks)
@@ -247,7 +247,7 @@ def _of_feed(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bound]:
     num_steps, rate = summary["num_measured_steps"], summary["images_per_second"]
     source = f"{num_steps} steps of {config['batch_size']} images"
     yield Derived(source, "summary", {"num_images": num_steps * config["batch_size"]})
-    of_window = figures.rate_of(summary["num_images"], summary["window_s"])
+    of_window = formulas.rate_of(summary["num_images"], summary["window_s"])
     yield Derived("num_images and window_s", "summary", {"images_per_second": of_window})
     yield Bound("num_measured_steps", num_steps, "num_batches", config["num_batches"])
     stages = summary.get("ray")
@@ -259,11 +259,13 @@ def _of_feed(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bound]:
     yield Derived(
         "images_per_second, the workers and the cores",
         "summary",
-        figures.of_processes(rate, num_processes=num_processes, num_cores=num_cores, target=target),
+        formulas.of_processes(
+            rate, num_processes=num_processes, num_cores=num_cores, target=target
+        ),
     )
     for worker in ("decoder", "encoder") if stages is not None else ():
         number, rate_of_one = f"num_{worker}s", stages[f"images_per_second_per_{worker}"]
-        enough = figures.num_for_target(stages["target_images_per_second"], rate_of_one)
+        enough = formulas.num_for_target(stages["target_images_per_second"], rate_of_one)
         derived = {number: config[number], f"{number}_for_target": enough}
         yield Derived("the settings and rates", "summary", {"ray": derived})
         if rate_of_one is not None:
@@ -298,7 +300,7 @@ def _of_precompute(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bou
     least = in_batches - workload["num_shards"] * (config["batch_size"] - 1)
     yield Bound("the least images of these batches", least, "those of the window", in_window)
     # The window is as long as its slowest rank takes, and the parts are means of all ranks.
-    ms_per_image = figures.total_s(summary["step_ms_per_image"])
+    ms_per_image = formulas.total_s(summary["step_ms_per_image"])
     yield Bound("step_ms_per_image", ms_per_image, "the time of a rank", 1000 / rate_of_one)
     if num_ranks == 1:
         yield Bound("the time of a rank", 1000 / rate_of_one, "step_ms_per_image", ms_per_image)
@@ -315,7 +317,7 @@ def _of_train(record: Mapping[str, Any], steps_file: Path) -> Iterator[Derived |
     to_target = summary.get("samples_to_target")
     yield Bound("samples_to_target", to_target, source, num_steps * batch_size)
     if train_s:
-        rate = figures.rate_of(trained * batch_size, train_s)
+        rate = formulas.rate_of(trained * batch_size, train_s)
         source = f"{trained} steps of {batch_size} images in train_s"
         yield Derived(source, "summary", {"images_per_second": rate})
     # One of them may lie within another: a bad loss may make a run save.
@@ -332,7 +334,7 @@ def _of_train(record: Mapping[str, Any], steps_file: Path) -> Iterator[Derived |
         yield Derived("0 lost steps", "summary", {"lost_s": 0.0})
     rows = _read_rows(steps_file, ("images_per_second",))
     if rates := [float(row["images_per_second"]) for row in rows]:
-        kept_s = figures.time_of_training(rates, images_per_step=batch_size)
+        kept_s = formulas.time_of_training(rates, images_per_step=batch_size)
         source = f"lost_s and the steps of {steps_file.name}"
         yield Derived(source, "summary", {"total_train_s": kept_s + lost_s}, ROUNDED)
 

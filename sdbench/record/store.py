@@ -26,7 +26,7 @@ from sdbench.base.files import refused_unless_written, replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
 from sdbench.record.contradictions import find_contradictions
-from sdbench.record.kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
+from sdbench.record.record_kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
 from sdbench.record.row import format_csv
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.feed import FeedSettings

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.ranks.distributed import Ranks, broadcast, gather, maximum_on_hosts
 from sdbench.record.store import FAILED, INVALID
-from sdbench.state.checkpoint import ALONE, PREFIX, Checkpoint, OtherStepError
+from sdbench.state.checkpoint_files import ALONE, PREFIX, Checkpoint, OtherStepError
 from sdbench.state.writer import (
     CheckpointWriter,
     CopyingPlanner,

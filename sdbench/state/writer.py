@@ -17,7 +17,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from sdbench.base.errors import RunError
-from sdbench.state.checkpoint import (
+from sdbench.state.checkpoint_files import (
     METADATA_NAME,
     Checkpoint,
     describe_file,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sdbench.doctor import network
+from sdbench.doctor import network_cards
 from sdbench.doctor.collective import judge_all_reduce
 from sdbench.doctor.finding import Job
 from sdbench.ranks.distributed import Ranks
@@ -18,12 +18,12 @@ def add_card(monkeypatch, tmp_path):
     """A function that adds a card with one port, and its device file."""
     sys_folder, dev_folder = tmp_path / "infiniband", tmp_path / "dev"
     dev_folder.mkdir()
-    monkeypatch.setattr(network, "SYS_INFINIBAND", sys_folder)
-    monkeypatch.setattr(network, "DEV_INFINIBAND", dev_folder)
+    monkeypatch.setattr(network_cards, "SYS_INFINIBAND", sys_folder)
+    monkeypatch.setattr(network_cards, "DEV_INFINIBAND", dev_folder)
     unlimited = SimpleNamespace(
         RLIMIT_MEMLOCK=0, RLIM_INFINITY=-1, getrlimit=lambda which: (-1, -1)
     )
-    monkeypatch.setattr(network, "resource", unlimited)
+    monkeypatch.setattr(network_cards, "resource", unlimited)
 
     def add(name, *, driver, link_layer, rate, state="4: ACTIVE", has_file=True) -> None:
         port = sys_folder / name / "ports" / "1"
@@ -56,7 +56,7 @@ def test_cards_are_counted_by_kind_and_rate(look, add_card, plugin, monkeypatch)
     finding = look()["network cards"]
     assert finding["level"] == "ok"
     assert finding["found"] == "active: 1 x RoCE 200 Gbit/s, 2 x EFA 100 Gbit/s"
-    monkeypatch.setattr(network.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(network_cards.resource, "getrlimit", lambda which: (65536, 65536))
     finding = look()["network cards"]
     assert finding["level"] == "warning"
     assert finding["found"].startswith("locked memory is limited to 64 KiB; ")

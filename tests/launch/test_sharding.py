@@ -10,7 +10,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FSDPModule
 
-from sdbench.engines import ENGINES, load_engine, training
+from sdbench.engines import ENGINES, load_engine, loop
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
@@ -164,19 +164,19 @@ def train(engine, settings, *, checkpoint_id):
     """Train a case, and save the state of the average; returns what the rank has seen."""
     kept = []
 
-    class Kept(training.ForeachEma):
+    class Kept(loop.ForeachEma):
         def __init__(self, weights, spec):
             super().__init__(weights, spec)
             kept.append(self)
             recorder.updated = {n.removeprefix("unet."): one for n, one in weights.items()}
 
-    original, training.ForeachEma = training.ForeachEma, Kept
+    original, loop.ForeachEma = loop.ForeachEma, Kept
     parts, config, gradients = make_case(settings)
     recorder = WeightRecorder(parts.model.unet)
     try:
         measurements = load_engine(engine)(parts, config, watch_with(recorder))
     finally:
-        training.ForeachEma = original
+        loop.ForeachEma = original
     (ema,) = kept
     checkpoint.save(ema.averages, checkpoint_id=checkpoint_id)
     return {
@@ -292,7 +292,7 @@ def test_the_average_is_that_of_the_closed_form(where, case, results):
 def test_an_average_that_two_ranks_have_saved_is_loaded_by_one(engine, case, results, folder):
     own = dict(make_model()[0].unet.named_parameters())
     weights = {f"unet.{name}": weight for name, weight in own.items()}
-    ema = training.ForeachEma(weights, EmaSpec("foreach", half_life_batches=2, interval_batches=2))
+    ema = loop.ForeachEma(weights, EmaSpec("foreach", half_life_batches=2, interval_batches=2))
     checkpoint.load(ema.averages, checkpoint_id=folder / f"{engine}-{case}", no_dist=True)
     averages = {name.removeprefix("unet."): average for name, average in ema.averages.items()}
     for name, average in results[engine, case][0]["average"].items():

@@ -24,7 +24,7 @@ from sdbench.measure import watch
 from sdbench.record.store import RunFolder
 from sdbench.run.outcome import RunRecord
 from sdbench.state.writer import CheckpointWriter
-from sdbench.tasks import pretrain
+from sdbench.training import pretrain
 from tests.data import datasets
 from tests.forked import codes_of, log_of
 from tests.runs import TINY, only_record

@@ -12,7 +12,7 @@ import pytest
 from sdbench.measure.gpu_monitor import OVER_RANKS, GpuMonitor, merge_readings
 from sdbench.measure.summary import Measurements, summarize
 from sdbench.measure.timer import Step, Timings
-from sdbench.record.figures import is_throttled
+from sdbench.record.formulas import is_throttled
 
 
 class NVMLError(Exception):

@@ -18,7 +18,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import is_secret_name, redact
 from sdbench.measure.hardware import as_dict
-from sdbench.record.figures import of_processes
+from sdbench.record.formulas import of_processes
 from sdbench.record.history import cost_of_stops, read_history
 from sdbench.record.provenance import speed_environment
 from sdbench.record.store import FEED, OutputLog, RunFolder, load_record

@@ -19,11 +19,11 @@ from sdbench.base.shape import Shape
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
+from sdbench.models.discover import families
 from sdbench.models.drawing import DrawingSettings, draw
 from sdbench.models.export import export, make_card
-from sdbench.models.families import families
 from sdbench.models.objective import Objective
-from sdbench.state.checkpoint import weights_of
+from sdbench.state.checkpoint_files import weights_of
 from tests.refusals import refused
 
 TINY = resolve_architecture("tiny")

@@ -25,7 +25,7 @@ from sdbench.models.components import check_folders, make_part
 from sdbench.models.parts import replace_parts
 from sdbench.models.stored import NAMINGS
 from sdbench.models.weights import Weights, check_filled, draw_weights, fill_with_nan, own_weights
-from sdbench.tasks.train.weights import check_weights
+from sdbench.training.checkpoint_weights import check_weights
 from tests.refusals import printed_refusal, refused
 from tests.train.smallest_model import write_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sdbench.tasks.encode.ray_stream import NUMBER, Pool
+from sdbench.encoding.ray_stream import NUMBER, Pool
 from tests.data.s3_server import running_s3, s3  # noqa: F401
 
 # Or one that joins would need the token of who began it.
@@ -92,7 +92,5 @@ def stream_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.get", lambda value: value)
     for module in ("online", "ray_shards"):
-        monkeypatch.setattr(f"sdbench.tasks.encode.{module}.make_stream", RowsHere)
-        monkeypatch.setattr(
-            f"sdbench.tasks.encode.{module}.set_up_encoder_process", lambda _: "cpu"
-        )
+        monkeypatch.setattr(f"sdbench.encoding.{module}.make_stream", RowsHere)
+        monkeypatch.setattr(f"sdbench.encoding.{module}.set_up_encoder_process", lambda _: "cpu")

@@ -16,7 +16,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.formats import webdataset_stream
 from sdbench.data.pipeline.order import EpochOrder, Key
 from sdbench.data.source import SourceConfig
-from sdbench.tasks.encode.ray_stages import DecodeStage, num_lanes_of_rank, open_same
+from sdbench.encoding.ray_stages import DecodeStage, num_lanes_of_rank, open_same
 from tests.data import datasets
 
 GLOBAL_BATCH = 4

@@ -8,14 +8,14 @@ import pytest
 
 import data as script
 from sdbench.analysis.feed_table import format_feed
+from sdbench.measuring.feed import Feed
+from sdbench.measuring.ray_feed import StageTime, rate_of_one, read_stages
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
 from sdbench.settings.rules import UNKNOWN, Unknown
-from sdbench.tasks.feed import Feed
-from sdbench.tasks.ray_feed import StageTime, rate_of_one, read_stages
-from sdbench.tasks.training import RAY_DATA_NAME
+from sdbench.training.training_task import RAY_DATA_NAME
 from tests.data import datasets
 from tests.machines import make_cpu_machine
 from tests.refusals import PLACE_FLAGS, printed_refusal, refused

@@ -21,13 +21,13 @@ from sdbench.base.conditions import Condition, ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
+from sdbench.encoding import ray_stream
+from sdbench.measuring.ray_feed import read_stages
 from sdbench.models.architecture import resolve_architecture
 from sdbench.plan.resolve import resolve
 from sdbench.ranks import ray_cluster
 from sdbench.ranks.distributed import ALONE
 from sdbench.settings.config import BenchmarkConfig, parse_request
-from sdbench.tasks.encode import ray_stream
-from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.data.s3_server import BUCKET
 from tests.machines import make_cpu_machine, make_machine
@@ -56,7 +56,7 @@ def cluster(address_here):
 
 @pytest.fixture(scope="module")
 def encoder():
-    from sdbench.tasks.encode.encoder import Encoder
+    from sdbench.encoding.encoder import Encoder
 
     return Encoder(TINY, encoder_dtype="fp32", seed=3, device="cpu")
 
@@ -77,7 +77,7 @@ def source_of(place: Path | str | None, data_format: str = "parquet", **changes)
 def open_loader(
     source: SourceConfig, *, num_batches: int = 2 * NUM_BATCHES, architecture=TINY, **settings
 ):
-    from sdbench.tasks.encode.online import OnlineLoader
+    from sdbench.encoding.online import OnlineLoader
 
     options = {
         "model_name": "nano",
@@ -176,7 +176,7 @@ def test_every_format(tmp_path, encoder, data_format, changes, stream_here):
 
 @pytest.mark.parametrize("name", ["tiny-sdxl", "tiny-flux"])
 def test_models_of_other_families_get_all_conditions_and_sizes(name, place, stream_here):
-    from sdbench.tasks.encode.encoder import Encoder
+    from sdbench.encoding.encoder import Encoder
 
     architecture = resolve_architecture(name, revision=None, random_weights=False)
     source = dataclasses.replace(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.encoding import precompute
+from sdbench.measuring.ray_feed import read_stages
 from sdbench.record.store import load_record
-from sdbench.tasks.encode import precompute
-from sdbench.tasks.ray_feed import read_stages
 from tests.data import datasets
 from tests.ray.conftest import run_alone
 from tests.schemas import validate

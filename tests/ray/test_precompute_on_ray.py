@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.encoding import precompute
 from sdbench.ranks import ray_cluster
 from sdbench.record.store import load_record
-from sdbench.tasks.encode import precompute
 from tests.data.datasets import read_files
 from tests.ray.conftest import run_alone
 from tests.schemas import validate

@@ -14,8 +14,8 @@ from typing import Any
 
 from sdbench.analysis.report import PLACES, README
 from sdbench.measure.timer import Step
-from sdbench.record import figures
-from sdbench.record.figures import MEASURED, PROFILED, WARMUP
+from sdbench.record import formulas
+from sdbench.record.formulas import MEASURED, PROFILED, WARMUP
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
 from sdbench.report.tables import Table
@@ -183,7 +183,7 @@ def _with_losses(
         for index, (phase, loss) in enumerate(zip(phases, losses, strict=True))
     ]
     window_s = time_s * (len(losses) - 1)
-    of_steps = figures.of_steps(steps, images_per_step=images_per_step, window_s=window_s)
+    of_steps = formulas.of_steps(steps, images_per_step=images_per_step, window_s=window_s)
     counts = {"num_steps": len(losses), "num_images": len(losses) * images_per_step}
     changed = {
         "workload": record["workload"] | counts,

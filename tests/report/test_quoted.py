@@ -6,8 +6,8 @@ import pytest
 
 from sdbench.analysis.quoted import make_target_table
 from sdbench.base.yaml_file import read_mapping
+from sdbench.forecast.cost import RECIPES_FILE
 from sdbench.report.figures import read_figures
-from sdbench.scaling.cost import RECIPES_FILE
 from tests.report.results_folder import RESULTS, rows_of
 
 # As recomputed from the logs of mlcommons/training_results_v5.1: GPUs, GPU, submitter, batch,

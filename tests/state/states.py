@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdbench.state.checkpoint import ALONE
+from sdbench.state.checkpoint_files import ALONE
 from sdbench.state.checkpoints import Checkpoints
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.state import checkpoint
-from sdbench.state.checkpoint import Checkpoint
+from sdbench.state import checkpoint_files
+from sdbench.state.checkpoint_files import Checkpoint
 from tests.harm import Harm
 from tests.refusals import refused
 from tests.state.states import flip_byte, holds, make_checkpoints, make_state, names, save
@@ -142,12 +142,12 @@ def test_a_checkpoint_of_another_version_is_passed_over(tmp_path, monkeypatch):
     checkpoints = make_checkpoints(tmp_path)
     save(checkpoints, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION - 1)
+        patch.setattr(checkpoint_files, "SCHEMA_VERSION", checkpoint_files.SCHEMA_VERSION - 1)
         save(checkpoints, 20)
     newest = checkpoints.newest()
     (reason,) = newest.passed_over
     assert newest.step == 10
-    assert f"schema_version {checkpoint.SCHEMA_VERSION - 1}" in reason
+    assert f"schema_version {checkpoint_files.SCHEMA_VERSION - 1}" in reason
 
 
 def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):
@@ -164,8 +164,8 @@ def write_metadata(checkpoints, step, content):
     folder = checkpoints.folder / f"step_{step:08d}"
     files = Checkpoint.open(folder).files
     (folder / ".metadata").write_bytes(content)
-    files |= {".metadata": checkpoint.describe_file(folder / ".metadata")}
-    checkpoint.write_description(folder, step=step, facts={}, files=files)
+    files |= {".metadata": checkpoint_files.describe_file(folder / ".metadata")}
+    checkpoint_files.write_description(folder, step=step, facts={}, files=files)
     return str(folder / ".metadata")
 
 
@@ -194,7 +194,7 @@ def test_a_folder_that_has_the_name_of_another_step_is_refused(two_checkpoints):
 
 def test_a_checkpoint_of_python_3_11_2_can_be_read(tmp_path, monkeypatch):
     """Its Enum pickles a member as an attribute, by `getattr`."""
-    kind = checkpoint._MEM_FORMAT_ENCODING
+    kind = checkpoint_files._MEM_FORMAT_ENCODING
     monkeypatch.setattr(
         kind, "__reduce_ex__", lambda member, protocol: (getattr, (kind, member.name))
     )

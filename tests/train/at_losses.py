@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sdbench.tasks.train import job as train_job
+from sdbench.training import train_job
 
 
 def before_each_loss(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:

@@ -22,7 +22,7 @@ def train_in_turn(
     """
     # Here, and not once in each rank.
     load_engine(engine)
-    for name in ("sdbench.tasks.train.evaluations", "torch._dynamo"):
+    for name in ("sdbench.training.evaluations", "torch._dynamo"):
         importlib.import_module(name)
     ports = [free_port() for _ in lines]
 

@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 import train
 from sdbench.analysis.run_page import make_run_page
 from sdbench.engines import load_engine
-from sdbench.engines.training import Training
+from sdbench.engines.loop import Training
 from sdbench.models import weights
 from sdbench.record.store import load_record
 from sdbench.report.training_run import read_run
-from sdbench.state.checkpoint import Checkpoint
-from sdbench.tasks.train import job as train_job
-from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
-from sdbench.tasks.train.hooks import TrainHooks
+from sdbench.state.checkpoint_files import Checkpoint
+from sdbench.training import train_job
+from sdbench.training.bad_loss import MAX_IN_A_ROW
+from sdbench.training.train_hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import codes_of, log_of
 from tests.state.states import make_checkpoints, make_state, names, save

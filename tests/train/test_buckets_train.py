@@ -12,12 +12,12 @@ import benchmark
 import data
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
+from sdbench.encoding import precompute
 from sdbench.measure.summary import Measurements, summarize
 from sdbench.measure.timer import Step, Timings
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import parse_request
-from sdbench.tasks.encode import precompute
 from tests.data.datasets import read_mds
 from tests.machines import make_cpu_machine
 from tests.refusals import printed_refusal

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.forecast.memory_tables import CARDS
 from sdbench.models import memory, replay
 from sdbench.plan.memory_limit import MAX_MEMORY_FRACTION, find_need
 from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.recipe import parse_request
-from sdbench.tasks.memory_tables import CARDS
 from tests.machines import make_machine
 
 RECIPES = sorted(Path(__file__).parents[2].glob("configs/cards/*.yaml"))

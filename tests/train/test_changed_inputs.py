@@ -18,9 +18,9 @@ import train
 from sdbench.cli import main as sdbench
 from sdbench.data.formats import listing
 from sdbench.data.prepare import convert
+from sdbench.encoding import precompute
 from sdbench.record.store import load_record
-from sdbench.state.checkpoint import write_description
-from sdbench.tasks.encode import precompute
+from sdbench.state.checkpoint_files import write_description
 from tests.data.datasets import flip_a_bit, make_png, write_folder, write_tar
 from tests.opened import opened_below
 from tests.refusals import printed_refusal, refused

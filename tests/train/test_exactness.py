@@ -162,7 +162,7 @@ def in_two_ranks(folder, *args) -> tuple[list[int], str]:
 @pytest.mark.slow
 def test_two_ranks_pass_over_a_checkpoint_with_a_damaged_file_of_one(tmp_path):
     load_engine("torch")
-    importlib.import_module("sdbench.tasks.train.evaluations")
+    importlib.import_module("sdbench.training.evaluations")
     recipe = ("--use_synth_data", "--engine", "torch", "--save_every_batches", "2")
     argv = ("one", 5, *recipe, "--resume", "auto")
     assert in_two_ranks(tmp_path, "one", 4, *recipe)[0] == [0, 0]

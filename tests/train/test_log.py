@@ -15,7 +15,7 @@ from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
-from sdbench.tasks.train.log import TrainLog
+from sdbench.training.log import TrainLog
 from tests.data.datasets import write_folder
 from tests.forked import codes_of, log_of
 from tests.train.written import read_events, read_steps, trained

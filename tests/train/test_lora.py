@@ -13,8 +13,8 @@ from PIL import Image
 import generate
 from sdbench.cli import main as sdbench
 from sdbench.models.lora import is_lora
-from sdbench.state.checkpoint import Checkpoint
-from sdbench.tasks.train.weights import read_weights
+from sdbench.state.checkpoint_files import Checkpoint
+from sdbench.training.checkpoint_weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
 from tests.train.smallest_model import build_smallest
 from tests.train.written import exported, has_same, trained, weights_of

@@ -23,8 +23,8 @@ from sdbench.measure import watch
 from sdbench.measure.watch import StepWatch
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.record.store import load_record
-from sdbench.tasks.train import evaluations
-from sdbench.tasks.train.hooks import TrainHooks
+from sdbench.training import evaluations
+from sdbench.training.train_hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import codes_of, log_of
 from tests.marks import quick_and_slow
@@ -253,7 +253,7 @@ OF_RANKS = [
 )
 def test_two_ranks_save_the_last_step_together(tmp_path, engine, sharding, cause, argv, code):
     load_engine(engine)
-    importlib.import_module("sdbench.tasks.train.evaluations")
+    importlib.import_module("sdbench.training.evaluations")
     write_inputs()
 
     def program() -> int:

@@ -12,7 +12,7 @@ import pytest
 from sdbench.cli import main as sdbench
 from sdbench.models import memory, replay
 from sdbench.record.store import load_record
-from sdbench.state.checkpoint import Checkpoint
+from sdbench.state.checkpoint_files import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal, refusal_of
 from tests.state.states import flip_byte

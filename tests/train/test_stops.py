@@ -16,7 +16,7 @@ from sdbench.measure import watch
 from sdbench.measure.watch import StepWatch
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
-from sdbench.tasks.train.hooks import TrainHooks
+from sdbench.training.train_hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import codes_of
 from tests.score_networks import write_fid_network

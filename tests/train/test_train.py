@@ -19,8 +19,8 @@ from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
-from sdbench.state.checkpoint import Checkpoint
-from sdbench.tasks.train.job import learning_rate_factor
+from sdbench.state.checkpoint_files import Checkpoint
+from sdbench.training.train_job import learning_rate_factor
 from tests.data.datasets import make_png, write_folder
 from tests.forked import codes_of, exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
@@ -93,7 +93,7 @@ def test_samples_that_do_not_fill_a_batch_are_told(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     load_engine("torch")  # here, and not once in each rank
-    importlib.import_module("sdbench.tasks.train.evaluations")
+    importlib.import_module("sdbench.training.evaluations")
 
     def program() -> int:
         if os.environ["RANK"] == "1":

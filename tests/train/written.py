@@ -13,7 +13,7 @@ from torch import Tensor
 import train
 from sdbench.cli import main as sdbench
 from sdbench.record.history import read_history
-from sdbench.state.checkpoint import Checkpoint
+from sdbench.state.checkpoint_files import Checkpoint
 
 
 def trained(

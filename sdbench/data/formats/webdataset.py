@@ -20,7 +20,9 @@ from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats import tar_members
 from sdbench.data.formats.checks import bad_place, tell_once
-from sdbench.data.formats.files import (
+from sdbench.data.formats.filters import parse_filters
+from sdbench.data.formats.listing import NUM_NAMES_TOLD
+from sdbench.data.formats.place_files import (
     StoredFile,
     fetch_files,
     find_streamed,
@@ -28,8 +30,6 @@ from sdbench.data.formats.files import (
     read_whole,
     state_of,
 )
-from sdbench.data.formats.filters import parse_filters
-from sdbench.data.formats.listing import NUM_NAMES_TOLD
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     Member,

@@ -13,6 +13,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.base.units import counted
 from sdbench.data.colours import describe_profiles
+from sdbench.data.data_formats import read_columns
 from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, load_empty_caption
 from sdbench.data.identity import DATA, identify
 from sdbench.data.maker import tell_maker
@@ -30,7 +31,6 @@ from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import storable_name
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError
-from sdbench.data.sources import read_columns
 from sdbench.settings.request import parse
 
 EPILOG = """\

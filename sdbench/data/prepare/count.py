@@ -12,7 +12,7 @@ from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.base.units import counted
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.files import find_files
+from sdbench.data.formats.place_files import find_files
 from sdbench.data.formats.tar_members import ARRAY_ENDING, CAPTION_EXTENSIONS, list_groups
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import to_json

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.data.data_formats import SOURCES
 from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK
-from sdbench.data.sources import SOURCES
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import (
     NOT_NEGATIVE,

@@ -9,6 +9,7 @@ from typing import Any
 
 from sdbench.base.conditions import POOLED_EMBEDDING, SIZES
 from sdbench.data import open_samples
+from sdbench.data.data_formats import detect_format, read_columns
 from sdbench.data.formats.checks import bad_place
 from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import (
@@ -31,7 +32,6 @@ from sdbench.data.samples import (
     decoding,
 )
 from sdbench.data.source import IN_BUCKETS, VAE_FACTOR, SourceConfig
-from sdbench.data.sources import detect_format, read_columns
 from sdbench.settings.buckets import AUTO
 
 

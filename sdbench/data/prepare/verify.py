@@ -16,9 +16,10 @@ from typing import Any
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.units import counted
 from sdbench.data.colours import describe_profiles
-from sdbench.data.formats.files import StoredFile, read_whole
+from sdbench.data.data_formats import read_columns
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, describe_missing, locate_mds
+from sdbench.data.formats.place_files import StoredFile, read_whole
 from sdbench.data.latent_columns import find_resolutions
 from sdbench.data.mixture import mix
 from sdbench.data.prepare.count import count_tars
@@ -28,7 +29,6 @@ from sdbench.data.prepare.rows import LatentRowReader, RowReader, describe_sourc
 from sdbench.data.remote import errors_named, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
-from sdbench.data.sources import read_columns
 from sdbench.settings.data import KEEP, ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
 from sdbench.settings.rules import check

@@ -1,0 +1,1 @@
+"""Drawing pictures with a model."""

@@ -1,0 +1,1 @@
+"""What a run would take, before it: memory, images/s, and the cost of a training."""

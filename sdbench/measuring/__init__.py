@@ -1,0 +1,1 @@
+"""What measures: training steps, a data source alone, the operators of a step."""

@@ -1,1 +1,0 @@
-"""Days, GPU-hours, cost and energy of a training at the throughput of a table."""

@@ -1,1 +1,0 @@
-"""The task of train.py: train a model for real."""

@@ -1,0 +1,1 @@
+"""Training: the jobs of models, and the task of train.py."""
