@@ -22,8 +22,8 @@ from sdbench.base.stop import run_program, stoppable
 from sdbench.programs import data
 
 DATASETS = {
-    "StreamingLAIONDataset": "sdbench.data.formats.mds",
-    "SyntheticImageCaptionDataset": "sdbench.data.formats.synthetic",
+    "StreamingLAIONDataset": "sdbench.data.batches.mds",
+    "SyntheticImageCaptionDataset": "sdbench.data.batches.synthetic",
 }
 
 

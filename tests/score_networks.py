@@ -14,7 +14,7 @@ from transformers import (
     CLIPModel,
 )
 
-from sdbench.data.pipeline.tokenizer import load_carried_tokenizer
+from sdbench.data.batches.tokenizer import load_carried_tokenizer
 from sdbench.data.source import EOS_TOKEN_ID
 
 CLIP_SIZE_PX = 16

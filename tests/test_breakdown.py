@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CLIPTextModel
 
 import benchmark
-from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.batches.loader import CheckedLoader
 from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck

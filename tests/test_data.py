@@ -12,7 +12,7 @@ import pytest
 import data as script
 from sdbench.analysis import feed_table
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.batches.loader import CheckedLoader
 from sdbench.record.row import format_csv
 from sdbench.report.terminal import format_number
 from tests.refusals import printed_refusal

@@ -15,7 +15,7 @@ from PIL import Image
 import generate
 from sdbench.base.conditions import Captions
 from sdbench.base.shape import Shape
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.drawing.generate import GenerateFlags, read_prompts
 from sdbench.models.drawing import DrawingSettings, draw, make_sampler
 from tests.forked import exit_codes, forked_ranks

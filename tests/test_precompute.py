@@ -20,9 +20,9 @@ import benchmark
 from data import main as feed_main
 from sdbench import data
 from sdbench.base.errors import ConfigError
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.prepare.convert import main as convert
-from sdbench.data.prepare.writers import Output
+from sdbench.data.batches.tokenizer import CaptionTokenizer
+from sdbench.data.convert.convert import main as convert
+from sdbench.data.convert.writers import Output
 from sdbench.data.source import SourceConfig
 from sdbench.encoding import precompute
 from sdbench.encoding.encoder import Encoder, Step

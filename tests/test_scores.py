@@ -23,7 +23,7 @@ from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizers
 from sdbench.data.source import SourceConfig
 from sdbench.evaluate.command import main as score_main
 from sdbench.evaluate.networks import ClipNetwork, FidNetwork

@@ -21,7 +21,7 @@ import data
 from sdbench import cli
 from sdbench.analysis.publish import secrets_in
 from sdbench.base.secrets import redact
-from sdbench.data import remote
+from sdbench.data.places import remote
 from tests.data import datasets
 from tests.report.results_folder import RESULTS, make_record, make_results
 

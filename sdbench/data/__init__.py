@@ -10,20 +10,20 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.data_formats import FORMATS, SOURCES, call, detect_format, open_stored
-from sdbench.data.formats.checks import (
+from sdbench.data.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_flags,
     check_tokenizer_folder,
 )
+from sdbench.data.formats.data_formats import SOURCES, call, detect_format, open_stored
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
 from sdbench.settings.data import DataSettings
 
 if TYPE_CHECKING:
+    from sdbench.data.batches.batches import BatchReader
+    from sdbench.data.batches.loader import CheckedLoader
     from sdbench.data.buckets import Mixture
-    from sdbench.data.pipeline.batches import BatchReader
-    from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.data.samples import Samples
 
 
@@ -116,15 +116,15 @@ def check(config: SourceConfig) -> int | None:
             check_tokenizer_folder(captions)
     num_samples = call("check", config)
     if config.drops_encoded_captions:
-        resolve_name("sdbench.data.empty_caption:read_empty_caption")(config)
+        resolve_name("sdbench.data.formats.empty_caption:read_empty_caption")(config)
     if num_samples is not None:
         check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
 
 def describe_data(settings: DataSettings) -> dict[str, Any] | None:
-    """Describe a stored data set for a record: `sdbench.data.identity.describe_data`."""
-    return resolve_name("sdbench.data.identity:describe_data")(settings)
+    """Describe a stored data set for a record: `sdbench.data.formats.identity.describe_data`."""
+    return resolve_name("sdbench.data.formats.identity:describe_data")(settings)
 
 
 def open_samples(config: SourceConfig) -> Samples:
@@ -137,11 +137,11 @@ def open_batches(config: SourceConfig) -> BatchReader:
     """Check the source and open a reader that makes batches of samples by number."""
     if SOURCES[config.data_format].open is None:
         check(config)
-        return resolve_name(f"{FORMATS}.synthetic:SyntheticBatchReader")(config=config)
+        return resolve_name("sdbench.data.batches.synthetic:SyntheticBatchReader")(config=config)
     samples = open_samples(config)
     # For a URL, `check` may not have known the number of samples.
     check_enough_samples(config, num_samples=len(samples))
-    return resolve_name("sdbench.data.pipeline.batches:make_batches")(samples, config=config)
+    return resolve_name("sdbench.data.batches.batches:make_batches")(samples, config=config)
 
 
 def open_mixture(config: SourceConfig) -> Mixture:
@@ -152,8 +152,8 @@ def open_mixture(config: SourceConfig) -> Mixture:
     check(config)
     if SOURCES[config.data_format].open is None:
         num_images = config.num_images or NUM_SYNTHETIC_IMAGES
-        return resolve_name(f"{FORMATS}.synthetic:mix_synthetic")(config, num_images)
-    return resolve_name("sdbench.data.mixture:mix")(open_stored(config), config)
+        return resolve_name("sdbench.data.batches.synthetic:mix_synthetic")(config, num_images)
+    return resolve_name("sdbench.data.order.mixture:mix")(open_stored(config), config)
 
 
 def build(config: SourceConfig) -> CheckedLoader:
@@ -176,6 +176,6 @@ def build(config: SourceConfig) -> CheckedLoader:
         check(config)
         return call("build", config)
     batches = open_batches(config)
-    make_order = resolve_name("sdbench.data.pipeline.order:make_order")
+    make_order = resolve_name("sdbench.data.order.epochs:make_order")
     order = make_order(batches.samples, batches.mixture, config=config)
-    return resolve_name("sdbench.data.pipeline.loader:CheckedLoader")(batches, order, config=config)
+    return resolve_name("sdbench.data.batches.loader:CheckedLoader")(batches, order, config=config)

@@ -2,7 +2,7 @@
 
 Each data format has one subclass of `Samples`, which returns samples in stored order and undecoded.
 Decoding, cropping, tokenizing and batching are the same for all formats: see
-sdbench/data/pipeline/batches.py.
+sdbench/data/batches/batches.py.
 """
 
 from __future__ import annotations

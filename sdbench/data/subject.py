@@ -13,7 +13,7 @@ from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
-    from sdbench.data.pipeline.batches import BatchReader
+    from sdbench.data.batches.batches import BatchReader
 
 # Synthetic pictures: as many as Ray's DreamBooth example has of its dog, and draws of its class
 # (ray-project/ray, doc/source/templates/05_dreambooth_finetuning).
@@ -78,7 +78,7 @@ def open_pictures(source: SourceConfig, *, mirrored: bool = False) -> BatchReade
 
 def check_readable(source: SourceConfig, *, num_pictures: int) -> None:
     """Decode the first pictures of a subject, which are all of a few; a RunError if one is bad."""
-    from sdbench.data.pipeline.order import Key
+    from sdbench.data.order.epochs import Key
 
     reader = open_pictures(source)
     for index in range(min(num_pictures, MAX_DECODED)):

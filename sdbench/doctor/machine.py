@@ -217,9 +217,9 @@ def check_data(job: Job) -> Seen:
 
 def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
     """Read and decode the first sample of the data at a place; return a line about it."""
-    from sdbench.data.prepare.rows import describe_source, open_rows
-    from sdbench.data.prepare.verify import tell_kind
-    from sdbench.data.remote import is_url
+    from sdbench.data.convert.rows import describe_source, open_rows
+    from sdbench.data.convert.verify import tell_kind
+    from sdbench.data.places.remote import is_url
     from sdbench.data.samples import MissingLatentError
 
     first = _find_first_part(place, data_format)
@@ -239,8 +239,8 @@ def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
 
 def _find_first_part(place: str, data_format: str) -> str:
     """Return the first tar or remote parquet file of a place; else the place itself."""
-    from sdbench.data.formats.place_files import find_files
-    from sdbench.data.remote import is_url
+    from sdbench.data.places.place_files import find_files
+    from sdbench.data.places.remote import is_url
 
     if data_format == "webdataset" or (data_format == "parquet" and is_url(place)):
         return find_files(place, data_format=data_format)[0]

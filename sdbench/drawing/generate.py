@@ -20,7 +20,7 @@ from sdbench.base.progress import Progress
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
 from sdbench.data import prompts
-from sdbench.data.pictures import GRID_NAME, PICTURES_NAME
+from sdbench.data.formats.pictures import GRID_NAME, PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -254,7 +254,7 @@ class Generate(Task):
             if earlier.get(name) != now
         }
         if "inputs" in unlike and "inputs" in earlier:
-            from sdbench.data.identity import describe_changes
+            from sdbench.data.formats.identity import describe_changes
 
             changes = describe_changes(earlier["inputs"], self._job["inputs"])
             unlike["inputs"] = "; ".join(changes.values())
@@ -269,7 +269,7 @@ class Generate(Task):
     @functools.cached_property
     def _job(self) -> dict[str, Any]:
         """The facts that decide the pictures, as JSON values."""
-        from sdbench.data.identity import identify
+        from sdbench.data.formats.identity import identify
 
         flags, architecture = self._flags, self._architecture
         # The files are read as a whole, and only the first rank compares them.
@@ -351,7 +351,7 @@ class Generate(Task):
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return
-        from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+        from sdbench.data.batches.tokenizer import CaptionTokenizers
         from sdbench.models.drawing import DrawingSettings, draw
 
         flags, architecture = self._flags, self._architecture
@@ -376,7 +376,7 @@ class Generate(Task):
                 progress.advance(num_ranks * len(batch))
 
     def _make_grid(self, folder: Path) -> None:
-        from sdbench.data.pipeline.transforms import open_picture
+        from sdbench.data.batches.transforms import open_picture
         from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
         paths = [folder / PICTURES_NAME / picture.file for picture in self._pictures]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sdbench.base.conditions import BFLOAT16, SIZES, Condition
 from sdbench.base.errors import RunError
+from sdbench.data.batches.batches import PHASES, Batch, BatchReport
+from sdbench.data.batches.tokenizer import CaptionTokenizers
 from sdbench.data.buckets import REASONS, UNREADABLE, UNSERVED
-from sdbench.data.latent_columns import array_columns, check_finite, name_column
-from sdbench.data.pipeline.batches import PHASES, Batch, BatchReport
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
-from sdbench.data.prepare.pool import Shards
+from sdbench.data.convert.pool import Shards
+from sdbench.data.formats.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.samples import SKIP_ADVICE, BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture

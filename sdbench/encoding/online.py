@@ -19,9 +19,9 @@ import torch
 from sdbench import data
 from sdbench.base.conditions import SIZES
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.data.pipeline.order import EpochOrder
+from sdbench.data.batches.batches import Batch, BatchReader, BatchReport
+from sdbench.data.batches.loader import CheckedLoader
+from sdbench.data.order.epochs import EpochOrder
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.encoding.encoder import Encoder, find_finite

@@ -19,14 +19,14 @@ from sdbench.base.conditions import BFLOAT16, ModelInputs
 from sdbench.base.errors import ConfigError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.units import counted
-from sdbench.data.captions import describe_captions
-from sdbench.data.identity import DATA, MODEL, identify
-from sdbench.data.maker import FAMILY, VAE_TENSORS, WEIGHTS, tell_encoded
-from sdbench.data.mixture import keep_sizes
-from sdbench.data.prepare.convert import choose_samples_per_shard
-from sdbench.data.prepare.flags import ConvertFlags
-from sdbench.data.prepare.writers import Output, open_output
-from sdbench.data.remote import storable_name
+from sdbench.data.batches.captions import describe_captions
+from sdbench.data.convert.convert import choose_samples_per_shard
+from sdbench.data.convert.flags import ConvertFlags
+from sdbench.data.convert.maker import FAMILY, VAE_TENSORS, WEIGHTS, tell_encoded
+from sdbench.data.convert.writers import Output, open_output
+from sdbench.data.formats.identity import DATA, MODEL, identify
+from sdbench.data.order.mixture import keep_sizes
+from sdbench.data.places.remote import storable_name
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware

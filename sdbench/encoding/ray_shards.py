@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.batches import Batch
+from sdbench.data.batches.batches import Batch
 from sdbench.encoding.encoder import EncodedBatch, EncodeJob, Step, encode_batch
 from sdbench.encoding.ray_stages import ReadStage, batch_bytes
 from sdbench.encoding.ray_stream import (

@@ -15,8 +15,8 @@ import numpy as np
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.batches import Batch, BatchReader
-from sdbench.data.pipeline.order import EpochOrder, Key, keys_of_first_epoch
+from sdbench.data.batches.batches import Batch, BatchReader
+from sdbench.data.order.epochs import EpochOrder, Key, keys_of_first_epoch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.encoding.ray_stream import Stage

@@ -12,14 +12,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from sdbench.base.progress import Progress
-from sdbench.data.colours import describe_profiles
-from sdbench.data.empty_caption import EMPTY_CAPTION_NAME, pack_empty_caption
-from sdbench.data.pipeline.batches import BatchReader
-from sdbench.data.pipeline.loader import watch
-from sdbench.data.pipeline.order import Keys, keys_of_first_epoch
-from sdbench.data.pipeline.shared_batches import SharedBatch
-from sdbench.data.prepare.convert import check_bad_fraction
-from sdbench.data.prepare.writers import Output
+from sdbench.data.batches.batches import BatchReader
+from sdbench.data.batches.colours import describe_profiles
+from sdbench.data.batches.loader import watch
+from sdbench.data.batches.shared_batches import SharedBatch
+from sdbench.data.convert.convert import check_bad_fraction
+from sdbench.data.convert.writers import Output
+from sdbench.data.formats.empty_caption import EMPTY_CAPTION_NAME, pack_empty_caption
+from sdbench.data.order.epochs import Keys, keys_of_first_epoch
 from sdbench.encoding.encoder import (
     CAPTION_COLUMN,
     EncodedBatch,

@@ -16,7 +16,7 @@ from sdbench.measure.watch import StepWatch
 from sdbench.settings.recipe import EngineConfig
 
 if TYPE_CHECKING:
-    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.batches.loader import CheckedLoader
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[Batch], Batch]

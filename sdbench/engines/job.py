@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.batches.loader import CheckedLoader
     from sdbench.engines.device_batches import Batch
 
 

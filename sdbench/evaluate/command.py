@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(
         ScoreFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench score"
     ).config
-    from sdbench.data.pictures import list_pictures
-    from sdbench.data.pipeline.transforms import open_picture
+    from sdbench.data.batches.transforms import open_picture
+    from sdbench.data.formats.pictures import list_pictures
     from sdbench.evaluate.networks import open_networks
     from sdbench.evaluate.scores import Scores, describe, open_listed, open_pictures, read_pictures
     from sdbench.ranks.distributed import ALONE

@@ -19,7 +19,7 @@ from transformers import CLIPImageProcessor, CLIPModel
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import refuse_errors
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.batches.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
 from sdbench.models.quiet import quiet_transformers
 from sdbench.models.stored import compare_weights, read_headers

@@ -15,8 +15,8 @@ from torch import Tensor
 from sdbench import data
 from sdbench.base.errors import RunError, blamed_on
 from sdbench.base.units import counted
-from sdbench.data.pipeline.batches import BatchReader, make_batches
-from sdbench.data.pipeline.order import keys_of_first_epoch
+from sdbench.data.batches.batches import BatchReader, make_batches
+from sdbench.data.order.epochs import keys_of_first_epoch
 from sdbench.data.samples import ImageSample, Samples, decoding
 from sdbench.data.source import SourceConfig
 from sdbench.ranks import distributed

@@ -22,7 +22,7 @@ from sdbench.base.cause import read_cause
 from sdbench.base.errors import EXIT_BAD_INPUT, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
-from sdbench.data.pictures import GRID_NAME, PICTURES_NAME
+from sdbench.data.formats.pictures import GRID_NAME, PICTURES_NAME
 from sdbench.data.prompts import read_prompts
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (

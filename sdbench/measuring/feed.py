@@ -15,8 +15,8 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.progress import Progress
 from sdbench.base.units import counted
 from sdbench.data.buckets import Mixture
-from sdbench.data.identity import describe_data_or_warn
-from sdbench.data.maker import read_encoded
+from sdbench.data.convert.maker import read_encoded
+from sdbench.data.formats.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine

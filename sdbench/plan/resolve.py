@@ -20,9 +20,9 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import refused_unless_written
 from sdbench.base.units import counted
 from sdbench.data import subject
+from sdbench.data.batches.captions import describe_captions
 from sdbench.data.buckets import size_of_budget
-from sdbench.data.captions import describe_captions
-from sdbench.data.maker import check_maker
+from sdbench.data.convert.maker import check_maker
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, is_beside_program, resolve_architecture
@@ -259,7 +259,7 @@ def _make_class_source(plan: Plan[EngineConfig]) -> SourceConfig | None:
 
 def _check_tokens(draft: Plan[EngineConfig]) -> None:
     """Check the words of a token that is learned against the model's vocabulary."""
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+    from sdbench.data.batches.tokenizer import CaptionTokenizer
 
     config, architecture = draft.config, draft.architecture
     tokenizer = CaptionTokenizer.of(architecture)

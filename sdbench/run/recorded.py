@@ -18,7 +18,7 @@ from typing import Any
 from sdbench import NUM_CPUS, data
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.data.command_output import PIPE
+from sdbench.data.places.command_output import PIPE
 from sdbench.measure.host import ask, open_nvml, read_cpu
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN, launcher_name
 from sdbench.record.provenance import (

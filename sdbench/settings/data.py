@@ -37,7 +37,7 @@ class DataSettings(BucketSettings):
 
     use_synth_data: bool = setting(SWITCH, False, "train on synthetic samples", is_everyday=True)
     data_format: str = setting(
-        row_of("sdbench.data.data_formats:SOURCES", "auto"),
+        row_of("sdbench.data.formats.data_formats:SOURCES", "auto"),
         "auto",
         "format of the data; auto detects it from the names of the files",
     )

@@ -13,7 +13,7 @@ import numpy as np
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.units import counted
-from sdbench.data.pictures import list_pictures
+from sdbench.data.formats.pictures import list_pictures
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge the pictures of a folder; return the exit code."""
-    from sdbench.data.pipeline.transforms import open_picture  # with torch
+    from sdbench.data.batches.transforms import open_picture  # with torch
 
     flags = parse(
         JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"

@@ -15,7 +15,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import check_folder
 from sdbench.base.shape import Shape
 from sdbench.base.units import counted
-from sdbench.data.identity import write_provenance
+from sdbench.data.formats.identity import write_provenance
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, TEXT, read_shapes
 from sdbench.settings.kinds import SHAPES as LIST_OF_SHAPES
 from sdbench.settings.request import parse

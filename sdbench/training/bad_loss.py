@@ -15,7 +15,7 @@ from sdbench.training.log import TrainLog
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.batches.loader import CheckedLoader
     from sdbench.engines.train_state import TrainState
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
 

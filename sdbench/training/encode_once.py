@@ -14,9 +14,9 @@ from sdbench.base.conditions import SIZES
 from sdbench.base.errors import RunError
 from sdbench.base.progress import Progress
 from sdbench.data import subject
-from sdbench.data.pipeline.batches import BatchReader
-from sdbench.data.pipeline.order import Key
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.batches import BatchReader
+from sdbench.data.batches.tokenizer import CaptionTokenizers
+from sdbench.data.order.epochs import Key
 from sdbench.engines.job import TrainJob
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.plan.draft import Plan

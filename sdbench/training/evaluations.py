@@ -14,10 +14,10 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import new_file
 from sdbench.base.shape import Shape
-from sdbench.data.identity import find_overlap
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizers
+from sdbench.data.formats.identity import find_overlap
+from sdbench.data.places.remote import storable_name
 from sdbench.data.prompts import read_prompts
-from sdbench.data.remote import storable_name
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import check_folder
-from sdbench.data.identity import MODEL, describe_change, identify
+from sdbench.data.formats.identity import MODEL, describe_change, identify
 from sdbench.settings.kinds import SWITCH, TEXT, one_of, row_of
 from sdbench.settings.recipe import LengthSettings, TrainConfig
 from sdbench.settings.request import parse
@@ -167,7 +167,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     LoRA is added to the weights. A learned token goes into tokenizer and text encoder, and into a
     file of its own as well.
     """
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+    from sdbench.data.batches.tokenizer import CaptionTokenizers
     from sdbench.models.diffusion import build_model
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from sdbench import data
-from sdbench.data.pipeline import pairs
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.batches import pairs
+from sdbench.data.batches.tokenizer import CaptionTokenizer
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.diffusion import DiffusionModel, PhaseObserver, build_model
@@ -22,7 +22,7 @@ from sdbench.settings.training import EMA_HALF_LIFE_BATCHES
 from sdbench.training.tuning import tune_model
 
 if TYPE_CHECKING:
-    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.batches.loader import CheckedLoader
 
 
 def build(

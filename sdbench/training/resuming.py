@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.identity import HELD_OUT, MODEL, belongings_of, describe_changes, digest
+from sdbench.data.formats.identity import HELD_OUT, MODEL, belongings_of, describe_changes, digest
 from sdbench.plan.draft import Plan
 from sdbench.settings.buckets import BucketSettings
 from sdbench.settings.recipe import ObjectiveSettings, TrainConfig

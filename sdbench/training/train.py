@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
-from sdbench.data.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
+from sdbench.data.formats.identity import CLASS_PICTURES, DATA, HELD_OUT, identify
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.draft import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.data.identity import describe_data_or_warn
+from sdbench.data.formats.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
@@ -23,7 +23,7 @@ from sdbench.settings.request import Request
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.batches.loader import CheckedLoader
     from sdbench.engines.job import TrainJob
 
 # What Ray Data reports of its stages.

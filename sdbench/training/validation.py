@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.base.stop import STOPS
-from sdbench.data.pipeline.batches import BatchReader
-from sdbench.data.pipeline.order import Key
+from sdbench.data.batches.batches import BatchReader
+from sdbench.data.order.epochs import Key
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import forget_gathered

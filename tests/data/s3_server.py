@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.data import remote
+from sdbench.data.places import remote
 
 BUCKET = "pictures"
 

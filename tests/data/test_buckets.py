@@ -22,9 +22,9 @@ from sdbench.base.conditions import ModelInputs
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
-from sdbench.data import mixture
 from sdbench.data.buckets import TOO_SMALL, UNSERVED, Buckets, make_buckets
-from sdbench.data.pipeline.order import keys_of_first_epoch
+from sdbench.data.order import mixture
+from sdbench.data.order.epochs import keys_of_first_epoch
 from sdbench.data.samples import BadSampleError, shape_of
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
@@ -497,13 +497,13 @@ def test_a_converted_data_set_tells_its_sizes_until_its_files_change(
 
 
 def test_turned_pictures_are_measured_upright_from_their_headers():
-    from sdbench.data.pipeline.transforms import read_size
+    from sdbench.data.formats.image_files import open_image
 
     for orientation, size in ((1, (40, 20)), (3, (40, 20)), (6, (20, 40)), (8, (20, 40))):
         exif, file = Image.Exif(), io.BytesIO()
         exif[ExifTags.Base.Orientation] = orientation
         noise = Image.effect_noise((40, 20), 90).convert("RGB")
         noise.save(file, "JPEG", exif=exif, quality=100)
-        assert read_size(file.getvalue()) == size
+        assert open_image(file.getvalue()).size == size
         # Zeros for pixels, and the end: nothing is decoded.
-        assert read_size(file.getvalue()[:-200] + bytes(198) + b"\xff\xd9") == size
+        assert open_image(file.getvalue()[:-200] + bytes(198) + b"\xff\xd9").size == size

@@ -15,9 +15,9 @@ import torch
 from sdbench import data
 from sdbench.base.conditions import T5, Captions, Condition, ModelInputs
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.identity import PROVENANCE_NAME
-from sdbench.data.prepare.convert import main as convert
-from sdbench.data.prepare.verify import main as verify
+from sdbench.data.convert.convert import main as convert
+from sdbench.data.convert.verify import main as verify
+from sdbench.data.formats.identity import PROVENANCE_NAME
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, read_mds
 from tests.refusals import PLACE_FLAGS, refused

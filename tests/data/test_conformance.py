@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.batches.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices

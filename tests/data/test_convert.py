@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sdbench.base.errors import RunError
-from sdbench.data.prepare.convert import choose_samples_per_shard
-from sdbench.data.prepare.convert import main as convert
+from sdbench.data.convert.convert import choose_samples_per_shard
+from sdbench.data.convert.convert import main as convert
 from tests.data import datasets
 from tests.data.datasets import read_files, read_mds
 from tests.refusals import refused
@@ -103,7 +103,7 @@ def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, ba
 def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     main(mds_folder, tmp_path / "undisturbed", "--samples_per_shard", 10)
 
-    from sdbench.data.pipeline import transforms
+    from sdbench.data.batches import transforms
 
     measure, calls = transforms.measure_image, []
 

@@ -9,7 +9,7 @@ import pytest
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.place_files import StoredFile, read_whole
+from sdbench.data.places.place_files import StoredFile, read_whole
 from tests.data import datasets
 from tests.data.datasets import copies, indices
 

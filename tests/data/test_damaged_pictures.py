@@ -21,9 +21,10 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
-from sdbench.data.pipeline import transforms
-from sdbench.data.pipeline.order import keys_of_first_epoch
-from sdbench.data.pipeline.transforms import decode_image, measure_image, read_size
+from sdbench.data.batches import transforms
+from sdbench.data.batches.transforms import decode_image, measure_image
+from sdbench.data.formats.image_files import open_image
+from sdbench.data.order.epochs import keys_of_first_epoch
 from sdbench.data.samples import BadSampleError, decoding
 from tests.data.damaged import chunk, mutations, on_disk, profile, tiff
 from tests.data.datasets import make_source, write_shards, write_table, write_tar
@@ -106,7 +107,7 @@ def test_sound_pixels_beside_odd_metadata_are_read(name):
     file, is_turned = ODD_METADATA[name]
     expected = np.rot90(PIXELS, -1) if is_turned else PIXELS
     size = expected.shape[1::-1]
-    assert read_size(file) == measure_image(file).size == size
+    assert open_image(file).size == measure_image(file).size == size
     found = decode_image(file, shape=Shape(*size)).transpose(1, 2, 0)
     # Blocks of 8 pixels, of which a JPEG keeps the brightness.
     assert np.abs(found.mean(2) - expected.mean(2)).mean() < 5
@@ -251,7 +252,7 @@ def test_a_webp_of_one_colour_is_not_taken_for_one_that_ends_in_zeros():
     for side, lossless, colour in itertools.product((8, 700), (False, True), ("white", "teal")):
         file = io.BytesIO()
         Image.new("RGB", (side, side), colour).save(file, "WEBP", lossless=lossless, method=0)
-        assert read_size(file.getvalue()) == (side, side)
+        assert open_image(file.getvalue()).size == (side, side)
 
 
 def test_a_time_limit_that_is_reached_inside_a_decoder_is_not_a_bad_sample():
@@ -345,7 +346,7 @@ NUM_MUTATIONS = 20_000
 
 def own_shape(file: bytes) -> Shape:
     """The shape of a picture, of which nothing is left out, unless its header makes it large."""
-    width, height = read_size(file, read_avif=True)
+    width, height = open_image(file, read_avif=True).size
     return Shape(width, height) if width * height < 10**6 else Shape(100, 100)
 
 

@@ -11,8 +11,8 @@ import shutil
 import pytest
 
 from sdbench import data
-from sdbench.data import identity
-from sdbench.data.identity import (
+from sdbench.data.formats import identity
+from sdbench.data.formats.identity import (
     describe_change,
     describe_changes,
     find_overlap,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdbench.data.latent_columns import check_array, check_finite, find_columns
+from sdbench.data.formats.latent_columns import check_array, check_finite, find_columns
 from sdbench.data.samples import BadSampleError
 from tests.refusals import PLACE_FLAGS, refused
 

@@ -16,9 +16,9 @@ from PIL import Image
 import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data import compat
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.data.prepare import verify
+from sdbench.data.batches.tokenizer import CaptionTokenizer
+from sdbench.data.convert import verify
+from sdbench.data.formats import compat
 from tests.data import datasets
 from tests.data.datasets import indices, read_epoch, write_shards
 from tests.harm import Harm

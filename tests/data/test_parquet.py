@@ -17,7 +17,7 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.batches.tokenizer import CaptionTokenizer
 from tests.data import datasets
 from tests.data.datasets import indices, read_epoch
 from tests.refusals import refused

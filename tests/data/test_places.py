@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from sdbench import data
-from sdbench.data import detect_format
-from sdbench.data.formats import checks
+from sdbench.data import checks, detect_format
+from sdbench.data.convert import verify
 from sdbench.data.formats.mds_entries import INDEX_NAME
-from sdbench.data.prepare import verify
 from tests.data.datasets import NUM_SAMPLES, WRITERS, make_png, make_source, write_folder
 from tests.refusals import refused
 

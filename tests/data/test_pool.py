@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from sdbench.base.errors import RunError
-from sdbench.data.prepare.pool import WorkReport, run_work
+from sdbench.data.convert.pool import WorkReport, run_work
 
 
 def tell(number: int) -> WorkReport:

@@ -14,10 +14,10 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
 from sdbench.data import command_output, remote
-from sdbench.data.identity import describe_changes, identify
-from sdbench.data.prepare import convert
-from sdbench.data.remote import cache_folder, list_urls
-from sdbench.data.remote_files import fetch
+from sdbench.data.convert import convert
+from sdbench.data.formats.identity import describe_changes, identify
+from sdbench.data.places.remote import cache_folder, list_urls
+from sdbench.data.places.remote_files import fetch
 from tests.data import datasets
 from tests.data.datasets import indices
 from tests.data.s3_server import BUCKET, S3Server

@@ -16,8 +16,8 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data import remote_files
 from sdbench.data.formats import webdataset_stream
+from sdbench.data.places import remote_files
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, TAR_SIZES, indices, read_epoch

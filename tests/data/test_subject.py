@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from sdbench.data import subject
-from sdbench.data.pipeline import pairs
+from sdbench.data.batches import pairs
 from tests.data.datasets import make_source
 from tests.refusals import refused
 

@@ -16,8 +16,8 @@ import pytest
 from transformers import T5TokenizerFast
 
 from sdbench.base.conditions import CLIP, T5, Captions
-from sdbench.data.formats.checks import check_tokenizer_folder
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.data.checks import check_tokenizer_folder
 from tests.refusals import refused
 
 BOS, EOS = 49406, 49407

@@ -13,12 +13,7 @@ import pytest
 from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 
 from sdbench.base.shape import Shape
-from sdbench.data.pipeline.transforms import (
-    decode_image,
-    decode_picture,
-    find_box,
-    measure_image,
-)
+from sdbench.data.batches.transforms import decode_image, decode_picture, find_box, measure_image
 from tests.data.datasets import encode
 
 # Peak signal to noise in dB of a picture decoded at a fraction of its size, to one decoded wholly:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdbench.data.prepare.verify import main as verify_data
+from sdbench.data.convert.verify import main as verify_data
 from tests.data import datasets
 from tests.refusals import refused
 

@@ -18,10 +18,10 @@ from PIL import Image
 
 import data as data_script
 from sdbench.base.errors import RunError
-from sdbench.data import remote
-from sdbench.data.identity import describe_changes, identify
-from sdbench.data.remote import find_object, read_part
-from sdbench.data.remote_files import RemoteFile, fetch
+from sdbench.data.formats.identity import describe_changes, identify
+from sdbench.data.places import remote
+from sdbench.data.places.remote import find_object, read_part
+from sdbench.data.places.remote_files import RemoteFile, fetch
 from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import copies
@@ -209,7 +209,7 @@ def test_a_refresh_that_fails_leaves_the_copy(tmp_path):
 
 RANK = """import sys
 from pathlib import Path
-from sdbench.data.remote_files import fetch_all
+from sdbench.data.places.remote_files import fetch_all
 from sdbench.data.source import SourceConfig
 sizes = {"image_size": 16, "device_batch_size": 1, "seed": 0}
 config = SourceConfig(data_format="webdataset", refresh=True, **sizes)

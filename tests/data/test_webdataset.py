@@ -20,7 +20,7 @@ from sdbench import data
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data.formats.checks import tell_once
+from sdbench.data.checks import tell_once
 from tests.data import datasets
 from tests.data.datasets import encode, indices, make_png, make_source, read_epoch, write_tar
 from tests.refusals import refused

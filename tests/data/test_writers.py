@@ -13,9 +13,9 @@ from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data import open_samples
-from sdbench.data.prepare.chunk_formats import FORMATS
-from sdbench.data.prepare.rows import describe_source
-from sdbench.data.prepare.writers import Output, open_output
+from sdbench.data.convert.chunk_formats import FORMATS
+from sdbench.data.convert.rows import describe_source
+from sdbench.data.convert.writers import Output, open_output
 from tests.data.datasets import read_files
 from tests.refusals import refused
 

@@ -19,7 +19,7 @@ import pytest
 import benchmark
 import train
 from sdbench.base.shared_memory import find_stale
-from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.batches.loader import CheckedLoader
 from sdbench.measure import watch
 from sdbench.record.store import RunFolder
 from sdbench.run.outcome import RunRecord

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sdbench.base.conditions import Captions
 from sdbench.base.shape import Shape
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler

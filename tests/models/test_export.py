@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sdbench.base.conditions import Captions
 from sdbench.base.errors import RunError
 from sdbench.base.shape import Shape
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.discover import families

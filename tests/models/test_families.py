@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sdbench.models
 from sdbench.base.conditions import SIZES
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer, load_carried_tokenizer
+from sdbench.data.batches.tokenizer import CaptionTokenizer, load_carried_tokenizer
 from sdbench.models import joint_attention
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flux.family import Flux

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.stored import CLIP_NAMING

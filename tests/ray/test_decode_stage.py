@@ -14,7 +14,7 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.formats import webdataset_stream
-from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.order.epochs import EpochOrder, Key
 from sdbench.data.source import SourceConfig
 from sdbench.encoding.ray_stages import DecodeStage, num_lanes_of_rank, open_same
 from tests.data import datasets

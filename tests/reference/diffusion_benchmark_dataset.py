@@ -45,7 +45,7 @@ class ReferenceDataset(StreamingDataset):
 
 def load_slow_tokenizer(folder: Path) -> CLIPTokenizer:
     """The Python tokenizer over the vocabulary that this suite carries, by files in a folder."""
-    from sdbench.data.pipeline.tokenizer import list_symbols, read_merges
+    from sdbench.data.batches.tokenizer import list_symbols, read_merges
 
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer, CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.export import export

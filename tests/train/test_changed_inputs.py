@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from sdbench.cli import main as sdbench
-from sdbench.data.formats import listing
-from sdbench.data.prepare import convert
+from sdbench.data.convert import convert
+from sdbench.data.places import listing
 from sdbench.encoding import precompute
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint_files import write_description

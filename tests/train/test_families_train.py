@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import generate
 from sdbench.base.shape import Shape
 from sdbench.cli import main as sdbench
-from sdbench.data.pipeline.tokenizer import CaptionTokenizers
+from sdbench.data.batches.tokenizer import CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import build_model
 from sdbench.models.drawing import DrawingSettings, draw

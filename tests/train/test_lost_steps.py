@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train
-from sdbench.data.pipeline.batches import SampleBatchReader
+from sdbench.data.batches.batches import SampleBatchReader
 from sdbench.engines import load_engine
 from sdbench.evaluate import networks
 from sdbench.measure import watch

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import generate
-from sdbench.data.pictures import list_pictures
+from sdbench.data.formats.pictures import list_pictures
 from sdbench.shapes.judge import look_at
 from sdbench.shapes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
 from tests.train.written import exported, trained

@@ -1,1 +1,1 @@
-"""One module for each format that samples are stored in."""
+"""The formats of data sets: what is in their files, and what identifies them."""

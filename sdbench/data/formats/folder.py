@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from sdbench.base.outside import HAS_NUL, refuse_repeated_keys
 from sdbench.base.units import counted
-from sdbench.data.formats.checks import bad_place, tell_once
-from sdbench.data.formats.listing import (
+from sdbench.data.checks import bad_place, tell_once
+from sdbench.data.places.image_names import IMAGE_EXTENSIONS, has_image_name, heic_to_jpeg
+from sdbench.data.places.listing import (
     TRAINING_SPLITS,
     describe_files,
     describe_neighbours,
@@ -22,7 +23,6 @@ from sdbench.data.formats.listing import (
     list_below,
     tell_left_out,
 )
-from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name, heic_to_jpeg
 from sdbench.data.samples import BadSampleError, ImageSample, Samples, clean_caption
 from sdbench.data.source import SourceConfig
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
-from sdbench.data.formats.checks import bad_place, wrong_type
-from sdbench.data.formats.listing import describe_neighbours
+from sdbench.data.checks import bad_place, wrong_type
+from sdbench.data.formats.latent_columns import columns_of, find_image_columns
 from sdbench.data.formats.mds_entries import (
     INDEX_NAME,
     check_shard,
@@ -27,9 +27,9 @@ from sdbench.data.formats.mds_entries import (
     parse_index,
     read_bounds,
 )
-from sdbench.data.latent_columns import columns_of, find_image_columns
-from sdbench.data.remote import cache_folder, is_url
-from sdbench.data.remote_files import fetch
+from sdbench.data.places.listing import describe_neighbours
+from sdbench.data.places.remote import cache_folder, is_url
+from sdbench.data.places.remote_files import fetch
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import DataSettings

@@ -22,8 +22,9 @@ from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 
 from sdbench.base.errors import RunError
-from sdbench.data.compat import CheckedStream, open_shards
-from sdbench.data.formats.checks import tell_unpacking
+from sdbench.data.checks import tell_unpacking
+from sdbench.data.formats.compat import CheckedStream, open_shards
+from sdbench.data.formats.latent_columns import LATENTS, columns_of, widen_bits
 from sdbench.data.formats.mds_entries import check_file, read_bounds
 from sdbench.data.formats.mds_index import (
     BYTES,
@@ -34,10 +35,9 @@ from sdbench.data.formats.mds_index import (
     keep_index,
     locate_mds,
 )
-from sdbench.data.formats.place_files import StoredFile, read_whole
-from sdbench.data.latent_columns import LATENTS, columns_of, widen_bits
-from sdbench.data.pipeline.transforms import to_rgb
-from sdbench.data.remote import errors_named
+from sdbench.data.formats.rgb import to_rgb
+from sdbench.data.places.place_files import StoredFile, read_whole
+from sdbench.data.places.remote import errors_named
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,

@@ -14,11 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import bad_place, wrong_type
-from sdbench.data.formats.place_files import StoredFile, fetch_files, find_streamed, read_whole
-from sdbench.data.latent_columns import BITS_ENDING, LATENTS, check_ends, columns_of, widen_bits
-from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
-from sdbench.data.remote_files import RemoteFile
+from sdbench.data.checks import bad_place, wrong_type
+from sdbench.data.formats.latent_columns import (
+    BITS_ENDING,
+    LATENTS,
+    check_ends,
+    columns_of,
+    widen_bits,
+)
+from sdbench.data.places.place_files import StoredFile, fetch_files, find_streamed, read_whole
+from sdbench.data.places.remote import RemoteObject, find_object, in_parallel, is_url
+from sdbench.data.places.remote_files import RemoteFile
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,

@@ -17,9 +17,9 @@ from numpy.lib.format import read_array
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import read_json, refuse_repeated_keys
 from sdbench.base.units import counted
-from sdbench.data.formats.listing import is_visible, name_some
-from sdbench.data.image_files import IMAGE_EXTENSIONS, image_extensions
-from sdbench.data.latent_columns import columns_of, widen_bits
+from sdbench.data.formats.latent_columns import columns_of, widen_bits
+from sdbench.data.places.image_names import IMAGE_EXTENSIONS, image_extensions
+from sdbench.data.places.listing import is_visible, name_some
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,

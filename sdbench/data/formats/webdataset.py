@@ -18,18 +18,10 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
+from sdbench.data.checks import bad_place, tell_once
 from sdbench.data.formats import tar_members
-from sdbench.data.formats.checks import bad_place, tell_once
 from sdbench.data.formats.filters import parse_filters
-from sdbench.data.formats.listing import NUM_NAMES_TOLD
-from sdbench.data.formats.place_files import (
-    StoredFile,
-    fetch_files,
-    find_streamed,
-    list_files,
-    read_whole,
-    state_of,
-)
+from sdbench.data.formats.latent_columns import check_ends
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     Member,
@@ -39,8 +31,16 @@ from sdbench.data.formats.tar_members import (
     list_groups,
 )
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
-from sdbench.data.latent_columns import check_ends
-from sdbench.data.remote_files import must_be_copied
+from sdbench.data.places.listing import NUM_NAMES_TOLD
+from sdbench.data.places.place_files import (
+    StoredFile,
+    fetch_files,
+    find_streamed,
+    list_files,
+    read_whole,
+    state_of,
+)
+from sdbench.data.places.remote_files import must_be_copied
 from sdbench.data.samples import ImageSample, LatentSample, Samples
 from sdbench.data.source import SourceConfig
 

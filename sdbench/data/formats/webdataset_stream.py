@@ -15,9 +15,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
-from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import tell_once
-from sdbench.data.formats.listing import SIZES_NAME
+from sdbench.data.checks import tell_once
 from sdbench.data.formats.tar_members import (
     ArrayReader,
     SampleReader,
@@ -25,8 +23,10 @@ from sdbench.data.formats.tar_members import (
     list_groups,
     read_columns,
 )
-from sdbench.data.remote import file_beside, path_of, shown
-from sdbench.data.remote_files import open_stream
+from sdbench.data.places.command_output import PIPE
+from sdbench.data.places.listing import SIZES_NAME
+from sdbench.data.places.remote import file_beside, path_of, shown
+from sdbench.data.places.remote_files import open_stream
 from sdbench.data.samples import ImageSample, LatentSample, Samples, SampleType, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT

@@ -1,0 +1,1 @@
+"""Batches: decoded, shaped and assembled."""

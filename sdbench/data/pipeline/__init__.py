@@ -1,1 +1,0 @@
-"""From stored samples to batches: order, decoding, tokens, workers."""

@@ -1,0 +1,1 @@
+"""Where data are, and how they are fetched."""

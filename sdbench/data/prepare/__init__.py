@@ -1,1 +1,0 @@
-"""Converting, verifying and writing data sets."""
