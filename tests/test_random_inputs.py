@@ -206,7 +206,7 @@ def yaml_files(inputs: Inputs) -> Iterator[Case]:
     """Damaged sweeps, config files, recipes and prices."""
     sweeps = [path.read_bytes() for path in sorted(ROOT.glob("sweeps/*.yaml"))]
     configs = [path.read_bytes() for path in sorted(ROOT.glob("configs/*.yaml"))]
-    scaling = ROOT / "sdbench" / "scaling"
+    forecast = ROOT / "sdbench" / "forecast"
     table = str(RESULTS / "quoted" / "mosaicml_diffusion_a100.csv")
     cost = ["scaling", "cost", table, "--recipe", "mosaicml"]
     inputs.file("benchmark.py", b"")
@@ -217,7 +217,7 @@ def yaml_files(inputs: Inputs) -> Iterator[Case]:
         config = inputs.file(f"run-{number}.yaml", inputs.damage(inputs.random.choice(configs)))
         yield train.main, ["--config", str(config), "--model_name=tiny", "--print_config"]
         flag = inputs.random.choice(["recipes", "prices"])
-        content = inputs.damage((scaling / f"{flag}.yaml").read_bytes())
+        content = inputs.damage((forecast / f"{flag}.yaml").read_bytes())
         yield cli.main, [*cost, f"--{flag}", str(inputs.file(f"{flag}-{number}.yaml", content))]
 
 

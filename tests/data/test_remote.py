@@ -13,9 +13,9 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data import command_output, remote
 from sdbench.data.convert import convert
 from sdbench.data.formats.identity import describe_changes, identify
+from sdbench.data.places import command_output, remote
 from sdbench.data.places.remote import cache_folder, list_urls
 from sdbench.data.places.remote_files import fetch
 from tests.data import datasets
