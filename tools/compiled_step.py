@@ -48,7 +48,7 @@ from sdbench.models.diffusion import MEMORY_FORMATS, build_model
 from sdbench.models.replay import Step, make_batch
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import make_table, to_markdown
-from sdbench.settings.config import parse_request
+from sdbench.settings.config import BenchmarkConfig, parse_request
 from sdbench.settings.rules import settle
 from sdbench.training.tuning import tune_model
 from tools.fake_cuda import H200, pretend
@@ -139,7 +139,7 @@ class Recording:
         )
 
 
-def compile_step(config: Any) -> list[Graph]:
+def compile_step(config: BenchmarkConfig) -> list[Graph]:
     """Compile one micro-batch of a training step; its graphs in the order of compilation."""
     architecture = resolve_architecture(config.model_name)
     step = Step.of(config, architecture, on_cuda=True)

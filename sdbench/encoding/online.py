@@ -124,8 +124,8 @@ class OnlineLoader(CheckedLoader):
                 num_actors=settings.num_decoders, num_ranks=source.world_size
             )
             self._ordered = dataclasses.replace(source, num_workers=num_lanes)
-        order = EpochOrder(batches.samples, config=self._ordered)
-        super().__init__(batches, order, config=source)
+        self._epochs = EpochOrder(batches.samples, config=self._ordered)
+        super().__init__(batches, self._epochs, config=source)
         self.sample_type = SampleType.MOMENTS
         self._settings = settings
         self._make_encoder = functools.partial(
@@ -155,7 +155,7 @@ class OnlineLoader(CheckedLoader):
 
     def _begin(self) -> Iterator[Batch | RunError]:
         first = self._num_in_epoch // self.batch_size
-        epoch_start = self._order.epoch * len(self)
+        epoch_start = self._epochs.epoch * len(self)
         for number in range(first, len(self)):
             yield self._receive(epoch_start + number)
 

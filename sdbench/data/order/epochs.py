@@ -127,7 +127,7 @@ class EpochOrder(DistributedSampler):
         self._sizes_digest = sizes.hexdigest()[:16]
         self._num_resumed = 0
         self._resumed: tuple[int, Lanes] | None = None
-        self.num_lanes: dict[int, int] = {}
+        self.num_lanes: Mapping[int, int] = {}
         self._line = functools.lru_cache(maxsize=1)(self._make_line)
         # A permutation may be large: one is kept for each lane that this rank reads in turn.
         self._permutation = functools.lru_cache(self._own_lanes.num_workers)(self._permute)
