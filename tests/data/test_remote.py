@@ -176,17 +176,6 @@ def test_what_a_command_has_started_ends_with_it(tmp_path):
     os.close(held)
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_ends_the_run(upload, running_s3):
-    """The last test of this module: the server does not come back."""
-    loader = data.build(make_config("mds", upload("mds"), num_workers=2, prefetch_factor=1))
-    batches = iter(loader)
-    next(batches)
-    running_s3.die()
-    with pytest.raises(RunError, match=r"Shard shard.0000\d.mds cannot be had from s3://"):
-        list(batches)
-
-
 def replace(s3: S3Server, url: str) -> None:
     """Put an object of the same length into the place of another."""
     place = {"Bucket": BUCKET, "Key": url.split("/", 3)[3]}
@@ -254,3 +243,14 @@ def test_a_conversion_does_not_go_on_from_an_object_that_was_replaced(s3, tmp_pa
     with refused("--changed_inputs") as caught:
         convert.main(line)
     assert "data: 1 file was written again: one.tar (" in caught.value.what
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_the_run(upload, running_s3):
+    """The last test of this module: the server does not come back."""
+    loader = data.build(make_config("mds", upload("mds"), num_workers=2, prefetch_factor=1))
+    batches = iter(loader)
+    next(batches)
+    running_s3.die()
+    with pytest.raises(RunError, match=r"Shard shard.0000\d.mds cannot be had from s3://"):
+        list(batches)
