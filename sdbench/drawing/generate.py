@@ -24,14 +24,8 @@ from sdbench.data.formats.pictures import GRID_NAME, PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
-from sdbench.models.objective import (
-    PLAIN,
-    Objective,
-    check_num_steps,
-    check_objective,
-    check_sampler,
-    default_sampler,
-)
+from sdbench.models.objective import PLAIN, Objective, check_objective
+from sdbench.models.samplers import check_num_steps, check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Run, Task
@@ -100,7 +94,7 @@ class GenerateFlags:
     )
     height: int | None = setting(POSITIVE, None, "their height (default: --image_size)")
     scheduler: str | None = setting(
-        row_of("sdbench.models.objective:sampler_names"),
+        row_of("sdbench.models.samplers:sampler_names"),
         None,
         "sampler that removes the noise (default: ddim, or flow_euler with rectified flow)",
     )

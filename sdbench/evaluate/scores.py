@@ -163,7 +163,7 @@ def score_model(
     of ranks.
     """
     from sdbench.models.drawing import draw_share
-    from sdbench.models.objective import default_sampler
+    from sdbench.models.samplers import default_sampler
 
     num_images = min(num_images, reader.num_samples)
     scores = Scores(networks)

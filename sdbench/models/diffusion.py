@@ -22,9 +22,9 @@ from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 from sdbench.models.low_bit import LowBitLinear
 from sdbench.models.network import Conditions
+from sdbench.models.noising import make_objective
+from sdbench.models.noising.noising import Noising, draw_noise
 from sdbench.models.objective import PLAIN, Objective
-from sdbench.models.objectives import make_objective
-from sdbench.models.objectives.noising import Noising, draw_noise
 from sdbench.models.weights import ENCODER_DTYPES, PRECISIONS, Weights, autocast
 from sdbench.settings.training import DENOISER
 

@@ -20,7 +20,7 @@ from sdbench.base.shape import Shape
 from sdbench.models.architecture import Architecture
 from sdbench.models.diffusion import DiffusionModel
 from sdbench.models.family import ZEROS_KEY, kind_of
-from sdbench.models.objective import SAMPLERS, check_sampler, default_sampler
+from sdbench.models.samplers import SAMPLERS, check_sampler, default_sampler
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
@@ -45,7 +45,7 @@ CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 class DrawingSettings:
     """How pictures are generated: their shape, sampler, pictures per call of the model.
 
-    The sampler is one of `objective.sampler_names`; None: that of `default_sampler`. Guidance leads
+    The sampler is one of `samplers.sampler_names`; None: that of `default_sampler`. Guidance leads
     from the negative prompt, or the empty one, to the prompt; up to a scale of 1 there is none, and
     None is that of the model's family.
     """

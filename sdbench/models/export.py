@@ -63,7 +63,7 @@ def export(
     weights, by the name ``<module>.<parameter>``; `tokenizers` are those of transformers, by their
     names in the folder; `learned` has the rows (D,) of learned tokens, by token, for a separate
     file. A weight that is not finite in `dtype` (fp32, fp16 or bf16) is a RunError.
-    `sampler`, one of `objective.sampler_names`, becomes diffusers' default; `card` is README.md.
+    `sampler`, one of `samplers.sampler_names`, becomes diffusers' default; `card` is README.md.
     """
     assert model.vae is not None and model.text_encoders
     check_folder(folder)

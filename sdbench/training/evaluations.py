@@ -23,7 +23,7 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.train_state import TrainState
 from sdbench.measure.watch import StepWatch
 from sdbench.models.drawing import MAX_PICTURES_OF_GRID, DrawingSettings, draw_samples, make_grid
-from sdbench.models.objective import check_num_steps, default_sampler
+from sdbench.models.samplers import check_num_steps, default_sampler
 from sdbench.plan.draft import Plan
 from sdbench.plan.resolve import check_latents
 from sdbench.settings.data import COPY, PRECOMPUTED

@@ -101,7 +101,7 @@ class ExportFlags:
         acts_beside=(),
     )
     scheduler: str | None = setting(
-        row_of("sdbench.models.objective:sampler_names"),
+        row_of("sdbench.models.samplers:sampler_names"),
         None,
         "what diffusers draws with by default (default: ddim, or flow_euler with rectified flow)",
     )
@@ -172,7 +172,7 @@ def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
-    from sdbench.models.objective import check_sampler, default_sampler
+    from sdbench.models.samplers import check_sampler, default_sampler
     from sdbench.training.checkpoint_weights import put_weights
     from sdbench.training.train_job import make_objective
 

@@ -19,7 +19,8 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
 from sdbench.models.family import DDPM, ZEROS_KEY
-from sdbench.models.objective import SAMPLERS, Objective, check_sampler
+from sdbench.models.objective import Objective
+from sdbench.models.samplers import SAMPLERS, check_sampler
 from sdbench.plan.resolve import find_model
 from sdbench.ranks.distributed import Ranks
 from tests.forked import run_in_group

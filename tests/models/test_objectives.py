@@ -12,20 +12,17 @@ import torch
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import make_sampler
 from sdbench.models.family import DDPM, FLOW, FlowSettings
-from sdbench.models.objective import (
-    CHANGES,
-    LOGIT_NORMAL,
+from sdbench.models.noising import make_objective
+from sdbench.models.noising.ddpm import Ddpm
+from sdbench.models.noising.flow import Flow
+from sdbench.models.objective import CHANGES, LOGIT_NORMAL, Objective, check_objective
+from sdbench.models.samplers import (
     SAMPLERS,
-    Objective,
     check_num_steps,
-    check_objective,
     check_sampler,
     default_sampler,
     sampler_names,
 )
-from sdbench.models.objectives import make_objective
-from sdbench.models.objectives.ddpm import Ddpm
-from sdbench.models.objectives.flow import Flow
 from tests.refusals import refused
 
 SD2 = resolve_architecture("tiny").parts["scheduler"]

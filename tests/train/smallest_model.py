@@ -8,7 +8,7 @@ from sdbench.data.batches.tokenizer import CaptionTokenizer, CaptionTokenizers
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.diffusion import DiffusionModel, build_model
 from sdbench.models.export import export
-from sdbench.models.objective import default_sampler
+from sdbench.models.samplers import default_sampler
 
 
 def build_smallest(seed: int) -> DiffusionModel:

@@ -9,8 +9,8 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
+from sdbench.models.noising.noising import Noising, draw_noise
 from sdbench.models.objective import EPSILON, SAMPLE, VELOCITY, Objective, min_snr_weights
-from sdbench.models.objectives.noising import Noising, draw_noise
 
 
 class Ddpm(Noising):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdbench.models.family import DDPM, FlowSettings
+from sdbench.models.noising.ddpm import Ddpm
+from sdbench.models.noising.flow import Flow
+from sdbench.models.noising.noising import Noising
 from sdbench.models.objective import PLAIN, Objective
-from sdbench.models.objectives.ddpm import Ddpm
-from sdbench.models.objectives.flow import Flow
-from sdbench.models.objectives.noising import Noising
 
 
 def make_objective(

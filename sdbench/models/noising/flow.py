@@ -12,8 +12,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from sdbench.models.family import FlowSettings
+from sdbench.models.noising.noising import Noising, draw_noise
 from sdbench.models.objective import BY_RESOLUTION, COSMAP, LOGIT_NORMAL, NO_WEIGHTING
-from sdbench.models.objectives.noising import Noising, draw_noise
 
 # Latents of an image token along a side, in SD3 and Flux.
 PATCH = 2
