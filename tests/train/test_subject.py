@@ -16,8 +16,8 @@ from PIL import Image
 
 import generate
 from sdbench.data.formats.pictures import list_pictures
-from sdbench.shapes.judge import look_at
-from sdbench.shapes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
+from sdbench.scenes.judge import look_at
+from sdbench.scenes.write import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
 from tests.train.written import exported, trained
 
 MODEL_VARIABLE = "SDBENCH_SHAPES_MODEL"

@@ -14,10 +14,10 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.units import counted
 from sdbench.data.formats.pictures import list_pictures
+from sdbench.scenes.write import BACKGROUND, COLOURS, SHAPES, cover
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
-from sdbench.shapes.write import BACKGROUND, COLOURS, SHAPES, cover
 
 # The colour and the shape that a caption asks for.
 CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
