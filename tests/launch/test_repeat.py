@@ -24,6 +24,11 @@ PRECOMPUTED = ("--latents", "precomputed", "--remote", "latents")
 pytestmark = pytest.mark.usefixtures("starts")
 
 
+def times_of_records(folder: Path) -> dict[str, int]:
+    """When the record of each run was written, in ns."""
+    return {one.parts[-3]: one.stat().st_mtime_ns for one in folder.glob("*/*/record.json")}
+
+
 def test_each_run_is_fresh_and_three_have_an_interval_and_what_is_missing_is_made(
     tmp_path, starts, capsys
 ):
@@ -31,7 +36,7 @@ def test_each_run_is_fresh_and_three_have_an_interval_and_what_is_missing_is_mad
     argv = ["repeat", "3", "--folder", str(folder), "--", "python", FAKE, *size]
     assert main(argv) == 0
     assert starts.read_text().splitlines() == [" ".join(size)] * 3
-    records = list(folder.glob("*/*/record.json"))
+    before = times_of_records(folder)
     output = capsys.readouterr().out
     assert "images/s of 3 runs: median 8.75, from 8.75 to 8.75\n" in output
     assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75 (" in output
@@ -39,7 +44,12 @@ def test_each_run_is_fresh_and_three_have_an_interval_and_what_is_missing_is_mad
     shutil.rmtree(folder / "2")
     assert main(argv) == 0
     assert len(starts.read_text().splitlines()) == 4
-    assert len({*records} & {*folder.glob("*/*/record.json")}) == 2
+    after = times_of_records(folder)
+    assert {run: after[run] == time_ns for run, time_ns in before.items()} == {
+        "1": True,
+        "2": False,
+        "3": True,
+    }
     output = capsys.readouterr().out
     assert "2 of 3 runs done" in output and "images/s of 3 runs: median 8.75" in output
 
