@@ -13,7 +13,8 @@ import grimp
 import pytest
 
 from sdbench.cli import COMMANDS
-from sdbench.run.task import TASKS, Task
+from sdbench.run import TASKS
+from sdbench.run.task import Task
 from tests.runs import only_record
 
 # Packages that cost seconds to import, or are not on every machine.

@@ -27,7 +27,7 @@ import train
 from sdbench import cli
 from sdbench.analysis.compare import CompareFlags
 from sdbench.forecast.cost import CostFlags
-from sdbench.run.task import TASKS
+from sdbench.run import TASKS
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import REQUIRED, Setting, declarations

@@ -37,8 +37,9 @@ from sdbench.plan.draft import Draft
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import PRECOMPUTE, RunFolder
+from sdbench.run import TASKS
 from sdbench.run.runner import run
-from sdbench.run.task import TASKS, Run, Task
+from sdbench.run.task import Run, Task
 from sdbench.settings.buckets import BucketSettings
 from sdbench.settings.computing import ComputingSpeedups
 from sdbench.settings.data import ONLINE, DataSettings

@@ -19,7 +19,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -30,9 +30,11 @@ from sdbench.base.files import refused_unless_written
 from sdbench.launch.ray_worker import PERIOD_S, RankFailedError, run_rank
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
-from sdbench.settings.feed import FeedSettings
-from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.request import Request
+
+if TYPE_CHECKING:
+    from sdbench.settings.feed import FeedSettings
+    from sdbench.settings.recipe import EngineConfig
 
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from sdbench.base.errors import ConfigError
+from sdbench.run import TASKS
 from sdbench.run.runner import run
-from sdbench.run.task import TASKS
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.request import Request, parse

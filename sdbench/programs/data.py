@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench da
     """Measure with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.launch.ray_job import launch_ranks
+    from sdbench.run import TASKS
     from sdbench.run.recorded import parse_recorded
     from sdbench.run.runner import run
-    from sdbench.run.task import TASKS
 
     parse_feed = functools.partial(
         parse_recorded, "feed", description=DESCRIPTION, epilog=EPILOG, prog=prog

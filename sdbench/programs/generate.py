@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench ge
     """Draw with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.drawing.generate import GenerateFlags
+    from sdbench.run import TASKS
     from sdbench.run.runner import run
-    from sdbench.run.task import TASKS
     from sdbench.settings.request import parse
 
     parse_flags = functools.partial(

@@ -2,7 +2,7 @@
 
 A record may come from a stranger. Its settings are taken, but no `pipe:` command and no cluster.
 Its launcher, its number of ranks and its environment are only told, where they differ from those
-here.
+here. What only a record needs is imported when one is read: --help answers as fast without.
 """
 
 from __future__ import annotations
@@ -13,22 +13,14 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from sdbench import NUM_CPUS, data
+from sdbench import NUM_CPUS
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.data.places.command_output import PIPE
-from sdbench.measure.host import ask, open_nvml, read_cpu
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN, launcher_name
-from sdbench.record.provenance import (
-    git_state,
-    other_versions,
-    package_versions,
-    speed_environment,
-)
 from sdbench.record.store import BENCHMARK, FEED, RECORD_NAME, TRAIN, kind_of
-from sdbench.settings import config, feed, recipe
 from sdbench.settings.data import DataSettings
 from sdbench.settings.file import CONFIG_FLAG
 from sdbench.settings.ray import RAY
@@ -37,7 +29,12 @@ from sdbench.settings.setting import GPU, declarations
 
 # The program that makes records of a kind.
 PROGRAMS = {BENCHMARK: "benchmark.py", FEED: "data.py", TRAIN: "train.py"}
-PARSERS = {BENCHMARK: config.parse_request, FEED: feed.parse_request, TRAIN: recipe.parse_request}
+# Imported when one is asked for.
+PARSERS = {
+    BENCHMARK: "sdbench.settings.config:parse_request",
+    FEED: "sdbench.settings.feed:parse_request",
+    TRAIN: "sdbench.settings.recipe:parse_request",
+}
 # Its run begins anew: it has its own folder, no copies, no older run to go on with, no scheduler.
 OF_THE_RUN = {"results_dir", "resume", "max_failures", "ray_storage_path", "stop_grace_s"}
 # For a record without ranks: data.py is one process, unless Ray starts its trainers.
@@ -50,6 +47,7 @@ def parse_recorded(kind: str, argv: Sequence[str], **texts: Any) -> Request:
     `texts` are other arguments of `request.parse`. The notes of the request then tell what the
     record does not say, what differs from it here, and how its run was started, if not as this one.
     """
+    parse = resolve_name(PARSERS[kind])
     taken: list[tuple[dict[str, Any], list[str]]] = []
 
     def read(path: str, given: Collection[str]) -> dict[str, Any] | None:
@@ -60,11 +58,11 @@ def parse_recorded(kind: str, argv: Sequence[str], **texts: Any) -> Request:
 
         record = read_record(file, flag=CONFIG_FLAG)
         _check_kind(kind_of(record), path, program=PROGRAMS[kind])
-        settings, unknown = _settings_to_give(record, PARSERS[kind], given=given)
+        settings, unknown = _settings_to_give(record, parse, given=given)
         taken.append((record, unknown))
         return settings
 
-    request = PARSERS[kind](argv, read_record=read, **texts)
+    request = parse(argv, read_record=read, **texts)
     if not taken:
         return request
     ((record, unknown),) = taken
@@ -164,6 +162,8 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
     """
     from braceexpand import UnbalancedBracesError, braceexpand
 
+    from sdbench.data.places.command_output import PIPE
+
     if not isinstance(value, str):
         return False
     places = [value]
@@ -175,6 +175,8 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
 
 def _check_gpus(record: Mapping[str, Any]) -> str | None:
     """The model of the first GPU here; refuses a machine with fewer GPUs than the run had."""
+    from sdbench.measure.host import ask, open_nvml
+
     nvml = open_nvml()
     num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
     needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
@@ -193,8 +195,10 @@ def _check_gpus(record: Mapping[str, Any]) -> str | None:
 
 def _check_data(record: Mapping[str, Any], config: DataSettings) -> dict[str, Any] | None:
     """The facts of the data set, as a record has them; refuses one that is not here."""
+    from sdbench.data import describe_data
+
     try:
-        return data.describe_data(config)
+        return describe_data(config)
     except ConfigError as error:
         raise ConfigError(
             f"the data set of the record is not here ({error.what[:1].lower()}{error.what[1:]})",
@@ -217,6 +221,14 @@ def _compare(
     record: Mapping[str, Any], data_here: Mapping[str, Any] | None, *, gpu: str | None
 ) -> tuple[list[str], list[str]]:
     """Facts, other than settings, that the record lacks, and sentences on facts that differ."""
+    from sdbench.measure.host import read_cpu
+    from sdbench.record.provenance import (
+        git_state,
+        other_versions,
+        package_versions,
+        speed_environment,
+    )
+
     machine, git, state = record["machine"], record["git"], git_state()
     data_then, workload = record["data"], record.get("workload", {})
     then = {

@@ -1,4 +1,4 @@
-"""`Task`: the methods of a task that the runner calls; and `TASKS`, all of them."""
+"""`Task`: the methods of a task that the runner calls."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ from sdbench.record.store import RECORD_NAME
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
-
-
-# Subclasses of `Task` by kind, imported when one is chosen.
-TASKS = {
-    "benchmark": "sdbench.measuring.benchmark:Benchmark",
-    "feed": "sdbench.measuring.feed:Feed",
-    "generate": "sdbench.drawing.generate:Generate",
-    "precompute": "sdbench.encoding.precompute:Precompute",
-    "profile": "sdbench.measuring.profile_step:ProfileStep",
-    "train": "sdbench.training.train:Train",
-}
 
 
 @dataclasses.dataclass(frozen=True)
