@@ -123,7 +123,10 @@ def test_the_command_of_the_readme_ends_soon_after_its_result_and_leaves_nothing
     assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
     assert record["ranks"]["world_size"] == 2
     assert record["summary"]["startup"]["seconds"]["launcher"] > 0
-    assert not list((tmp_path / "tmp").iterdir())
+    # torch 2.11 makes an empty folder of this name there when torch._dynamo is imported, unless an
+    # earlier test in this process has set its variable.
+    left = [one for one in (tmp_path / "tmp").rglob("*") if one.name[:14] != "torchinductor_"]
+    assert left == []
     assert ended_s - printed_s < ENDS_WITHIN_S
     assert any(name.startswith("ray::RayTrainW") for name in actors)
     # Ray Train would wait for it, for up to 12 s where no dashboard answers it.
@@ -262,7 +265,10 @@ def test_ranks_that_no_cluster_has_room_for_are_not_waited_for_without_end(
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}
     ended = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert not list((tmp_path / "tmp").iterdir())
+    # torch 2.11 makes an empty folder of this name there when torch._dynamo is imported, unless an
+    # earlier test in this process has set its variable.
+    left = [one for one in (tmp_path / "tmp").rglob("*") if one.name[:14] != "torchinductor_"]
+    assert left == []
     assert "wait for room for up to 3 s (--dist_timeout)" in ended.stderr
     assert "had no room for the ranks within 3 s" in ended.stderr
     # A cluster of this machine alone does not grow.
