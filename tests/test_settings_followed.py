@@ -52,6 +52,7 @@ def test_a_protocol_asks_for_nothing_that_one_of_its_classes_lacks(protocol, cla
 
 def test_rules_read_what_their_protocol_tells_and_programs_have(repository):
     files = (repository / "sdbench/settings").rglob("*.py")
-    read = {name for file in files for name in re.findall(r"\bs\.config\.(\w+)", file.read_text())}
+    reading = re.compile(r"\b(?:s|situation)\.config\.(\w+)")
+    read = {name for file in files for name in reading.findall(file.read_text())}
     assert len(read) > 10
     assert read <= members(RuledSettings) <= members(*PLANNED, GenerateFlags)

@@ -67,6 +67,8 @@ def of_device(value: Any, *, on_gpu: bool) -> Any:
     return value
 
 
+# Frozen, as the classes of settings are: a type checker lets no frozen field stand for one that may
+# be written. Without match_args, which would be asked of those classes, too.
 @dataclasses.dataclass(frozen=True, match_args=False)
 class RuledSettings(Protocol):
     """What rules read of a program's settings beside their own; only what that program has."""
