@@ -21,7 +21,6 @@ from typing import Any
 from sdbench.base.conditions import (
     CLIP,
     NUM_CLIP_TOKENS,
-    SCALING_FACTOR,
     T5,
     Captions,
     Condition,
@@ -44,6 +43,7 @@ from sdbench.models.discover import (
     said_pipeline,
 )
 from sdbench.models.family import Fact, Family
+from sdbench.models.latent_space import LatentSpace
 from sdbench.models.stored import StoredWeight, by_own_names, read_headers
 from sdbench.settings.training import DENOISER
 
@@ -221,14 +221,9 @@ class Architecture:
         return self.family.conditions(self)
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the latents."""
-        return self.parts["vae"]["latent_channels"]
-
-    @property
-    def scaling_factor(self) -> float:
-        """What brings latents to about unit variance."""
-        return self.parts["vae"].get("scaling_factor", SCALING_FACTOR)
+    def latents(self) -> LatentSpace:
+        """What the denoiser is trained on."""
+        return self.family.latent_space(self.parts["vae"])
 
     @property
     def inputs(self) -> ModelInputs:
@@ -236,15 +231,10 @@ class Architecture:
         return ModelInputs(
             captions=self.captions,
             conditions=self.conditions,
-            latent_channels=self.latent_channels,
-            latent_std=1 / self.scaling_factor,
+            latent_channels=self.latents.num_channels,
+            latent_std=1 / self.latents.scale,
             tells_sizes=self.family.tells_sizes,
         )
-
-    @property
-    def latent_factor(self) -> int:
-        """Pixels per latent along a side: the VAE halves between blocks, 2^3 = 8 with four."""
-        return 2 ** (len(self.parts["vae"]["block_out_channels"]) - 1)
 
     @property
     def default_image_size(self) -> int:

@@ -44,7 +44,7 @@ class Autoencoder(nn.Module):
         """
         mean, logvar = self._encode(batch["image"])
         noise = torch.randn(mean.shape, device=mean.device)
-        latents = sample_latents(mean, logvar, noise=noise, scaling_factor=1.0)
+        latents = sample_latents(mean, logvar, noise=noise)
         divergence = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar)
         return self._errors(latents, batch["image"]), divergence.flatten(1).mean(1)
 

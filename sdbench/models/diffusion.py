@@ -67,10 +67,7 @@ class DiffusionModel(nn.Module):
         self._text_encoders = architecture.text_encoders
         self._caption_names = [one.name for one in architecture.captions]
         self._condition_names = [one.name for one in architecture.conditions]
-        # They bring latents to about zero mean and unit variance.
-        self.scaling_factor = architecture.scaling_factor
-        self.latent_shift = architecture.parts["vae"].get("shift_factor")
-        self.latent_channels = architecture.latent_channels
+        self.latents = architecture.latents
         self.zeroes_empty_prompt = architecture.zeroes_empty_prompt
         self.objective = objective
         self.weights_dtype = weights_dtype
@@ -160,10 +157,8 @@ class DiffusionModel(nn.Module):
         """Turn scaled latents (B, C, H/8, W/8) into images (B, 3, H, W) in fp32, in [-1, 1]."""
         assert self.vae is not None, "images need a model that was built with its encoders"
         with self._encoder_autocast(self.vae):
-            unscaled = latents / self.scaling_factor
-            if self.latent_shift is not None:
-                unscaled = unscaled + self.latent_shift
-            return self.vae.decode(unscaled.to(self.vae.dtype)).sample.float().clamp(-1.0, 1.0)
+            restored = self.latents.restore(latents).to(self.vae.dtype)
+            return self.vae.decode(restored).sample.float().clamp(-1.0, 1.0)
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
@@ -220,13 +215,7 @@ class DiffusionModel(nn.Module):
             mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         else:
             mean, logvar = self.moments(batch["image"])
-        return sample_latents(
-            mean,
-            logvar,
-            noise=draw(mean),
-            scaling_factor=self.scaling_factor,
-            shift=self.latent_shift,
-        )
+        return self.latents.normalize(sample_latents(mean, logvar, noise=draw(mean)))
 
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """As `encode_images`, by the model's VAE."""
@@ -279,18 +268,10 @@ def to_pixels(
     return images.to(dtype, memory_format=memory_format)
 
 
-def sample_latents(
-    mean: Tensor,
-    logvar: Tensor,
-    *,
-    noise: Tensor,
-    scaling_factor: float,
-    shift: float | None = None,
-) -> Tensor:
-    """Latents of these moments: (mean + deviation * noise - shift) * scaling_factor."""
+def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor) -> Tensor:
+    """The VAE's latents of these moments: mean + deviation * noise."""
     deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
-    latents = mean + deviation * noise
-    return (latents if shift is None else latents - shift) * scaling_factor
+    return mean + deviation * noise
 
 
 def build_model(

@@ -96,7 +96,7 @@ def draw(
     device = next(denoiser.parameters()).device
     shape = settings.shape
     width, height = (side // pipeline.vae_scale_factor for side in shape)
-    size = (model.latent_channels, height, width)
+    size = (model.latents.num_channels, height, width)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     noise = torch.stack([torch.randn(size, generator=generator) for generator in generators])
     was_training = model.training
@@ -118,14 +118,14 @@ def draw(
             latents = pipeline(
                 **network.pipeline_arguments(encode(prompts), negative),
                 **network.guidance_arguments(scale, told=model.objective.guidance),
-                latents=network.pack(noise.to(device, model.input_dtype)),
+                latents=model.latents.pack(noise.to(device, model.input_dtype)),
                 height=shape.height,
                 width=shape.width,
                 num_inference_steps=settings.num_steps,
                 callback_on_step_end=lambda *_: check() or {},
                 output_type="latent",
             ).images
-            latents = network.unpack(latents, height=height, width=width)
+            latents = model.latents.unpack(latents, height=height, width=width)
             images = model.decode(latents.float())
     finally:
         model.train(was_training)

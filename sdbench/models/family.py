@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from sdbench.base.conditions import Captions, Condition
 from sdbench.base.errors import ConfigError
+from sdbench.models.latent_space import LatentSpace
 
 if TYPE_CHECKING:
     from sdbench.models.network import Network
@@ -74,8 +75,8 @@ class Configured(Protocol):
         """The configuration of each part."""
 
     @property
-    def latent_factor(self) -> int:
-        """Pixels per latent along a side."""
+    def latents(self) -> LatentSpace:
+        """Between the VAE's latents and the denoiser's."""
 
     def clip_captions(self, tokenizer: str, *, name: str = ...) -> Captions:
         """The tokens of one of CLIP's tokenizers."""
@@ -98,6 +99,7 @@ class Family:
         objective: ``ddpm`` or ``flow``.
         flow: How its rectified flow is trained unless a run says otherwise.
         network: Place of its `Network`, as ``module:class``.
+        latent_space: What its denoiser is trained on.
         optional: Parts and tokenizers that a model may lack.
         pipeline_options: Arguments of the pipeline's constructor beside parts and tokenizers.
         unsuitable: Values of settings that it cannot have, as `demands` of settings: allowed
@@ -120,6 +122,7 @@ class Family:
     objective: ClassVar[str]
     flow: ClassVar[FlowSettings] = FlowSettings()
     network: ClassVar[str]
+    latent_space: ClassVar[type[LatentSpace]] = LatentSpace
     optional: ClassVar[tuple[str, ...]] = ()
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     unsuitable: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
@@ -240,4 +243,4 @@ class Family:
 
     def default_image_size(self, architecture: Configured) -> int:
         """Side in pixels that the denoiser was configured for, such as 64 latents x 8 = 512."""
-        return architecture.parts[self.denoiser]["sample_size"] * architecture.latent_factor
+        return architecture.parts[self.denoiser]["sample_size"] * architecture.latents.factor

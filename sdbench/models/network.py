@@ -74,11 +74,3 @@ class Network:
         `told` is the scale that a network with an input for it is told, `Noising.guidance`.
         """
         return {"guidance_scale": scale}
-
-    def pack(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, H/8, W/8) as the pipeline takes them."""
-        return latents
-
-    def unpack(self, latents: Tensor, *, height: int, width: int) -> Tensor:
-        """The pipeline's latents as (B, C, height, width)."""
-        return latents

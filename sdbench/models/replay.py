@@ -359,8 +359,8 @@ def _replay(
 def make_batch(step: Step, *, num_images: int) -> dict[str, torch.Tensor]:
     """A batch of images or moments, and of captions or encoded captions."""
     architecture, shape = step.architecture, step.shape
-    height, width = (side // architecture.latent_factor for side in (shape.height, shape.width))
-    latent_shape = (num_images, architecture.latent_channels, height, width)
+    height, width = (side // architecture.latents.factor for side in (shape.height, shape.width))
+    latent_shape = (num_images, architecture.latents.num_channels, height, width)
     num_channels = architecture.parts["vae"]["in_channels"]
     image_shape = (num_images, num_channels, shape.height, shape.width)
     moments = ("latent_mean", "latent_logvar")

@@ -60,7 +60,7 @@ def make_data(family: str, model: DiffusionModel) -> StackDataset:
     architecture, num_samples = resolve_architecture(f"tiny-{family}"), BATCH_SIZE * NUM_STEPS
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        latents = torch.randn(num_samples, architecture.latent_channels, 8, 8)
+        latents = torch.randn(num_samples, architecture.latents.num_channels, 8, 8)
         times, noise = model.objective.draw(latents)
         conditions = {
             one.name: torch.randn(num_samples, *one.shape) for one in architecture.conditions

@@ -155,7 +155,7 @@ def test_the_folder_has_no_pickle_and_every_part_and_this_suite_loads_it(
     architecture = resolve_architecture(str(folder))
     loaded = build_model(architecture, seed=1)
     assert torch.equal(loaded.objective.signal_scale, model.objective.signal_scale)
-    assert (loaded.objective.prediction_type, loaded.scaling_factor) == ("v_prediction", 0.18215)
+    assert (loaded.objective.prediction_type, loaded.latents.scale) == ("v_prediction", 0.18215)
     again = CaptionTokenizer(folder=architecture.tokenizer_folders["tokenizer"], pad_token_id=0)
     captions = ["A red circle", "", "50% off... (really?)", "word " * 100]
     assert again(captions).tolist() == tokenizer(captions)["input_ids"].tolist()

@@ -19,6 +19,7 @@ from sdbench.data.batches.tokenizer import CaptionTokenizer, load_carried_tokeni
 from sdbench.models import joint_attention
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flux.family import Flux
+from sdbench.models.flux.latents import pack, unpack
 from sdbench.models.sd3.family import StableDiffusion3
 from sdbench.models.sdxl.family import StableDiffusionXL
 from sdbench.models.weights import Weights, draw_weights, initialize_text_encoder
@@ -177,13 +178,14 @@ def make_pipeline(family: str, modules: dict[str, nn.Module]) -> Any:
 def test_captions_are_encoded_and_drawn_as_by_the_pipeline(family) -> None:
     modules = make_all(family)
     pipeline, network = make_pipeline(family, modules), FAMILIES[family].load_network()
+    space = FAMILIES[family].latent_space(modules["vae"].config)
     encoded, negative = (
         network.encode_text(encoders_of(family, modules), ids_of(family, captions))
         for captions in (CAPTIONS, NEGATIVE)
     )
     lengths = {} if family == "sdxl" else {"max_sequence_length": NUM_T5_TOKENS}
     given = {
-        "latents": network.pack(draw_inputs(family)[1]),
+        "latents": space.pack(draw_inputs(family)[1]),
         **{"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"},
         **network.guidance_arguments(3.0, told=None),
     }
@@ -193,9 +195,9 @@ def test_captions_are_encoded_and_drawn_as_by_the_pipeline(family) -> None:
     assert torch.equal(found, expected)
     without = pipeline(**arguments, **given | network.guidance_arguments(1.0, told=None)).images
     assert not torch.allclose(found, without)
-    unpacked = network.unpack(found, height=8, width=8)
+    unpacked = space.unpack(found, height=8, width=8)
     assert unpacked.shape == draw_inputs(family)[1].shape
-    assert torch.equal(network.pack(unpacked), found)
+    assert torch.equal(space.pack(unpacked), found)
 
 
 @torch.no_grad()
@@ -212,11 +214,10 @@ def test_sd3_without_t5_is_told_what_the_pipeline_tells_it() -> None:
 
 
 def test_packs_are_those_of_the_pipeline() -> None:
-    network = Flux().load_network()
     latents = torch.randn(2, 16, 8, 6)
     packed = diffusers.FluxPipeline._pack_latents(latents, 2, 16, 8, 6)
-    assert torch.equal(network.pack(latents), packed)
-    assert torch.equal(network.unpack(packed, height=8, width=6), latents)
+    assert torch.equal(pack(latents), packed)
+    assert torch.equal(unpack(packed, height=8, width=6), latents)
 
 
 COUNTS = {

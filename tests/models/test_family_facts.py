@@ -140,7 +140,7 @@ def test_a_vae_that_says_no_scale_has_that_of_diffusers(tmp_path) -> None:
     del config["scaling_factor"]
     file.write_text(json.dumps(config))
     model = build_model(resolve_architecture(folder, random_weights=True), seed=1)
-    assert model.scaling_factor == model.vae.config.scaling_factor == 0.18215
+    assert model.latents.scale == model.vae.config.scaling_factor == 0.18215
 
 
 def test_t5_reads_as_many_tokens_as_its_folder_says(tmp_path) -> None:

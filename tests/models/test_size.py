@@ -286,7 +286,7 @@ def test_activations_are_those_that_autograd_saves(name) -> None:
     denoiser = make_part(architecture.family.denoiser, architecture, weights=Weights(seed=0))
 
     def predict(num_images: int) -> torch.Tensor:
-        latents = torch.randn(num_images, architecture.latent_channels, 8, 8)
+        latents = torch.randn(num_images, architecture.latents.num_channels, 8, 8)
         shapes = {one.name: one.shape for one in architecture.conditions} | {SIZES: (NUM_SIZES,)}
         conditions = {what: torch.randn(num_images, *shape) for what, shape in shapes.items()}
         times = torch.zeros(num_images)

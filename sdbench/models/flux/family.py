@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 from sdbench.base.conditions import CLIP, POOLED_EMBEDDING, T5, Captions, Condition
 from sdbench.models.family import FLOW, Configured, Fact, Family
+from sdbench.models.flux.latents import PACK_SIZE, FluxLatents
 from sdbench.models.original_names import OriginalNames, names_by_table
 from sdbench.models.unsuitable import FROZEN_TEXT_ENCODERS, NOT_OF_TRANSFORMERS, T5_IN_FP16
 
-# Side of the squares of latents that become one token.
-PACK_SIZE = 2
 # Tokens of T5 that schnell and dev read.
 NUM_T5_TOKENS, NUM_T5_TOKENS_WITH_GUIDANCE = 256, 512
 # See `names_by_table`.
@@ -69,6 +68,7 @@ class Flux(Family):
     }
     tokenizers: ClassVar = {"tokenizer": CLIP, "tokenizer_2": T5}
     objective = FLOW
+    latent_space = FluxLatents
     block_counts = ("num_layers", "num_single_layers")
     # schnell and dev are distilled: they draw without it.
     guidance_scale = 1.0
@@ -122,7 +122,7 @@ class Flux(Family):
 
     def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 2 (a pack of latents) = 16."""
-        return architecture.latent_factor * PACK_SIZE
+        return architecture.latents.factor * PACK_SIZE
 
     def default_image_size(self, architecture: Configured) -> int:
         """That of the VAE, 1024; the transformer's configuration has none."""

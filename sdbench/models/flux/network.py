@@ -18,7 +18,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from sdbench.base.conditions import GUIDANCE, POOLED_EMBEDDING, TEXT_EMBEDDING
-from sdbench.models.flux.family import PACK_SIZE
+from sdbench.models.flux.latents import PACK_SIZE, pack, unpack
 from sdbench.models.joint_attention import set_joint_attention
 from sdbench.models.network import Conditions, Network
 
@@ -50,7 +50,7 @@ class FluxNetwork(Network):
         states = conditions[TEXT_EMBEDDING].to(noised.dtype)
         height, width = noised.shape[-2:]
         predicted = denoiser(
-            hidden_states=self.pack(noised),
+            hidden_states=pack(noised),
             encoder_hidden_states=states,
             pooled_projections=conditions[POOLED_EMBEDDING].to(noised.dtype),
             timestep=times / NUM_TIMES,
@@ -58,7 +58,7 @@ class FluxNetwork(Network):
             img_ids=_places(height // PACK_SIZE, width // PACK_SIZE, device=noised.device),
             txt_ids=torch.zeros(states.shape[1], NUM_COORDINATES, device=noised.device),
         ).sample
-        return self.unpack(predicted, height=height, width=width)
+        return unpack(predicted, height=height, width=width)
 
     def set_attention(self, denoiser: Any, kind: str) -> None:
         """Set the attention of all blocks."""
@@ -67,17 +67,6 @@ class FluxNetwork(Network):
     def guidance_arguments(self, scale: float, *, told: float | None) -> dict[str, Any]:
         """Guidance from a negative caption, and the scale that dev is told."""
         return {"true_cfg_scale": scale, "guidance_scale": 1.0 if told is None else told}
-
-    def pack(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, H, W) as tokens (B, H/2 * W/2, 4 C), row by row."""
-        squares = latents.unfold(2, PACK_SIZE, PACK_SIZE).unfold(3, PACK_SIZE, PACK_SIZE)
-        return squares.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
-
-    def unpack(self, latents: Tensor, *, height: int, width: int) -> Tensor:
-        """Tokens as latents (B, C, height, width)."""
-        rows, columns = height // PACK_SIZE, width // PACK_SIZE
-        squares = latents.reshape(len(latents), rows, columns, -1, PACK_SIZE, PACK_SIZE)
-        return squares.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
 
 
 def _places(num_rows: int, num_columns: int, *, device: torch.device) -> Tensor:

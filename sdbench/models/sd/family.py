@@ -74,7 +74,7 @@ class StableDiffusion(Family):
     def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
-        return architecture.latent_factor * 2 ** (num_blocks - 1)
+        return architecture.latents.factor * 2 ** (num_blocks - 1)
 
 
 FAMILY = StableDiffusion()

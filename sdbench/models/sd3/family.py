@@ -107,7 +107,7 @@ class StableDiffusion3(Family):
 
     def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 2 (a patch of latents) = 16."""
-        return architecture.latent_factor * architecture.parts["transformer"]["patch_size"]
+        return architecture.latents.factor * architecture.parts["transformer"]["patch_size"]
 
     def max_image_size(self, architecture: Configured) -> int | None:
         """As many patches along a side as the transformer has positions: 192 x 16 = 3072."""

@@ -83,7 +83,7 @@ class StableDiffusionXL(Family):
     def size_multiple(self, architecture: Configured) -> int:
         """8 (VAE) x 4 (U-Net, three blocks) = 32 for SDXL."""
         num_blocks = len(architecture.parts["unet"]["block_out_channels"])
-        return architecture.latent_factor * 2 ** (num_blocks - 1)
+        return architecture.latents.factor * 2 ** (num_blocks - 1)
 
 
 FAMILY = StableDiffusionXL()
