@@ -27,7 +27,7 @@ from sdbench.base.files import refused_unless_read, refused_unless_written, repl
 from sdbench.base.outside import read_text
 from sdbench.base.units import counted
 from sdbench.record.configuration import group
-from sdbench.record.row import COLUMNS, format_csv, make_row
+from sdbench.record.row import FEED_COLUMNS, RUN_COLUMNS, format_csv, make_feed_row, make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
 from sdbench.report import run_plots
 from sdbench.report.figures import write_out
@@ -260,14 +260,14 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     left_out += [*bad_quoted, *bad_steps]
     figures = _figures_of(quoted)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
-    columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
+    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
     shown = [section for section in sections.values() if section.has_content]
     texts = {
         results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": format_csv(
-            map(feed_table.make_row, _loaded(records)), columns=feed_table.COLUMNS
+            map(make_feed_row, _loaded(records)), columns=FEED_COLUMNS
         ),
         results / "index.html": format_page(shown, made_from=MADE_FROM),
     }
