@@ -21,6 +21,7 @@ from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.run_page import make_run_page
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
+from sdbench.analysis.version_table import make_version_table
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
@@ -48,7 +49,7 @@ PAGE_NAME = "report.html"
 NO_RUNS = "No runs yet."
 COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
-SPEED_UPS = "speed-ups"
+SPEED_UPS, VERSIONS = "speed-ups", "versions"
 # In the order of the page: the heading of each part, how to read it, and its charts.
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     COMPARISON: (
@@ -101,6 +102,12 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "Speed-ups",
         "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
         "micro-batches and ranks cost or gain.",
+        (),
+    ),
+    VERSIONS: (
+        "Versions",
+        "The same work measured on several versions of torch, diffusers and this suite, with the "
+        "verdict of `python -m sdbench compare`.",
         (),
     ),
 }
@@ -352,6 +359,7 @@ def _make_sections(
         TIMES: [training_times.make_time_table(times)],
         DATA: [feed_table.make_data_table(_loaded(records))],
         SPEED_UPS: [table for group in ladder.values() for table in group],
+        VERSIONS: [make_version_table(ended_well)],
     }
     folds = {OTHERS: fold_by_source(quoted.items())}
     sections = {
