@@ -61,8 +61,9 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     HEADLINES: (
         "Best of each machine",
         "What was measured here. Of the configurations of a machine, a model and a kind of "
-        "work, the one whose 95 % interval begins highest; a configuration with an "
-        "interval between runs goes before one without.",
+        "work, the one whose 95 % interval begins highest. A configuration without a flag goes "
+        "before one with a flag, then one whose interval begins above half of the median, then "
+        "one with an interval between runs.",
         (),
     ),
     TARGETS: (
