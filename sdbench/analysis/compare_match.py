@@ -17,8 +17,8 @@ from sdbench.analysis.compare_sides import (
     Side,
 )
 from sdbench.base.errors import ConfigError
+from sdbench.record.columns import COLUMNS, SETTING
 from sdbench.record.configuration import group
-from sdbench.record.row import COLUMNS
 from sdbench.report.figures import MEASURED, as_text
 from sdbench.statistics.intervals import (
     NOT_TESTED,
@@ -32,20 +32,12 @@ from sdbench.statistics.occasions import compare_occasions, detectable_change, f
 # A text for the baseline and one for the candidate.
 Texts = tuple[str, str]
 
-# Columns of this suite that are settings; its other columns are figures and origins. An unknown
-# column counts as a setting: a difference in it is never overlooked.
-SETTINGS = frozenset(
-    (
-        *("gpu", "num_gpus", "device", "num_devices", "num_cpu_cores", "num_nodes"),
-        *("model", "image_size", "latents", "ema", "preset", "precision", "engine"),
-        *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
-    )
-)
 # Not settings, but differences are reported: in NAMES only if each side has a single value.
 NAMES = ("kind", "source")
 ORIGINS = (*NAMES, "git_commit", UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
-NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *ORIGINS}
+# An unknown column counts as a setting: a difference in it is never overlooked.
+NOT_SETTINGS = {name for name, one in COLUMNS.items() if one.kind != SETTING} | {WHEN, *ORIGINS}
 # The work per image depends on these: encoders in the step make it 1.48 times as much, 512 px
 # instead of 256 px 4.2 times. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")

@@ -7,24 +7,16 @@ from typing import Any
 
 from sdbench.base.units import counted
 from sdbench.record.configuration import group, hash_of_data
-from sdbench.record.store import FEED, OK, kind_of
+from sdbench.record.row import PHASES, make_feed_row
+from sdbench.record.store import OK, kind_of
 from sdbench.report.runs import rates_cell, summary_cell
 from sdbench.report.tables import Cell, Field, Table, median_cell, tabulate
 from sdbench.report.terminal import NOT_KNOWN, align, format_number, format_rate
 from sdbench.settings.data import PRECOMPUTED
 
-PHASES = ("read", "decode", "transform", "tokenize", "collate")
 # Kinds of actors of Ray Data.
 STAGES = ("decoder", "encoder")
 NOT_APPLICABLE = "-"
-COLUMNS = (
-    *("source", "kind", "job", "device", "num_cpu_cores", "data_format", "data", "latents"),
-    *("image_size", "batch_size", "num_workers", "images_per_second", "images_per_second_low"),
-    *("images_per_second_high", "images_per_second_per_core", "megabytes_per_second"),
-    *(f"{phase}_ms_per_image" for phase in PHASES),
-    *("emulate_step_seconds", "data_wait_percent", "num_measured_steps", "num_images"),
-    *("num_bad_samples", "num_dropped_samples", "status", "started_utc", "git_commit", "reason"),
-)
 
 
 def format_feed(record: dict[str, Any]) -> str:
@@ -114,29 +106,6 @@ def _needed(stages: dict[str, Any]) -> str:
     return f"it takes {needed}, if each has a core or a GPU of its own"
 
 
-def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """The CSV row of a record of kind feed or precompute, of any status; None is unknown."""
-    config, machine = record["config"], record["machine"]
-    summary = record["summary"] or {}
-    interval = summary.get("images_per_second_interval") or {}
-    split_ms = summary.get("ms_per_image") or {}
-    row = {
-        **{f"{phase}_ms_per_image": split_ms.get(phase) for phase in PHASES},
-        "source": record["run_id"],
-        "kind": "measured",
-        "job": kind_of(record),
-        # data.py loads on the CPU.
-        "device": machine["cpu_name" if kind_of(record) == FEED else "device_name"],
-        "num_cpu_cores": machine["num_cpu_cores"],
-        "data": config.get("streams") or config.get("remote") or config.get("local"),
-        "images_per_second_low": interval.get("low"),
-        "images_per_second_high": interval.get("high"),
-        "git_commit": record["git"]["commit"],
-    }
-    known = {**record, **config, **summary, **row}
-    return {column: known.get(column) for column in COLUMNS}
-
-
 def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
     """The table with a row for each configuration of the runs that ended well."""
     ended_well = [record for record in records if record["status"] == OK]
@@ -149,7 +118,7 @@ def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
 
 def _configuration_of(record: dict[str, Any]) -> dict[str, Any]:
     """The device, data and settings that replicates of kind feed or precompute share."""
-    row = make_row(record)
+    row = make_feed_row(record)
     return {
         "device": row["device"],
         "cores": row["num_cpu_cores"],

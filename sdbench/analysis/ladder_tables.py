@@ -34,6 +34,7 @@ from sdbench.report.runs import (
 from sdbench.report.tables import EMPTY, Cell, Field, Table, tabulate
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import EMA, RANKS, describe_flags
+from sdbench.statistics.intervals import Comparison
 
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"
 MICRO_BATCH = "device_train_microbatch_size"
@@ -203,7 +204,7 @@ def _ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Ce
     """The rate over that of the baseline, with its interval; empty for the baseline itself."""
     if one is None or baseline is None or one is baseline:
         return EMPTY
-    return _comparison_cell(one, baseline, lambda ratio: f"{ratio:.2f}", unit="x")
+    return _compare(one, baseline, lambda ratio: f"{ratio:.2f}", unit="x")
 
 
 def _added_time_cell(pair: Pair) -> Cell:
@@ -211,15 +212,20 @@ def _added_time_cell(pair: Pair) -> Cell:
     one, plain = pair
     if one is plain:
         return EMPTY
-    text, ratio = _comparison_cell(plain, one, lambda ratio: f"{100 * (ratio - 1):.1f}")
+    text, ratio = _compare(plain, one, lambda ratio: f"{100 * (ratio - 1):.1f}")
     return Cell(text, 100 * (ratio - 1))
 
 
-def _comparison_cell(
+def _compare(
     one: Configuration, baseline: Configuration, form: Callable[[float], str], *, unit: str = ""
 ) -> Cell:
+    return comparison_cell(compare_rows(baseline.rows, one.rows), form, unit=unit)
+
+
+def comparison_cell(
+    comparison: Comparison, form: Callable[[float], str], *, unit: str = ""
+) -> Cell:
     """A ratio; in brackets its interval, or why the runs are not comparable."""
-    comparison = compare_rows(baseline.rows, one.rows)
     text = f"{form(comparison.ratio)}{unit}"
     if comparison.interval is not None:
         text += f" ({form(comparison.interval.low)} to {form(comparison.interval.high)})"

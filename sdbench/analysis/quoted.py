@@ -14,7 +14,7 @@ from sdbench.analysis.throughput_table import make_figure_tables
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import counted
 from sdbench.record.configuration import group
-from sdbench.report.figures import TIME, describe_source, device_of, read_figures
+from sdbench.report.figures import QUOTED, TIME, describe_source, device_of, read_figures
 from sdbench.report.runs import use_each
 from sdbench.report.tables import (
     Cell,
@@ -60,7 +60,7 @@ def load_figures(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[Pa
     """Read the tables of a folder, by name; all rows are of the kind quoted."""
 
     def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
-        return path.stem, [{**row, "kind": "quoted"} for row in read_figures(path)]
+        return path.stem, [{**row, "kind": QUOTED} for row in read_figures(path)]
 
     tables, left_out = use_each(sorted(folder.glob("*.csv")), read)
     return dict(tables), left_out

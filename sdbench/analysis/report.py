@@ -21,13 +21,14 @@ from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.run_page import make_run_page
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
+from sdbench.analysis.version_table import make_version_table
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.outside import read_text
 from sdbench.base.units import counted
 from sdbench.record.configuration import group
-from sdbench.record.row import COLUMNS, format_csv, make_row
+from sdbench.record.row import FEED_COLUMNS, RUN_COLUMNS, format_csv, make_feed_row, make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, TRAIN, kind_of
 from sdbench.report import run_plots
 from sdbench.report.figures import write_out
@@ -48,7 +49,7 @@ PAGE_NAME = "report.html"
 NO_RUNS = "No runs yet."
 COMPARISON, HEADLINES, TARGETS, OTHERS = "comparison", "headlines", "targets", "others"
 MEASURED, TIMES, DATA = "measured", "training-times", "data"
-SPEED_UPS = "speed-ups"
+SPEED_UPS, VERSIONS = "speed-ups", "versions"
 # In the order of the page: the heading of each part, how to read it, and its charts.
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     COMPARISON: (
@@ -60,8 +61,9 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     HEADLINES: (
         "Best of each machine",
         "What was measured here. Of the configurations of a machine, a model and a kind of "
-        "work, the one whose 95 % interval begins highest; a configuration with an "
-        "interval between runs goes before one without.",
+        "work, the one whose 95 % interval begins highest. A configuration without a flag goes "
+        "before one with a flag, then one whose interval begins above half of the median, then "
+        "one with an interval between runs.",
         (),
     ),
     TARGETS: (
@@ -101,6 +103,12 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "Speed-ups",
         "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
         "micro-batches and ranks cost or gain.",
+        (),
+    ),
+    VERSIONS: (
+        "Versions",
+        "The same work measured on several versions of torch, diffusers and this suite, with the "
+        "verdict of `python -m sdbench compare`.",
         (),
     ),
 }
@@ -260,14 +268,14 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     left_out += [*bad_quoted, *bad_steps]
     figures = _figures_of(quoted)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
-    columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
+    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
     shown = [section for section in sections.values() if section.has_content]
     texts = {
         results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": format_csv(
-            map(feed_table.make_row, _loaded(records)), columns=feed_table.COLUMNS
+            map(make_feed_row, _loaded(records)), columns=FEED_COLUMNS
         ),
         results / "index.html": format_page(shown, made_from=MADE_FROM),
     }
@@ -352,6 +360,7 @@ def _make_sections(
         TIMES: [training_times.make_time_table(times)],
         DATA: [feed_table.make_data_table(_loaded(records))],
         SPEED_UPS: [table for group in ladder.values() for table in group],
+        VERSIONS: [make_version_table(ended_well)],
     }
     folds = {OTHERS: fold_by_source(quoted.items())}
     sections = {

@@ -66,6 +66,8 @@ USE = (
     Field("power, W", "power_w"),
 )
 NOTES, SOURCE = Field("notes", "notes", unknown=""), Field("source", "source")
+# An interval says something if it begins at this share of the median or higher.
+TELLING = 0.5
 # Only on an HTML page: the names of the runs, and the command of the first.
 RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
 # The settings of a measured row: its configuration names those that differ.
@@ -141,8 +143,9 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     """Make the table of the best configuration of each machine, model and kind of work.
 
     The best is the one whose 95 % interval begins highest, so that a poorly known figure does not
-    stand for a machine. A configuration with an interval between runs is preferred: runs vary more
-    than the steps within a run. Rows are sorted by GPUs first, then by machine, then by the number
+    stand for a machine. Preferred are configurations without a flag, then those whose interval
+    says something, then those with an interval between runs, which vary more than the steps within
+    a run. Rows are sorted by GPUs first, then by machine, then by the number
     of trained parameters, largest first.
     """
     tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
@@ -154,7 +157,7 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
 
     rows = []
     for track in sorted(tracks, key=place):
-        best = max(tracks[track], key=_lowest_rate)
+        best = max(tracks[track], key=_preference)
         rows.append(
             _measured_row(best)
             | {
@@ -185,18 +188,23 @@ def _track_of(record: dict[str, Any]) -> _Track:
     return _Track(on_gpu, machine, *work_of(record))
 
 
-def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[bool, float, float]:
-    """Sort key: whether there is an interval between runs, its low end, and the median rate.
+def _preference(runs: Sequence[dict[str, Any]]) -> tuple[bool, bool, bool, float, float]:
+    """Sort key of a configuration, the better the larger.
 
-    Without one, the lowest end of the intervals within the runs; 0 if a run has none.
+    Whether no run is flagged, whether the interval says something, whether it is one between runs,
+    its low end, and the median rate. Without an interval between runs, the low end is the lowest
+    of those within the runs; 0 if a run has none.
     """
     rates = [run["summary"]["images_per_second"] for run in runs]
     between = between_runs_interval(rates)
     if between is not None:
-        return True, between.low, statistics.median(rates)
-    within = [run["summary"]["images_per_second_interval"] for run in runs]
-    lows = [0.0 if interval is None else interval["low"] for interval in within]
-    return False, min(lows), statistics.median(rates)
+        low = between.low
+    else:
+        within = [run["summary"]["images_per_second_interval"] for run in runs]
+        low = min(0.0 if interval is None else interval["low"] for interval in within)
+    median = statistics.median(rates)
+    is_unflagged = not any(run["summary"]["flags"] for run in runs)
+    return is_unflagged, low >= TELLING * median, between is not None, low, median
 
 
 def _describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:

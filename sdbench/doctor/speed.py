@@ -17,7 +17,7 @@ from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Job, Seen, bound
 from sdbench.doctor.gpus import Gpu, find_gpu
 from sdbench.measure.neighbours import Neighbours
 from sdbench.record.formulas import facts_of
-from sdbench.record.row import COLUMNS
+from sdbench.record.row import RUN_COLUMNS
 from sdbench.record.store import utc_now
 from sdbench.report.figures import MEASURED, read_figures
 from sdbench.report.runs import use_each
@@ -180,7 +180,7 @@ def find_known(device: Row, figure: str) -> Row:
 
 
 def _read_published() -> list[Row]:
-    read = functools.partial(read_figures, required=COLUMNS)
+    read = functools.partial(read_figures, required=RUN_COLUMNS)
     tables, _ = use_each(filter(Path.is_file, [THROUGHPUT]), read)
     return [row for table in tables for row in table]
 

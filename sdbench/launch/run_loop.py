@@ -26,7 +26,7 @@ from sdbench.base.secrets import redact_values
 from sdbench.base.units import counted
 from sdbench.launch.child import LOCK_NAME, Outcome, only_one_in, run_child, tail
 from sdbench.record.provenance import git_state, package_versions
-from sdbench.record.row import COLUMNS, format_csv, make_row
+from sdbench.record.row import RUN_COLUMNS, format_csv, make_row
 from sdbench.record.store import OK, OOM, RECORD_NAME, TIMEOUT, load_record
 from sdbench.report.tables import Table, make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_rate
@@ -107,7 +107,7 @@ def make_runs(
                 check(run, outcome)
                 run.end(outcome)
         finally:  # a stop signal loses no run that has ended
-            replace_file(folder / TABLE_NAME, format_csv(_make_rows(runs), columns=COLUMNS))
+            replace_file(folder / TABLE_NAME, format_csv(_make_rows(runs), columns=RUN_COLUMNS))
     print(f"\n{to_terminal(_make_table(runs))}\n\ntable: {folder / TABLE_NAME}")
     missing = [run for run in runs if run.outcome is None]
     if missing:

@@ -12,91 +12,68 @@ import fcntl
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
 from sdbench.base.files import append_bytes
-from sdbench.record.configuration import describe_model, describe_other_settings, describe_place
+from sdbench.record.columns import COLUMNS, value_at
+from sdbench.record.record_kinds import FEED, kind_of
 
-
-def _value_at(record: dict[str, Any], path: str) -> Any:
-    """The value at a path such as ``summary.gpu.power_w``; None if a part of it is missing."""
-    value: Any = record
-    for name in path.split("."):
-        value = None if value is None else value.get(name)
-    return value
-
-
-def _is_on_gpu(record: dict[str, Any]) -> bool:
-    return record["machine"]["device_type"] == "cuda"
-
-
-def _energy_j_per_image(record: dict[str, Any]) -> float | None:
-    energy_j = _value_at(record, "summary.gpu.energy_j")
-    if not energy_j:
-        return energy_j
-    return energy_j / (record["summary"]["num_measured_steps"] * record["config"]["batch_size"])
-
-
-# Where the value of each column is in a record, or what makes it of the record.
-VALUES: dict[str, str | Callable[[dict[str, Any]], Any]] = {
-    "source": "run_id",
-    "kind": lambda record: "measured",
-    "gpu": lambda record: record["machine"]["device_name"] if _is_on_gpu(record) else None,
-    "num_gpus": lambda record: record["ranks"]["world_size"] if _is_on_gpu(record) else 0,
-    "image_size": "config.image_size",
-    "latents": lambda record: describe_place(record["config"]),
-    "ema": "config.use_ema",
-    "micro_batch": "config.device_train_microbatch_size",
-    "num_workers": "config.num_workers",
-    "global_batch": "config.batch_size",
-    "images_per_step": "config.batch_size",
-    "images_per_second": "summary.images_per_second",
-    "images_per_second_low": "summary.images_per_second_interval.low",
-    "images_per_second_high": "summary.images_per_second_interval.high",
-    "precision": "config.precision",
-    "engine": "config.engine",
-    "status": "status",
-    "model": describe_model,
-    "preset": "config.preset",
-    "data_format": "config.data_format",
-    "device": "machine.device_name",
-    "num_devices": "ranks.world_size",
-    "num_cpu_cores": "machine.num_cpu_cores",
-    "num_nodes": "ranks.num_nodes",
-    "other_settings": describe_other_settings,
-    "step_time_p50_s": "summary.step_time_p50_s",
-    "step_time_p95_s": "summary.step_time_p95_s",
-    "data_wait_percent": "summary.data_wait_percent",
-    "peak_memory_gib": "summary.peak_memory_gib",
-    "mfu_percent": "summary.mfu_percent",
-    "num_measured_steps": "summary.num_measured_steps",
-    "num_warmup_steps": "summary.num_warmup_steps",
-    "stability": "summary.stability",
-    "flags": lambda record: ";".join(_value_at(record, "summary.flags") or ()) or None,
-    "step_time_cv_percent": "summary.step_time_cv_percent",
-    "num_outliers": "summary.num_outliers",
-    "matmul_tflops": "summary.matmul_tflops",
-    "mfu_of_matmul_percent": "summary.mfu_of_matmul_percent",
-    "power_w": "summary.gpu.power_w",
-    "energy_j_per_image": _energy_j_per_image,
-    "loss_first": "summary.loss_first",
-    "loss_last": "summary.loss_last",
-    "started_utc": "started_utc",
-    "git_commit": "git.commit",
-    "reason": "reason",
-}
-COLUMNS = tuple(VALUES)
+# The columns of a run of benchmark.py.
+RUN_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.place is not None)
+# Those of a run that loads or encodes data.
+PHASES = ("read", "decode", "transform", "tokenize", "collate")
+FEED_COLUMNS = (
+    *("source", "kind", "job", "device", "num_cpu_cores", "data_format", "data", "latents"),
+    *("image_size", "batch_size", "num_workers", "images_per_second", "images_per_second_low"),
+    *("images_per_second_high", "images_per_second_per_core", "megabytes_per_second"),
+    *(f"{phase}_ms_per_image" for phase in PHASES),
+    *("emulate_step_seconds", "data_wait_percent", "num_measured_steps", "num_images"),
+    *("num_bad_samples", "num_dropped_samples", "status", "started_utc", "git_commit", "reason"),
+)
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record of any status: a value for every column, None where it is unknown."""
+    """Flatten a record of benchmark.py, of any status, with `RUN_COLUMNS`; None is unknown."""
+    places = {name: COLUMNS[name].place for name in RUN_COLUMNS}
     return {
-        column: _value_at(record, value) if isinstance(value, str) else value(record)
-        for column, value in VALUES.items()
+        name: value_at(record, place) if isinstance(place, str) else place(record)
+        for name, place in places.items()
     }
+
+
+def make_training_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Flatten a record of train.py, of any status, with columns of whole trainings."""
+    return make_row(record) | {
+        "what": record["config"]["task"],
+        "num_images": value_at(record, "workload.num_images"),
+        "run_time_s": record["duration_s"],
+    }
+
+
+def make_feed_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Flatten a record of kind feed or precompute, of any status, with `FEED_COLUMNS`."""
+    config, machine = record["config"], record["machine"]
+    summary = record["summary"] or {}
+    interval = summary.get("images_per_second_interval") or {}
+    split_ms = summary.get("ms_per_image") or {}
+    row = {
+        **{f"{phase}_ms_per_image": split_ms.get(phase) for phase in PHASES},
+        "source": record["run_id"],
+        "kind": "measured",
+        "job": kind_of(record),
+        # data.py loads on the CPU.
+        "device": machine["cpu_name" if kind_of(record) == FEED else "device_name"],
+        "num_cpu_cores": machine["num_cpu_cores"],
+        "data": config.get("streams") or config.get("remote") or config.get("local"),
+        "images_per_second_low": interval.get("low"),
+        "images_per_second_high": interval.get("high"),
+        "git_commit": record["git"]["commit"],
+    }
+    known = {**record, **config, **summary, **row}
+    return {column: known.get(column) for column in FEED_COLUMNS}
 
 
 def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
@@ -128,7 +105,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                 continue  # another run has set it aside while this one waited for the lock
             file.seek(0)
             header = next(csv.reader(file), None)
-            if header is not None and tuple(header) != COLUMNS:
+            if header is not None and tuple(header) != RUN_COLUMNS:
                 aside = _set_aside(path)
                 print(
                     f"{path} has other columns than this version of the suite writes: it is now "
@@ -136,7 +113,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                     file=sys.stderr,
                 )
                 continue
-            text = format_csv([make_row(record)], columns=COLUMNS)
+            text = format_csv([make_row(record)], columns=RUN_COLUMNS)
             text = text if header is None else text.partition("\n")[2]
             append_bytes(file.fileno(), text.encode())
             return

@@ -17,28 +17,13 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.names import by_similarity
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
+from sdbench.record.columns import COLUMNS, COUNT, NAME, POSITIVE
 
-# Columns of names, which stay text even if one looks like a number: a GPU called 4090.
-TEXT_COLUMNS = frozenset(
-    (
-        *("source", "kind", "gpu", "device", "latents", "precision", "engine", "status", "model"),
-        *("preset", "data_format", "submitter", "read_from", "started_utc", "git_commit", "flags"),
-        "reason",
-    )
-)
 # The seconds of a whole run.
 TIME = "run_time_s"
-# Rates and times must be positive, and counts whole and not negative; cells may be empty.
-POSITIVE_COLUMNS = (
-    *("images_per_second", "images_per_second_low", "images_per_second_high", "matmul_tflops"),
-    *(TIME, "minutes_to_target", "teraflop_per_image"),
-)
-COUNT_COLUMNS = (
-    *("num_gpus", "image_size", "global_batch", "images_per_step", "num_runs", "num_images"),
-)
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
-MEASURED = "measured"
+MEASURED, QUOTED = "measured", "quoted"
 COPY = "copy of a run that is counted"
 # Names in an error message.
 MAX_NAMES = 8
@@ -71,21 +56,27 @@ def _parse_row(cells: Mapping[str | None, str | None], *, number: int) -> dict[s
         raise ValueError(f"row {number} has more or fewer cells than the header")
     row = {column: _parse_cell(cell, column) for column, cell in cells.items()}
     for column, value in row.items():
+        holds = holds_of(column)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_wrong = (
             (is_number and not is_bounded(value))
-            or (column in POSITIVE_COLUMNS and not (is_number and value > 0))
-            or (column in COUNT_COLUMNS and not (type(value) is int and value >= 0))
+            or (holds == POSITIVE and not (is_number and value > 0))
+            or (holds == COUNT and not (type(value) is int and value >= 0))
         )
         if value is not None and is_wrong:
             raise ValueError(f"{shorten(cells[column])!r} as {shorten(column)} in row {number}")
     return row
 
 
+def holds_of(column: str | None) -> str | None:
+    """What the cells of a column hold, a word of `columns`; None: not known."""
+    return COLUMNS[column].holds if column in COLUMNS else None
+
+
 def _parse_cell(cell: str, column: str) -> Any:
     if not cell:
         return None
-    if column in TEXT_COLUMNS:
+    if holds_of(column) == NAME:
         return cell
     if cell in ("true", "false"):
         return cell == "true"

@@ -14,7 +14,7 @@ from typing import Any
 
 from sdbench.base.carried import RESULTS, THROUGHPUT
 from sdbench.base.units import counted
-from sdbench.record.row import COLUMNS, make_row
+from sdbench.record.row import RUN_COLUMNS, make_row
 from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
 from sdbench.report.runs import describe_device, use_each
 from sdbench.report.terminal import align, format_number
@@ -35,7 +35,7 @@ def describe_outlook(record: dict[str, Any], folder: Path, *, command: Sequence[
     An installed package has the figures of published runs, and not the runs.
     """
     row, place = make_row(record), os.path.relpath(folder)
-    read = functools.partial(read_figures, required=COLUMNS)
+    read = functools.partial(read_figures, required=RUN_COLUMNS)
     tables, _ = use_each(filter(Path.is_file, [THROUGHPUT]), read)
     others = [one for table in tables for one in table if one["source"] != row["source"]]
     # On a CPU the number of cores is that of the machine, on a GPU it matters little.

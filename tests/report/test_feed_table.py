@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from sdbench.analysis.feed_table import format_feed, make_data_table, make_row
+from sdbench.analysis.feed_table import format_feed, make_data_table
 from sdbench.analysis.publish import main
 from sdbench.measure.hardware import as_dict
+from sdbench.record.row import make_feed_row
 from sdbench.record.store import load_record
 from sdbench.report.tables import to_markdown
 from tests.machines import make_cpu_machine, make_machine
@@ -104,7 +105,7 @@ def test_a_person_reads_whether_it_is_enough(target, num_needed, verdict, worker
 
 def test_a_gpu_is_not_what_loads():
     feed = make_record(machine=make_machine(cpu_name="Xeon"))
-    rows = map(make_row, [feed, {**feed, "kind": "precompute"}])
+    rows = map(make_feed_row, [feed, {**feed, "kind": "precompute"}])
     assert [row["device"] for row in rows] == ["Xeon", "NVIDIA H100 80GB HBM3"]
 
 

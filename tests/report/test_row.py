@@ -7,7 +7,7 @@ import fcntl
 import multiprocessing
 import time
 
-from sdbench.record.row import COLUMNS, append_row, make_row
+from sdbench.record.row import RUN_COLUMNS, append_row, make_row
 from tests.report.results_folder import make_gpu_record, make_record
 
 
@@ -62,5 +62,5 @@ def test_a_file_of_an_older_version_is_set_aside_whole(tmp_path, capsys):
             f"it is now runs.old-{number}.csv, and runs.csv begins anew" in capsys.readouterr().err
         )
     (row,) = read(path)
-    assert tuple(row) == COLUMNS
+    assert tuple(row) == RUN_COLUMNS
     assert row["images_per_second"] == str(make_record()["summary"]["images_per_second"])

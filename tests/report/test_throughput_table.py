@@ -165,6 +165,17 @@ def test_the_headline_prefers_an_interval_between_runs_to_a_narrow_one_within_a_
     assert row["images/s (95 % interval)"].startswith("median 5 (")
 
 
+def test_the_headline_is_no_flagged_run_and_no_interval_that_says_nothing_if_another_does():
+    flagged = [with_rate(rate, summary__flags=["noisy"]) for rate in (9.0, 9.1, 8.9)]
+    # Logs of 0.5, 1, 2: the interval begins at 0.18 of the median.
+    wide = [with_rate(rate, config__batch_size=8) for rate in (4.0, 8.0, 16.0)]
+    one = within(0.8, 1.0, config__batch_size=16)
+    for others, best in (([], "median 9 ("), ([wide], "median 8 ("), ([wide, [one]], "1 (0.8")):
+        table = make_headline_table([*flagged, *(run for runs in others for run in runs)])
+        (row,) = rows_of(table)
+        assert row["images/s (95 % interval)"].startswith(best)
+
+
 def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     runs = [
         make_gpu_record(
