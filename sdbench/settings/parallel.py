@@ -10,7 +10,6 @@ from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
-    BF16_WEIGHTS,
     CPU,
     EMA,
     ENCODERS,
