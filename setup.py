@@ -7,7 +7,7 @@ sdbench/carried, where sdbench/base/carried.py finds them.
 from setuptools import find_namespace_packages, setup
 
 CARRIED = {"configs": ["**/*.yaml"], "results": ["quoted/*.csv", "throughput.csv"]}
-OF_SDBENCH = ["**/*.json", "**/*.yaml", "**/*.j2", "**/*.gz", "**/*.md", "**/*.cpp"]
+OF_SDBENCH = ["**/*.json", "**/*.yaml", "**/*.j2", "**/*.gz", "**/*.md"]
 
 places = {f"sdbench.carried.{folder}": folder for folder in CARRIED}
 setup(

@@ -79,8 +79,6 @@ AHEAD = "--encode_ahead --encoder_batch_size 8"
 REFUSED = [
     ("--encoder_dtype fp16", CPU, ONE, "fp32 | bf16"),
     ("--master_weights fp32", CPU, ONE, "--precision bf16"),
-    ("--optimizer adamw_one_pass", CPU, ONE, "--precision bf16 --master_weights fp32"),
-    (f"--optimizer adamw_one_pass {COPIES}", H100, ONE, "adamw | adamw_fused"),
     ("--attention by_shape", H100, ONE, "eager | sdpa | flash | cudnn | efficient"),
     ("--keep_layout --preset seed", CPU, ONE, "--memory_format channels_last"),
     ("--convolution matmul_wide --preset seed", CPU, ONE, "--memory_format channels_last"),
@@ -159,9 +157,7 @@ def test_copies_in_fp32_are_shared_in_every_way(machine, ranks):
         assert (config.sharding, config.master_weights) == (sharding, "fp32")
 
 
-@pytest.mark.parametrize(
-    "argv", ["--compile unet", "--group_norm fused", f"--optimizer adamw_one_pass {COPIES}"]
-)
+@pytest.mark.parametrize("argv", ["--compile unet", "--group_norm fused"])
 def test_compiling_needs_a_compiler(argv, monkeypatch):
     monkeypatch.setenv("PATH", "")
     flag, value, *_ = argv.split()

@@ -17,7 +17,7 @@ from sdbench.engines.device_batches import Batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.hooks import TrainingHooks
 from sdbench.engines.job import TrainJob
-from sdbench.engines.optimizers import parameter_groups, update_early
+from sdbench.engines.optimizers import parameter_groups, update_in_backward
 from sdbench.engines.sharding import held_weights, shard_weights
 from sdbench.engines.train_state import TrainState
 from sdbench.measure import phases
@@ -65,7 +65,8 @@ class Training:
         self.optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
         if config.sharding in ZERO1:
             self.optimizer.clock = watch.phases
-        update_early(self.optimizer, job, config, hooks)
+        if config.update_in_backward:
+            update_in_backward(self.optimizer)
         self.ema = None
         if job.ema is not None and job.ema.implementation == "foreach":
             self.ema = ForeachEma(held_weights(job, self.optimizer), job.ema)

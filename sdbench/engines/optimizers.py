@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sdbench.engines.adamw import AdamW, AdamWOfMasterWeights
-from sdbench.engines.hooks import TrainingHooks
 from sdbench.engines.job import TrainJob
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE, ZERO1
+from sdbench.settings.parallel import FSDP, LOW_BIT_ADAMW, WITHIN_NODE, ZERO1
 from sdbench.settings.recipe import EngineConfig
 
 
@@ -70,33 +69,10 @@ def make_optimizer(
             parameters_as_bucket_view=False,
             **settings,
         )
-    if config.optimizer in ONE_PASS:
-        from sdbench.engines.one_pass_adamw import AdamWInOnePass
-
-        return AdamWInOnePass(groups, **settings)
     return kind(groups, **settings)
 
 
-def update_early(
-    optimizer: torch.optim.Optimizer,
-    job: TrainJob,
-    config: EngineConfig,
-    hooks: TrainingHooks | None,
-) -> None:
-    """Have each weight updated within the backward pass, with --update_in_backward.
-
-    `AdamWInOnePass` does so without being asked where nothing forbids it: in steps of one rank and
-    one micro-batch, without clipping and without hooks that read the gradients.
-    """
-    is_alone = Ranks.from_environment().world_size == 1
-    is_one_microbatch = config.device_train_microbatch_size >= job.images_per_step
-    reads_gradients = job.max_gradient_norm is not None or hooks is not None
-    is_free = is_alone and is_one_microbatch and not reads_gradients
-    if config.update_in_backward or (config.optimizer in ONE_PASS and is_free):
-        _update_in_backward(optimizer)
-
-
-def _update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Update each weight, and free its gradient, as soon as the gradient is complete.
 
     The optimizer then has this weight alone: it would look at all others for their gradients. The

@@ -16,7 +16,7 @@ import torch
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.replay import Step, StepProfile, profile_step
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE, LOW_BIT_ADAMW, ONE_PASS, WITHIN_NODE
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, LOW_BIT_ADAMW, WITHIN_NODE
 from sdbench.settings.recipe import EngineConfig
 
 # Resident size of Python with libraries, and what oneDNN and OpenMP hold, by engine: the peak of
@@ -25,21 +25,20 @@ CPU_PROCESS_GIB = {"torch": 0.73, "composer": 0.80, "ray": 0.91}
 # Not measured: about 0.5 GiB for a CUDA context and as much for workspaces of cuBLAS and cuDNN.
 GPU_PROCESS_GIB = 1.0
 
-# What the C library's heap cannot use again while activations are kept, as a share of them: 0.86
-# and 0.88 with glibc, of 2.64 and 3.47 GiB (LoRA on SDXL at 512 px in fp32). Where all weights are
-# trained, gradients that are made after the activations take it up (results/memory.md).
-HEAP_LOSS = 0.87
-# Of torch.compile and the update of AdamW in 8 bits that it makes: `tiny`, with and without.
-COMPILED_UPDATE_GIB = 0.07
+# What an allocator holds and does not use, as a share of the activations (on CUDA with the
+# temporaries) at the peak. On a CPU 1, the bound where the C library's heap uses nothing again of
+# what is freed between activations: 0.86 and 0.88 were measured (LoRA on SDXL at 512 px in fp32).
+# On CUDA not measured by itself: the only step without compiled code that was measured on a GPU,
+# that of `seed` on an H200, had 0.12 more than its tensors; --device_train_microbatch_size auto
+# leaves a tenth of the memory free besides.
+CPU_MARGIN = 1.0
+CUDA_MARGIN = 0.05
 
 # torchao's `_AdamBase`: numbers in a block, and the size from which a state has blocks.
 LOW_BIT_BLOCKS, MIN_LOW_BIT_SIZE = {8: 256, 4: 128}, 4096
 # Bytes for each number of a weight while it is updated on a CPU, measured with 16.8 million: 8 bits
 # are compiled; of 4 bits each operation has a result, and the search for codes several in int64.
 LOW_BIT_UPDATE_BYTES = {8: 8, 4: 54}
-
-# Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
-CUDA_FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,7 @@ def estimate_peak_memory(
     # With updates in the backward pass there is one gradient at a time, at most the largest.
     element_bytes = weights / sum(profile.trained_sizes)
     largest = element_bytes * max(profile.trained_sizes)
-    # As `optimizers.update_early`; train.py, whose runs have an --on_bad_loss, reads the gradients.
-    is_alone = ranks.world_size == 1 and not adds_up and not hasattr(config, "on_bad_loss")
-    is_early = config.update_in_backward or (config.optimizer in ONE_PASS and is_alone)
+    is_early = config.update_in_backward
     is_fsdp = config.sharding in FSDP
     moments = _moments(
         profile,
@@ -124,8 +121,8 @@ def estimate_peak_memory(
     # CPU it takes one tensor at a time, and the fused kernel needs nothing.
     temporaries = weights if step.on_cuda and config.optimizer == "adamw" else 0.0
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
-    # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
-    if has_masters and not (config.optimizer in ONE_PASS or is_fsdp):
+    # once while it steps; FSDP's gradients are fp32 already.
+    if has_masters and not is_fsdp:
         temporaries += 2 * (largest if is_early else weights / shards)
     if config.optimizer in LOW_BIT_ADAMW and not step.on_cuda:
         bits = LOW_BIT_ADAMW[config.optimizer]
@@ -139,7 +136,7 @@ def estimate_peak_memory(
         )
     )
     peak = max(moments, key=lambda moment: sum(moment[1:]))
-    lost = CUDA_FRAGMENTATION * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
+    lost = CUDA_MARGIN * (peak.activations + peak.temporaries) if step.on_cuda else 0.0
     held_weights, frozen_weights = weights, float(profile.frozen_weights)
     gradients = peak.gradients
     if is_fsdp:
@@ -173,8 +170,6 @@ def estimate_peak_memory(
         "temporaries": peak.temporaries + lost,
     }
     process = GPU_PROCESS_GIB if step.on_cuda else CPU_PROCESS_GIB[config.engine]
-    if config.optimizer == "adamw_8bit" and not step.on_cuda:
-        process += COMPILED_UPDATE_GIB
     found = _make_estimate(process, peak.phase, sizes)
     if not config.has_subject:
         return found
@@ -259,7 +254,7 @@ def _moments(
     whole = moment(index, float(gradients[index]))
     if not keeps_heap:
         return [whole]
-    lost = HEAP_LOSS * whole.activations
+    lost = CPU_MARGIN * whole.activations
     # The gradients cannot use what activations free: the heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.

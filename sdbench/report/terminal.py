@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdbench.base.output import fit
@@ -82,9 +82,11 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Lines for figures that were not measured in every run."""
     rows = []
     if summary["matmul_tflops"] is not None:
-        share, product = summary["mfu_of_matmul_percent"], format_number(summary["matmul_tflops"])
-        of_product = f"{_percent(share)} of the {product} TFLOP/s measured before the run"
-        rows.append(("MFU of a matrix product", of_product))
+        share, product = mfu_of_matmul(summary), format_number(summary["matmul_tflops"])
+        text = f"{_percent(share)} of the {product} TFLOP/s measured before the run"
+        if share is None:
+            text = f"{NOT_KNOWN}: other work slowed the product down, {product} TFLOP/s"
+        rows.append(("MFU of a matrix product", text))
     if summary["gpu"] is not None:
         rows.append(("GPU", _gpu_state(summary["gpu"])))
     if (breakdown := summary["breakdown"]) is not None:
@@ -108,6 +110,15 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("outliers", f"none seen; pauses rarer than {share} may have been missed"))
     rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary["flags"] or ()]
     return rows
+
+
+def mfu_of_matmul(summary: Mapping[str, Any]) -> float | None:
+    """Percent of the rate of the matrix product before the run; None if the step was faster.
+
+    No step is faster than the largest product alone: other work had slowed that down.
+    """
+    share = summary["mfu_of_matmul_percent"]
+    return None if share is None or share > 100 else share
 
 
 def format_breakdown(breakdown: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
-    BF16_WEIGHTS,
     CPU,
     EMA,
     ENCODERS,
@@ -52,7 +51,6 @@ WITHOUT_GRAPHS = ("default", "max-autotune-no-cudagraphs")
 # An update of the average moves 10.4 GB (3 x 866 M x 4 bytes) for the U-Net of SD2: little beside a
 # GPU's step of 2048 images, but much of a CPU's step of one image.
 EMA_INTERVAL_BATCHES = PerDevice(gpu=1, cpu=10)
-ONE_PASS = ("adamw_one_pass",)
 # torchao's AdamW, by the bits of a number of its state.
 LOW_BIT_ADAMW = {"adamw_8bit": 8, "adamw_4bit": 4}
 NO_DDP = "sharded weights are trained without DDP"
@@ -84,28 +82,13 @@ class UpdatingSpeedups:
 
     # The seed hands the parameters of the frozen encoders to the optimizer too.
     optimizer: str | None = speed_up(
-        one_of("adamw", "adamw_fused", "adamw_one_pass", *LOW_BIT_ADAMW),
-        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
-        "weights, their gradients and fp32 copies; if a step of benchmark.py is one micro-batch "
-        "on one rank, it runs within the backward pass and counts as backward time; adamw_8bit, "
-        "adamw_4bit: torchao's, whose state has 8 or 4 bits a number; bf16 weights without copies "
-        "are then rounded at random, which loses no update on average",
+        one_of("adamw", "adamw_fused", *LOW_BIT_ADAMW),
+        "torch's default AdamW or its fused kernel; adamw_8bit, adamw_4bit: torchao's, whose state "
+        "has 8 or 4 bits a number; bf16 weights without copies are then rounded at random, which "
+        "loses no update on average",
         seed="adamw",
         fast="adamw_fused",
         rules=(
-            Rule(ONE_PASS, on_cpu, "the kernel for one pass runs on a CPU only"),
-            only_with(
-                ONE_PASS,
-                "one pass needs unsharded bf16 weights and their fp32 copies",
-                precision=("bf16",),
-                master_weights=("fp32",),
-                sharding=("none",),
-            ),
-            Rule(
-                ONE_PASS,
-                lambda s: shutil.which("g++") is not None,
-                "the kernel for one pass is compiled by g++, which is not on the PATH",
-            ),
             needs_package(LOW_BIT_ADAMW, "torchao"),
             only_with(
                 LOW_BIT_ADAMW, "a state of few bits is not sharded by FSDP", sharding=WHOLE_WEIGHTS
@@ -118,13 +101,6 @@ class UpdatingSpeedups:
         ),
         rungs=(
             Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", SAME_FP32),
-            Rung(
-                *ONE_PASS,
-                "this suite: bf16 weights with fp32 copies, without passes that only convert",
-                BF16_WEIGHTS,
-                devices=(CPU,),
-                together={"precision": "bf16", "master_weights": "fp32"},
-            ),
             *(
                 Rung(name, "torchao; bitsandbytes (arXiv 2110.02861, 2309.01507)", BF16)
                 for name in LOW_BIT_ADAMW

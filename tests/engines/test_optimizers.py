@@ -1,8 +1,7 @@
-"""The suite's AdamW makes torch's update, without copies of tensors; on fp32 copies in one pass."""
+"""The suite's AdamW makes torch's update, without copies of tensors; on fp32 copies too."""
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.engines import one_pass_adamw
+from sdbench.base.errors import RunError
 from sdbench.engines.adamw import AdamW, AdamWOfMasterWeights
 from sdbench.engines.job import TrainedModule
-from sdbench.engines.one_pass_adamw import AdamWInOnePass
-from sdbench.engines.optimizers import make_optimizer, parameter_groups, update_early
+from sdbench.engines.optimizers import make_optimizer, parameter_groups, update_in_backward
 
 NUM_STEPS = 3
 
@@ -104,75 +101,34 @@ def backward(model, *, step):  # whose gradients do not depend on the weights
     sum((weight * torch.randn_like(weight)).sum() for weight in model.parameters()).backward()
 
 
-def make_config(microbatch_size):
-    return SimpleNamespace(
-        device_train_microbatch_size=microbatch_size,
-        optimizer="adamw_one_pass",
-        update_in_backward=False,
-    )
-
-
-def train_copies(optimizer_class, *, early=False, then=None):
-    """A few steps, the last ones by the optimizer `then`; weights and optimizer afterwards."""
+def train_copies(*, early):
+    """A few steps with fp32 copies; the weights, the copies and their state afterwards."""
     job = make_job()
     weights = list(job.model.parameters())
-    optimizer = optimizer_class(parameter_groups(job, which="trainable"), fused=True)
+    optimizer = AdamWOfMasterWeights(parameter_groups(job, which="trainable"), fused=True)
     if early:
-        update_early(optimizer, job, make_config(2), None)
+        update_in_backward(optimizer)
     for step in range(NUM_STEPS):
-        if then is not None and step == 1:
-            optimizer = go_on(optimizer, then(parameter_groups(job, which="trainable"), fused=True))
         optimizer.param_groups[0]["lr"] *= 0.5  # as a schedule does
         backward(job.model, step=step)
         assert sum(weight.grad is not None for weight in weights) == (0 if early else len(weights))
         optimizer.step()
         optimizer.zero_grad()
-    return weights, optimizer
+    masters = list(optimizer.masters.values())
+    state = [value for master in masters for value in optimizer.state[master].values()]
+    return [*weights, *masters, *state]
 
 
-def go_on(first, second):
-    """Give a second optimizer the copies, state and rates of the first, as a checkpoint does."""
-    pairs = zip(first.masters.values(), second.masters.values(), strict=True)
-    for old, new in pairs:
-        new.data.copy_(old.data)
-        second.state[new] = {name: value.clone() for name, value in first.state[old].items()}
-    for group, other in zip(first.param_groups, second.param_groups, strict=True):
-        other["lr"] = group["lr"]
-    return second
-
-
-def assert_alike(found, expected):
-    """Weights and state, up to the rounding of fp32 in another order of multiplying and adding."""
-    for (weight, one), (other_weight, other) in zip(
-        zip(found[0], found[1].masters.values(), strict=True),
-        zip(expected[0], expected[1].masters.values(), strict=True),
-        strict=True,
-    ):
-        assert weight.stride() == other_weight.stride() and torch.equal(weight, one.bfloat16())
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-        state, expected_state = found[1].state[one], expected[1].state[other]
-        assert state.keys() == expected_state.keys()
-        for name, tensor in expected_state.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("first", "options"),
-    [
-        (AdamWInOnePass, {}),
-        (AdamWInOnePass, {"early": True}),
-        (AdamWInOnePass, {"then": AdamWOfMasterWeights}),
-        (AdamWOfMasterWeights, {"then": AdamWInOnePass}),
-    ],
-)
-def test_one_pass_is_torchs_update_and_a_state_goes_on_in_either(first, options):
-    assert_alike(train_copies(first, **options), train_copies(AdamWOfMasterWeights))
+def test_updates_of_copies_within_the_backward_pass_are_those_after_it():
+    for early, late in zip(train_copies(early=True), train_copies(early=False), strict=True):
+        assert torch.equal(early, late)
+        assert early.stride() == late.stride()
 
 
 def test_the_first_update_is_the_closed_form_and_rounds_as_torch_does():
     weight = nn.Parameter(torch.randn(1000).bfloat16())
     before = weight.detach().double()
-    optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.25, weight_decay=0.5)
+    optimizer = AdamWOfMasterWeights([{"params": [weight]}], lr=0.25, weight_decay=0.5, fused=True)
     weight.grad = torch.randn(1000).bfloat16()
     weight.grad[0] = torch.nan
     optimizer.step()
@@ -183,57 +139,6 @@ def test_the_first_update_is_the_closed_form_and_rounds_as_torch_does():
     torch.testing.assert_close(master.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert weight[0].isnan() and weight[1:].isfinite().all()
     torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_gradient_in_another_layout_is_put_in_order():
-    torch.manual_seed(0)
-    plain = torch.randn(4, 3, 2, 2).bfloat16()
-    gradient = torch.randn(4, 3, 2, 2).bfloat16()
-    results = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        weight = nn.Parameter(plain.clone(memory_format=layout))
-        optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.1)
-        weight.grad = gradient.clone()
-        optimizer.step()
-        results.append(weight.detach())
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize(
-    ("size", "norm", "hooks", "num_ranks"),
-    [(1, None, None, 1), (2, 1.0, None, 1), (2, None, object(), 1), (2, None, None, 2)],
-)
-def test_gradients_that_are_not_complete_or_looked_at_stay(
-    size, norm, hooks, num_ranks, monkeypatch
-):
-    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-    job = make_job()
-    job.max_gradient_norm = norm
-    optimizer = AdamWInOnePass(parameter_groups(job, which="trainable"))
-    update_early(optimizer, job, make_config(size), hooks)
-    backward(job.model, step=0)
-    assert all(weight.grad is not None for weight in job.model.parameters())
-
-
-def test_a_weight_that_is_needed_as_it_was_is_an_error():
-    weight = nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = AdamWInOnePass([{"params": [weight]}])
-    output = weight.square().sum()
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.backward()
-
-
-def test_a_compiler_that_fails_is_told_with_what_it_said(monkeypatch, tmp_path):
-    compiler = tmp_path / "g++"
-    compiler.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('g++: no such processor')\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    one_pass_adamw._compile.cache_clear()
-    with pytest.raises(ConfigError) as caught:
-        AdamWInOnePass([{"params": [nn.Parameter(torch.ones(4).bfloat16())]}])
-    assert (caught.value.value, caught.value.flag) == ("g++: no such processor", "--optimizer")
 
 
 @pytest.fixture

@@ -114,19 +114,6 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     assert (tmp_path / "out" / "stdout.log").read_text() == output
 
 
-@pytest.mark.slow
-def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path):
-    recipe = ("--precision", "bf16", "--master_weights", "fp32", "--optimizer", "adamw_one_pass")
-    content, operators = profile_tiny(tmp_path / "out", *recipe)
-    rows = [row for row in operators if row["operator"] == "sdbench::adamw_one_pass"]
-    architecture = resolve_architecture("tiny")
-    num_trained = count_parameters(architecture)["unet"]
-    assert sum(float(row["gb"]) for row in rows) == pytest.approx(28 * num_trained / 1e9)
-    assert {row["phase"] for row in rows} == {"backward"}
-    assert all(float(row["time_ms"]) > 0 for row in rows)
-    assert "optimizer" not in content["phases"] or content["phases"]["optimizer"]["gb"] == 0
-
-
 def make(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 

@@ -9,6 +9,7 @@ from sdbench.analysis.quoted import load_figures, make_seed_table
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.record.row import make_row
 from sdbench.report.tables import to_captioned_markdown
+from sdbench.report.terminal import list_figures
 from tests.report.results_folder import (
     RESULTS,
     make_gpu_record,
@@ -190,3 +191,14 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
+
+
+@pytest.mark.parametrize(("percent", "is_shown"), [(99.5, True), (576.0, False)])
+def test_a_share_of_a_disturbed_matrix_product_is_not_shown(percent, is_shown):
+    record = make_record(summary__mfu_of_matmul_percent=percent, summary__matmul_tflops=0.034)
+    (table,) = make_tables([record])
+    headings = [column.name for column in table.columns]
+    assert ("MFU of measured matmul, %" in headings) == is_shown
+    printed = dict(list_figures(record))["MFU of a matrix product"]
+    assert (f"{percent:.1f} %" in printed) == is_shown
+    assert "0.034 TFLOP/s" in printed
