@@ -330,7 +330,7 @@ def test_24_gib_accept_the_commands_of_the_readme(argv):
 @pytest.mark.parametrize(
     ("argv", "flag", "value"),
     [
-        (("tiny-flux", "--convolution", "matmul_wide"), "--convolution", "matmul_wide"),
+        (("tiny-flux", "--convolution", "matmul"), "--convolution", "matmul"),
         (("tiny-sd3", "--keep_layout"), "--keep_layout", True),
         (("tiny-sdxl", "--train_text_encoder"), "--train_text_encoder", True),
     ],
@@ -345,4 +345,4 @@ def test_a_preset_has_no_setting_that_a_family_of_models_cannot_have():
     result = plan("--model_name", "tiny-flux", "--preset", "fast")
     assert (result.config.convolution, result.config.keep_layout) == ("torch", False)
     assert {"convolution", "keep_layout"} <= result.chosen.keys()
-    assert plan("--model_name", "tiny", "--preset", "fast").config.convolution == "matmul_wide"
+    assert plan("--model_name", "tiny", "--preset", "fast").config.convolution == "matmul"

@@ -159,7 +159,7 @@ def test_what_the_other_setting_may_be_is_told():
 
 
 def test_a_speed_up_of_a_preset_that_does_not_suit_is_replaced():
-    assert check().convolution == "matmul_wide"
+    assert check().convolution == "matmul"
     assert check("--train vae").convolution == "torch"
 
 

@@ -81,7 +81,7 @@ REFUSED = [
     ("--master_weights fp32", CPU, ONE, "--precision bf16"),
     ("--attention by_shape", H100, ONE, "eager | sdpa | flash | cudnn | efficient"),
     ("--keep_layout --preset seed", CPU, ONE, "--memory_format channels_last"),
-    ("--convolution matmul_wide --preset seed", CPU, ONE, "--memory_format channels_last"),
+    ("--convolution matmul --preset seed", CPU, ONE, "--memory_format channels_last"),
     ("--attention cudnn", CPU, ONE, "eager | by_shape | sdpa | flash"),
     ("--attention cudnn", OLD_CUDNN, ONE, "eager | sdpa | flash | efficient"),
     ("--attention xformers", H100, ONE, "eager | sdpa | flash | cudnn | efficient"),

@@ -79,7 +79,6 @@ OF_ANY_MODEL = (
 REFUSED = {
     "--memory_format channels_last --keep_layout": "--keep_layout",
     "--memory_format channels_last --convolution matmul": "--convolution",
-    "--memory_format channels_last --convolution matmul_wide": "--convolution",
 }
 
 

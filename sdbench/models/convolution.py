@@ -21,22 +21,14 @@ class ProductConv2d(nn.Conv2d):
 
     Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as many
     pixels as output channels, reading the weights takes most of the time; with more, torch's
-    convolution is used, which makes no patches. A wide one also uses products for the gradients
-    with up to as many pixels as output channels: there torch's convolution is as fast as a product,
-    but its gradients are not.
+    convolution is used, which makes no patches.
     """
-
-    is_wide = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (B, C, H, W)."""
         stride = self.stride[0]
         num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
-        if 2 * num_pixels <= self.out_channels:
-            function = _Product
-        elif self.is_wide and num_pixels <= self.out_channels:
-            function = _ProductGradients
-        else:
+        if 2 * num_pixels > self.out_channels:
             return super().forward(x)
         weight, bias = self.weight, self.bias
         # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
@@ -44,17 +36,7 @@ class ProductConv2d(nn.Conv2d):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        return function.apply(x, weight, bias, stride)
-
-
-class PixelConv2d(nn.Conv2d):
-    """A 1 x 1 convolution as a linear layer on pixels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve (B, C, H, W)."""
-        pixels = x.permute(0, 2, 3, 1)
-        result = nn.functional.linear(pixels, _as_matrix(self.weight), self.bias)
-        return result.permute(0, 3, 1, 2)
+        return _Product.apply(x, weight, bias, stride)
 
 
 class _Product(torch.autograd.Function):
@@ -81,16 +63,6 @@ class _Product(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = of_pixels.sum(0)
         return of_x, of_weight, of_bias, None
-
-
-class _ProductGradients(_Product):
-    """torch's convolution, with products for its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.has_bias = stride, bias is not None
-        return nn.functional.conv2d(x, weight, bias, stride, padding=1)
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
@@ -132,11 +104,10 @@ def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
     return inner.contiguous(memory_format=torch.channels_last)
 
 
-def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
+def use_matrix_products(model: nn.Module) -> None:
     """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`, in place.
 
-    `wide` makes them wide, and replaces 1 x 1 convolutions by `PixelConv2d`. Weights that are not
-    channels_last are copied in each pass.
+    Weights that are not channels_last are copied in each pass.
     """
     for module in model.modules():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros":
@@ -146,6 +117,3 @@ def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
         form = (module.kernel_size, module.padding, module.stride)
         if form in (((3, 3), (1, 1), (1, 1)), ((3, 3), (1, 1), (2, 2))):
             change_class(module, ProductConv2d)
-            module.is_wide = wide
-        elif wide and form == ((1, 1), (0, 0), (1, 1)):
-            change_class(module, PixelConv2d)

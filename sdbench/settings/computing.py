@@ -34,7 +34,6 @@ from sdbench.settings.setting import (
 MILABENCH = "mila-iqia/milabench"
 NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
 HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
-PRODUCTS = ("matmul", "matmul_wide")
 CHANNELS_LAST = {"memory_format": "channels_last"}
 # cuDNN 9.15.1, in the form of torch.backends.cudnn.version().
 SAFE_CUDNN_VERSION = 91501
@@ -191,24 +190,20 @@ class ComputingSpeedups:
         ),
     )
     convolution: str | None = speed_up(
-        one_of("torch", "matmul", "matmul_wide"),
+        one_of("torch", "matmul"),
         "torch's convolutions, or matrix products for convolutions of the U-Net with at least "
-        "twice as many output channels as pixels in a micro-batch; matmul_wide: also for 1 x 1 "
-        "convolutions, and for gradients with at least as many channels as pixels",
+        "twice as many output channels as pixels in a micro-batch",
         seed="torch",
-        fast=PerDevice(gpu="torch", cpu="matmul_wide"),
+        fast=PerDevice(gpu="torch", cpu="matmul"),
         rules=(
             only_with(
-                PRODUCTS,
+                ("matmul",),
                 "matrix products need unsharded weights in channels_last",
                 memory_format=("channels_last",),
                 sharding=WHOLE_WEIGHTS,
             ),
         ),
-        rungs=(
-            Rung("matmul", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
-            Rung("matmul_wide", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),
-        ),
+        rungs=(Rung("matmul", "this suite", SAME_FP32, devices=(CPU,), needs=CHANNELS_LAST),),
     )
     attention: str | None = speed_up(
         one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),

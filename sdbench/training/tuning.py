@@ -69,7 +69,7 @@ def tune_model(model: DiffusionModel, config: EngineConfig, *, num_shapes: int =
     if config.keep_layout:
         blocks.keep_layout(denoiser)
     if config.convolution != "torch":
-        use_matrix_products(denoiser, wide=config.convolution == "matmul_wide")
+        use_matrix_products(denoiser)
     if config.linear_dtype == "fp8":
         use_fp8(denoiser, blocks=model.network.transformers)
     blocks.checkpoint_activations(
