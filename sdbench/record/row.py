@@ -92,11 +92,15 @@ COLUMNS = tuple(VALUES)
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record of any status: a value for every column, None where it is unknown."""
-    return {
+    """Flatten a record of any status: a value for every column, None where it is unknown.
+
+    That of a submitted result has another kind and source, and a submitter.
+    """
+    row = {
         column: _value_at(record, value) if isinstance(value, str) else value(record)
         for column, value in VALUES.items()
     }
+    return row | record.get("submission", {})
 
 
 def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
