@@ -96,6 +96,10 @@ def _faults_of(
     for run in content["runs"]:
         yield from _faults_of_run(run["record"], run["steps"])
     records = [run["record"] for run in content["runs"]]
+    for commit in dict.fromkeys(record["git"]["commit"] for record in records):
+        if commit is None or is_in_history(commit) is False:
+            what = "the commit of a run is not in the history of this checkout"
+            yield what, commit, "a commit that this checkout's HEAD comes from"
     ids = [record["run_id"] for record in records]
     several = f"{MIN_RUNS} or more runs of one configuration"
     if len({*ids}) < len(ids) or len({tuple(run["steps"]) for run in content["runs"]}) < len(ids):
@@ -114,7 +118,7 @@ def _faults_of(
 def _faults_of_run(
     record: Mapping[str, Any], steps: Collection[str]
 ) -> Iterator[tuple[str, object, str]]:
-    run, git = record["run_id"], record["git"]
+    run, is_dirty = record["run_id"], record["git"]["dirty"]
     if kind_of(record) != BENCHMARK:
         yield f"{run} is no run of benchmark.py", kind_of(record), "a measurement of training"
     if record["status"] != OK:
@@ -126,12 +130,9 @@ def _faults_of_run(
     if flags is None or {*flags} & {*NOT_IDLE}:
         what = f"the machine of {run} was not idle, or that is not known"
         yield what, flags, f"a run without the flags {' and '.join(NOT_IDLE)}"
-    if git["dirty"] is not False:
+    if is_dirty is not False:
         what = f"the code of {run} had uncommitted changes, or that is not known"
-        yield what, git["dirty"], "a run from a clean checkout of this project"
-    if git["commit"] is None or is_in_history(git["commit"]) is False:
-        what = f"the commit of {run} is not in the history of this checkout"
-        yield what, git["commit"], "a commit that this checkout's HEAD comes from"
+        yield what, is_dirty, "a run from a clean checkout of this project"
 
 
 def secrets_in(path: Path) -> Iterator[str]:

@@ -179,3 +179,17 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
+
+
+def test_a_submitted_rate_is_beside_the_seeds_table_under_its_submitter():
+    settings = {"config__device_train_microbatch_size": 32, "config__num_workers": 8}
+    by = {"kind": "submitted", "source": "a-file", "submitter": "Ada"}
+    own, theirs = (make_gpu_record(summary__images_per_second=rate, **settings) for rate in (3, 4))
+    quoted = load_figures(RESULTS / "quoted")[0]
+    table = make_seed_table(quoted, map(make_row, [own, theirs | {"submission": by}]))
+    name = "8 x NVIDIA H200, preset fast, amp_bf16, images/s"
+    assert [column.name for column in table.columns[-2:]] == [
+        f"measured: {name}",
+        f"submitted by Ada: {name}",
+    ]
+    assert [cell.value for cell in table.rows[-1][-2:]] == [3, 4]
