@@ -6,6 +6,7 @@ these records. Runs of others come as one file of a pull request, which `--submi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -201,6 +202,8 @@ def submit(runs: Sequence[Path], submitter: str, *, results: Path) -> tuple[Path
         read_submission(target, known=known, flag="--submitter or RUN")
     except BaseException:
         target.unlink()
+        with contextlib.suppress(OSError):  # it holds others
+            target.parent.rmdir()
         raise
     return target, True
 
