@@ -16,6 +16,7 @@ GUIDES = (
     "docs/models.md",
     "docs/subject.md",
     "docs/results.md",
+    "docs/submit.md",
     "docs/accept.md",
     "multi-node/ray.md",
 )

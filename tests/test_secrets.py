@@ -19,7 +19,7 @@ import pytest
 import benchmark
 import data
 from sdbench import cli
-from sdbench.analysis.publish import secrets_in
+from sdbench.analysis.submissions import secrets_in
 from sdbench.base.secrets import redact
 from sdbench.data.places import remote
 from tests.data import datasets

@@ -69,7 +69,7 @@ def load_figures(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[Pa
 def make_seed_table(
     quoted: dict[str, list[dict[str, Any]]], measured: Iterable[dict[str, Any]] = ()
 ) -> Table | None:
-    """The seed's table of P4de against P5, with rates measured here in the same settings.
+    """The seed's table of P4de against P5, with rates measured in the same settings.
 
     None without the seed's table.
     """
@@ -94,10 +94,7 @@ def make_seed_table(
         for row in measured
         if row["gpu"] and all(row[name] == value for name, value in SEED_CONDITIONS.items())
     ]
-    ours = group(
-        under_seed_conditions,
-        key_of=lambda row: f"{row['gpu']}, preset {row['preset']}, {row['precision']}",
-    )
+    measured_on = group(under_seed_conditions, key_of=_name_column)
     table = []
     for settings in all_settings:
         of_gpu = {gpu: rates[gpu, settings] for gpu in gpus}
@@ -106,9 +103,9 @@ def make_seed_table(
         for gpu, rate in of_gpu.items():
             row[f"8 x {gpu.partition('-')[0]}, images/s"] = make_cell(rate, num_digits=6)
         row |= {"ratio printed there": _times_cell(printed.get(settings)), "tested": "no (n=1)"}
-        for name, alike in ours.items():
+        for name, alike in measured_on.items():
             known = (one["images_per_second"] for one in alike if _settings(one) == settings)
-            row[f"measured: 8 x {name}, images/s"] = median_cell(known)
+            row[name] = median_cell(known)
         table.append(row)
     caption = (
         f"8 x {p5} over 8 x {p4de}: AWS (2024), MosaicML Stable Diffusion, section 1.5, reproduced"
@@ -143,6 +140,13 @@ def make_target_table(rows: Iterable[dict[str, Any]]) -> Table | None:
     models = dict.fromkeys(row.get("model") or "model not told" for row in found)
     caption = f"{' and '.join(models)}: trained to the target"
     return tabulate(TARGET, table, name="targets", caption=caption).without_empty_columns()
+
+
+def _name_column(row: dict[str, Any]) -> str:
+    """The heading of rates that were measured, here or by a submitter."""
+    by = f" by {row['submitter']}" if "submitter" in row else ""
+    device = f"8 x {row['gpu']}, preset {row['preset']}, {row['precision']}"
+    return f"{row['kind']}{by}: {device}, images/s"
 
 
 def _times_cell(ratio: Any) -> Cell:

@@ -20,6 +20,7 @@ from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.run_page import make_run_page
+from sdbench.analysis.submissions import load_submissions
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.analysis.version_table import make_version_table
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -60,10 +61,10 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     ),
     HEADLINES: (
         "Best of each machine",
-        "What was measured here. Of the configurations of a machine, a model and a kind of "
-        "work, the one whose 95 % interval begins highest. A configuration without a flag goes "
-        "before one with a flag, then one whose interval begins above half of the median, then "
-        "one with an interval between runs.",
+        "What was measured here, or by whom a row names. Of the configurations of a machine, a "
+        "model and a kind of work, the one whose 95 % interval begins highest. A configuration "
+        "without a flag goes before one with a flag, then one whose interval begins above half of "
+        "the median, then one with an interval between runs.",
         (),
     ),
     TARGETS: (
@@ -257,6 +258,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     records, left_out = use_each(files, _load_record)
     quoted, bad_quoted = load_figures(results / "quoted")
     folders = {record["run_id"]: results / RUNS / record["run_id"] for record in records}
+    submitted, bad_submitted = load_submissions(results, known=folders)
     ladder = _make_ladder(_ended_well(records))
     sections, bad_steps = _make_sections(
         records,
@@ -264,11 +266,12 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         ladder,
         where=f"{results.absolute().name}/{RUNS}",
         quoted=quoted,
+        submitted=submitted,
     )
-    left_out += [*bad_quoted, *bad_steps]
+    left_out += [*bad_quoted, *bad_submitted, *bad_steps]
     figures = _figures_of(quoted)
-    rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
-    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *(name for row in figures for name in row))))
+    rows = [*map(make_row, [*_of_kind(records, BENCHMARK), *submitted]), *figures]
+    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *(name for row in rows for name in row))))
 
     # Everything is made before anything is written.
     shown = [section for section in sections.values() if section.has_content]
@@ -314,6 +317,8 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         f"{counted(len(plots), 'plot')} in {results} from {counted(len(records), 'run')} and "
         f"{counted(len(figures), 'figure')} of others"
     )
+    if submitted:
+        summary += f"\nwith {counted(len(submitted), 'run')} that others have submitted"
     missing = sorted(set(CHARTS) - {plot.chart for plot in plots})
     if missing:
         summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
@@ -329,11 +334,13 @@ def _make_sections(
     *,
     where: str,
     quoted: Figures = MappingProxyType({}),
+    submitted: Sequence[dict[str, Any]] = (),
 ) -> tuple[dict[str, Section], list[Path]]:
     """Make the sections of a page; also return the tables of steps that cannot be read.
 
     `folders` has the folder of each run by run id, `ladder` is what `_make_ladder` returns, and
-    `where` is the name of the folder with all runs.
+    `where` is the name of the folder with all runs. Runs that were `submitted` are in tables of
+    throughput, and in no chart and no ladder.
     """
     ended_well = _ended_well(records)
     times = training_times.collect(
@@ -352,11 +359,12 @@ def _make_sections(
             *run_plots.draw_breakdown(ended_well),
             *step_times,
         ]
+    shown = [*ended_well, *submitted]
     tables = {
-        COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
-        HEADLINES: [make_headline_table(ended_well)],
+        COMPARISON: [make_seed_table(quoted, map(make_row, shown))],
+        HEADLINES: [make_headline_table(shown)],
         TARGETS: [make_target_table(row for rows in quoted.values() for row in rows)],
-        MEASURED: make_tables(ended_well),
+        MEASURED: make_tables(shown),
         TIMES: [training_times.make_time_table(times)],
         DATA: [feed_table.make_data_table(_loaded(records))],
         SPEED_UPS: [table for group in ladder.values() for table in group],

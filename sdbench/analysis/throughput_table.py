@@ -41,6 +41,7 @@ from sdbench.statistics.intervals import between_runs_interval
 
 # Columns. Their keys are the columns of results/throughput.csv, and some more.
 WHO = (Field("kind", "kind"), Field("device", "device"), Field("devices", "num_devices"))
+SUBMITTER = Field("submitted by", "submitter", unknown="")
 CONFIGURATION = Field("configuration", "configuration")
 RATE = Field("images/s (95 % interval)", "rates")
 RATES = (RATE, Field("images/s per device", "images_per_second_per_device"))
@@ -74,10 +75,23 @@ RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
 SETTINGS = tuple(
     field._replace(is_extra=True) for field in (*MODEL, PRESET, *RECIPE, OTHER_SETTINGS)
 )
-MEASURED = (*WHO, CONFIGURATION, *RATES, NUM_RUNS, *SETTINGS, *STEP, *USE, NOTES, SOURCE, *RUNS)
+MEASURED = (
+    *WHO,
+    SUBMITTER,
+    CONFIGURATION,
+    *RATES,
+    NUM_RUNS,
+    *SETTINGS,
+    *STEP,
+    *USE,
+    NOTES,
+    SOURCE,
+    *RUNS,
+)
 QUOTED = (*WHO, PRESET, OTHER_SETTINGS, *RATES, *MODEL, *RECIPE, *STEP, *USE, NOTES, SOURCE)
 HEADLINE = (
     Field("machine", "machine"),
+    SUBMITTER,
     Field("work", "work"),
     RATE,
     NUM_RUNS,
@@ -172,10 +186,14 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
 
 
 class _Track(NamedTuple):
-    """A machine (GPUs, or CPU nodes with any number of ranks), a model and a kind of work."""
+    """A machine (GPUs, or CPU nodes with any number of ranks), a model and a kind of work.
+
+    What others measured on such a machine is apart from what was measured here.
+    """
 
     on_gpu: bool
     machine: str
+    submitter: str | None
     model: str
     image_size: int
     latents: str
@@ -185,7 +203,8 @@ def _track_of(record: dict[str, Any]) -> _Track:
     on_gpu = record["machine"]["device_type"] != "cpu"
     number = record["ranks"]["world_size" if on_gpu else "num_nodes"]
     machine = f"{number} x {describe_device(record)}"
-    return _Track(on_gpu, machine, *work_of(record))
+    submitter = record.get("submission", {}).get("submitter")
+    return _Track(on_gpu, machine, submitter, *work_of(record))
 
 
 def _preference(runs: Sequence[dict[str, Any]]) -> tuple[bool, bool, bool, float, float]:

@@ -52,8 +52,12 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
 
 def open_table(path: Path, *, required: Sequence[str] = ()) -> csv.DictReader[str]:
     """The rows of a CSV table; raises as `read_text`, and ValueError if a header lacks a column."""
-    content = io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
-    reader = csv.DictReader(content, strict=True)
+    return parse_table(read_text(path, max_bytes=MAX_TABLE_BYTES), required=required)
+
+
+def parse_table(text: str, *, required: Sequence[str] = ()) -> csv.DictReader[str]:
+    """The rows of a table as CSV; ValueError if its header lacks a column."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     missing = [column for column in required if column not in (reader.fieldnames or required)]
     if missing:
         raise ValueError(f"it lacks the column {', '.join(missing)}")

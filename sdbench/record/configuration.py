@@ -101,6 +101,8 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
         "num_cpu_cores": machine["num_cpu_cores"],
         "num_devices": ranks["world_size"],
         "num_nodes": ranks["num_nodes"],
+        # Runs of others are no replicates of those measured here.
+        **record.get("submission", {}),
     }
 
 

@@ -10,10 +10,9 @@ import csv
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench.base.outside import is_bounded, open_table
+from sdbench.base.outside import is_bounded, parse_table
 from sdbench.record import formulas
 from sdbench.record.formulas import MEASURED, PROFILED
 from sdbench.record.record_kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
@@ -55,14 +54,14 @@ class Step(NamedTuple):
     shape: str | None
 
 
-def find_contradictions(record: Mapping[str, Any], steps_file: Path) -> Iterator[str]:
+def find_contradictions(record: Mapping[str, Any], steps_csv: str) -> Iterator[str]:
     """Yield a sentence for each figure of a record that others contradict.
 
-    The record satisfies its schema; steps.csv of its run need not exist. Null is not known, and
-    contradicts nothing.
+    The record satisfies its schema; the text of its run's steps.csv may be empty. Null is not
+    known, and contradicts nothing.
     """
     of_kind = OF_KINDS[kind_of(record)] if record["summary"] is not None else lambda *_: ()
-    for relation in itertools.chain(_of_every_kind(record), of_kind(record, steps_file)):
+    for relation in itertools.chain(_of_every_kind(record), of_kind(record, steps_csv)):
         if isinstance(relation, Derived):
             source, field, derived, tolerance = relation
             for name, value, other in _find_different(record[field], derived, tolerance):
@@ -157,7 +156,7 @@ def _of_interval(
     yield Bound(f"the rate in the middle of the interval of {name}", middle, "it", rate, tolerance)
 
 
-def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Derived | Bound]:
+def _of_benchmark(record: Mapping[str, Any], steps_csv: str) -> Iterator[Derived | Bound]:
     summary, config, workload = record["summary"], record["config"], record["workload"]
     ranks, batch_size = record["ranks"], record["config"]["batch_size"]
     num_steps, window_s = summary["num_measured_steps"], summary["window_s"]
@@ -210,8 +209,8 @@ def _of_benchmark(record: Mapping[str, Any], steps_file: Path) -> Iterator[Deriv
         raised = formulas.raise_flags(summary, network=ranks["network"], others=flags)
         if set(raised) != set(flags):
             yield Derived("the other figures", "summary", {"flags": raised})
-    if steps := _read_steps(steps_file):
-        yield from _of_steps(record, steps, source=f"the steps of {steps_file.name}")
+    if steps := parse_steps(steps_csv):
+        yield from _of_steps(record, steps, source="the steps of steps.csv")
 
 
 def _of_steps(
@@ -242,7 +241,7 @@ def _of_steps(
     yield Bound(source, all_s, "duration_s", record["duration_s"], clocks)
 
 
-def _of_feed(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bound]:
+def _of_feed(record: Mapping[str, Any], _: str) -> Iterator[Derived | Bound]:
     summary, config = record["summary"], record["config"]
     num_steps, rate = summary["num_measured_steps"], summary["images_per_second"]
     source = f"{num_steps} steps of {config['batch_size']} images"
@@ -274,7 +273,7 @@ def _of_feed(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bound]:
             yield from _of_interval(name, rate_of_one, interval, tolerance=ROUNDED)
 
 
-def _of_precompute(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bound]:
+def _of_precompute(record: Mapping[str, Any], _: str) -> Iterator[Derived | Bound]:
     summary, config, workload = record["summary"], record["config"], record["workload"]
     num_written, num_bad = summary["num_images_written"], summary["num_bad_samples"]
     num_samples, num_images = workload["num_samples"], summary["num_images"]
@@ -306,7 +305,7 @@ def _of_precompute(record: Mapping[str, Any], _: Path) -> Iterator[Derived | Bou
         yield Bound("the time of a rank", 1000 / rate_of_one, "step_ms_per_image", ms_per_image)
 
 
-def _of_train(record: Mapping[str, Any], steps_file: Path) -> Iterator[Derived | Bound]:
+def _of_train(record: Mapping[str, Any], steps_csv: str) -> Iterator[Derived | Bound]:
     summary, workload = record["summary"], record["workload"]
     batch_size, num_steps = record["config"]["batch_size"], workload["num_steps"]
     first_step, train_s, lost_s = (summary[name] for name in ("first_step", "train_s", "lost_s"))
@@ -332,10 +331,10 @@ def _of_train(record: Mapping[str, Any], steps_file: Path) -> Iterator[Derived |
         yield Derived("0 restarts", "summary", nothing)
     if summary["num_lost_steps"] == 0:
         yield Derived("0 lost steps", "summary", {"lost_s": 0.0})
-    rows = _read_rows(steps_file, ("images_per_second",))
+    rows = _parse_rows(steps_csv, ("images_per_second",))
     if rates := [float(row["images_per_second"]) for row in rows]:
         kept_s = formulas.time_of_training(rates, images_per_step=batch_size)
-        source = f"lost_s and the steps of {steps_file.name}"
+        source = "lost_s and the steps of steps.csv"
         yield Derived(source, "summary", {"total_train_s": kept_s + lost_s}, ROUNDED)
 
 
@@ -347,9 +346,9 @@ OF_KINDS = {
 }
 
 
-def _read_steps(file: Path) -> list[Step]:
-    """The steps of a measurement; empty without a table that has them."""
-    rows = _read_rows(file, ("step_time_s", "data_wait_s", "loss"), text=("phase",))
+def parse_steps(text: str) -> list[Step]:
+    """The steps of a measurement, from its steps.csv; empty if that is no table of them."""
+    rows = _parse_rows(text, ("step_time_s", "data_wait_s", "loss"), text=("phase",))
     return [
         Step(
             row["phase"],
@@ -362,16 +361,16 @@ def _read_steps(file: Path) -> list[Step]:
     ]
 
 
-def _read_rows(
-    file: Path, numbers: Sequence[str], *, text: Sequence[str] = ()
+def _parse_rows(
+    table: str, numbers: Sequence[str], *, text: Sequence[str] = ()
 ) -> list[dict[str, str]]:
     """The rows of a table with these columns, the first of them above 0; else an empty list."""
     try:
-        rows = list(open_table(file, required=(*text, *numbers)))
+        rows = list(parse_table(table, required=(*text, *numbers)))
         for row in rows:
             values = [float(row[name]) for name in numbers]
             if not (all(map(is_bounded, values)) and values[0] > 0):
                 return []
-    except (OSError, ValueError, TypeError, csv.Error):
+    except (ValueError, TypeError, csv.Error):
         return []  # the code that draws the steps reports the fault
     return rows

@@ -111,6 +111,16 @@ def git_state() -> dict[str, str | bool | None]:
     return {"commit": commit, "dirty": None if is_unknown else bool(changes or untracked)}
 
 
+def is_in_history(commit: str) -> bool | None:
+    """Whether the checkout's HEAD comes from a commit; None if its history does not reach so far.
+
+    A shallow clone has a part of its history, and an installed package none.
+    """
+    if _git("merge-base", "--is-ancestor", commit, "HEAD") is not None:
+        return True
+    return False if _git("rev-parse", "--is-shallow-repository") == "false" else None
+
+
 def _git(*arguments: str) -> str | None:
     # git refuses another user's checkout, which a container often has, because its settings may run
     # a program. Here the checkout's own code runs already.

@@ -36,12 +36,16 @@ FEED_COLUMNS = (
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record of benchmark.py, of any status, with `RUN_COLUMNS`; None is unknown."""
+    """Flatten a record of benchmark.py, of any status, with `RUN_COLUMNS`; None is unknown.
+
+    That of a submitted result has another kind and source, and a submitter.
+    """
     places = {name: COLUMNS[name].place for name in RUN_COLUMNS}
-    return {
+    row = {
         name: value_at(record, place) if isinstance(place, str) else place(record)
         for name, place in places.items()
     }
+    return row | record.get("submission", {})
 
 
 def make_training_row(record: dict[str, Any]) -> dict[str, Any]:

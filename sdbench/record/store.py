@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from sdbench.base.escape import without_controls
 from sdbench.base.files import refused_unless_written, replace_file, write_json
-from sdbench.base.outside import read_json_object, shorten
+from sdbench.base.outside import MAX_TABLE_BYTES, read_json_object, read_text, shorten
 from sdbench.base.secrets import redact
 from sdbench.record.contradictions import find_contradictions
 from sdbench.record.record_kinds import BENCHMARK, FEED, PRECOMPUTE, TRAIN, kind_of
@@ -153,20 +153,28 @@ def load_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_NAME if path.is_dir() else path
     try:
         record = read_json_object(file)
-        for name, value, known in (
-            ("schema_version", record.get("schema_version"), [SCHEMA_VERSION]),
-            ("kind", kind_of(record), [*SCHEMA_FILES]),
-        ):
-            if value not in known:
-                reads = f"this version of the suite reads {', '.join(map(str, known))}"
-                raise ValueError(f"it has the {name} {reprlib.repr(value)}; {reads}")
-        check_schema(record, SCHEMA_FILES[kind_of(record)])
-        _check_settings(record)
-        for contradiction in find_contradictions(record, file.with_name(STEPS_NAME)):
-            raise ValueError(f"it contradicts itself: {contradiction}")
+        steps_csv = ""
+        with contextlib.suppress(OSError, ValueError):  # what draws the steps reports the fault
+            steps_csv = read_text(file.with_name(STEPS_NAME), max_bytes=MAX_TABLE_BYTES)
+        check_record(record, steps_csv)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return record
+
+
+def check_record(record: Mapping[str, Any], steps_csv: str) -> None:
+    """Raise the ValueError of `load_record`; the text of the run's steps.csv may be empty."""
+    for name, value, known in (
+        ("schema_version", record.get("schema_version"), [SCHEMA_VERSION]),
+        ("kind", kind_of(record), [*SCHEMA_FILES]),
+    ):
+        if value not in known:
+            reads = f"this version of the suite reads {', '.join(map(str, known))}"
+            raise ValueError(f"it has the {name} {reprlib.repr(value)}; {reads}")
+    check_schema(record, SCHEMA_FILES[kind_of(record)])
+    _check_settings(record)
+    for contradiction in find_contradictions(record, steps_csv):
+        raise ValueError(f"it contradicts itself: {contradiction}")
 
 
 def _check_settings(record: Mapping[str, Any]) -> None:

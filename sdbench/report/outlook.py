@@ -22,6 +22,7 @@ from sdbench.report.terminal import align, format_number
 # What an image takes. No column tells the model of quoted figures, which is this one.
 WORK = ("model", "image_size", "latents")
 QUOTED_MODEL = "sd2-base"
+QUOTED = "quoted"
 MACHINE = ("gpu", "device", "num_cpu_cores")
 # The parts of a GPU's name that tell it from others, as H100 and 80GB.
 CHIP = re.compile(r"\b(?!SXM)[A-Z]+\d+[A-Z]*\b|\b\d+GB\b")
@@ -90,7 +91,7 @@ def _is_quoted(figure: Row, row: Row) -> bool:
     """Whether a published figure of others is of this GPU and this work."""
     chip = set(CHIP.findall((device_of(figure) or "").partition(" (")[0]))
     return (
-        figure["kind"] != MEASURED
+        figure["kind"] == QUOTED
         and bool(chip)
         and chip <= set(CHIP.findall(row["gpu"] or ""))
         and row["model"] == (figure.get("model") or QUOTED_MODEL)

@@ -15,6 +15,9 @@ from typing import Any
 from sdbench.report.plots import MARKERS, Plot
 from sdbench.report.tables import Fold, Table
 
+# Of rows, which a reader may hide by their kind.
+KINDS = (*MARKERS, "submitted")
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -51,4 +54,4 @@ def format_page(sections: Sequence[Section], **values: Any) -> str:
     for plot in (plot for section in sections for plot in section.plots):
         notes |= plot.notes
     page = environment.get_template("page.html.j2")
-    return page.render(sections=sections, notes=notes, kinds=tuple(MARKERS), **values) + "\n"
+    return page.render(sections=sections, notes=notes, kinds=KINDS, **values) + "\n"

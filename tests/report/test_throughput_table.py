@@ -202,3 +202,17 @@ def test_a_share_of_a_disturbed_matrix_product_is_not_shown(percent, is_shown):
     printed = dict(list_figures(record))["MFU of a matrix product"]
     assert (f"{percent:.1f} %" in printed) == is_shown
     assert "0.034 TFLOP/s" in printed
+
+
+def test_a_submitted_rate_is_beside_the_seeds_table_under_its_submitter():
+    settings = {"config__device_train_microbatch_size": 32, "config__num_workers": 8}
+    by = {"kind": "submitted", "source": "a-file", "submitter": "Ada"}
+    own, theirs = (make_gpu_record(summary__images_per_second=rate, **settings) for rate in (3, 4))
+    quoted = load_figures(RESULTS / "quoted")[0]
+    table = make_seed_table(quoted, map(make_row, [own, theirs | {"submission": by}]))
+    name = "8 x NVIDIA H200, preset fast, amp_bf16, images/s"
+    assert [column.name for column in table.columns[-2:]] == [
+        f"measured: {name}",
+        f"submitted by Ada: {name}",
+    ]
+    assert [cell.value for cell in table.rows[-1][-2:]] == [3, 4]
