@@ -19,9 +19,9 @@ import pytest
 import benchmark
 import data
 from sdbench import cli
-from sdbench.analysis.submissions import secrets_in
 from sdbench.base.secrets import redact
 from sdbench.data.places import remote
+from sdbench.results.submissions import secrets_in
 from tests.data import datasets
 from tests.report.results_folder import RESULTS, make_record, make_results
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,8 +20,7 @@ from sdbench.report.figures import (
     read_figures,
     run_of,
 )
-from sdbench.report.runs import read_record, use_each
-from sdbench.statistics.occasions import Time
+from sdbench.report.runs import read_record, read_time, use_each
 
 Row = dict[str, Any]
 
@@ -162,22 +160,3 @@ def row_of_run(record: dict[str, Any]) -> Row:
         POWER_LIMIT: gpu.get("power_limit_w"),
         WHEN: time._replace(duration_s=record["duration_s"] or 0.0),
     }
-
-
-def read_time(started_utc: str | None, *, of: str | Path) -> Time:
-    """The start of a run, given in ISO 8601. Raises ConfigError if it cannot be read."""
-    if started_utc is None:
-        return Time(None)
-    try:
-        # A time without a zone is in UTC.
-        started = datetime.datetime.fromisoformat(started_utc)
-        if started.tzinfo is None:
-            started = started.replace(tzinfo=datetime.UTC)
-        return Time(started.timestamp())
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            "the start time of a run cannot be read",
-            value=started_utc,
-            allowed="a time such as 2026-11-21T05:48:24+00:00",
-            flag=f"started_utc of {of}",
-        ) from None

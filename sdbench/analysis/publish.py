@@ -19,13 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.analysis.report import RUNS, ReportFlags, rebuild
-from sdbench.analysis.submissions import (
-    SUBMITTED,
-    load_submissions,
-    name_submission,
-    read_submission,
-    secrets_in,
-)
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import (
     refused_unless_read,
@@ -37,6 +30,13 @@ from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.runs import describe_run, read_record, use_each
+from sdbench.results.submissions import (
+    SUBMITTED,
+    load_submissions,
+    name_submission,
+    read_submission,
+    secrets_in,
+)
 from sdbench.settings.kinds import PATH, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting

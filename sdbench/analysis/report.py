@@ -15,12 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from sdbench.analysis import feed_table, throughput_plots, training_times
-from sdbench.analysis.compare_sides import read_time
 from sdbench.analysis.ladder import read_configurations
 from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.run_page import make_run_page
-from sdbench.analysis.submissions import load_submissions
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.analysis.version_table import make_version_table
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -36,8 +34,9 @@ from sdbench.report.figures import write_out
 from sdbench.report.markers import BEGIN, END, fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import plain_style, save
-from sdbench.report.runs import name_runs, read_record, use_each
+from sdbench.report.runs import name_runs, read_record, read_time, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_folded_markdown
+from sdbench.results.submissions import load_submissions
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting

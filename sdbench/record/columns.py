@@ -58,7 +58,9 @@ def _energy_j_per_image(record: Record) -> float | None:
 
 COLUMNS: dict[str, Column] = {
     "source": Column(ORIGIN, NAME, "run id, or who published the figure", "run_id"),
-    "kind": Column(ORIGIN, NAME, "measured, submitted, quoted or predicted", lambda record: "measured"),
+    "kind": Column(
+        ORIGIN, NAME, "measured, submitted, quoted or predicted", lambda record: "measured"
+    ),
     "gpu": Column(
         SETTING,
         NAME,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,6 +26,7 @@ from sdbench.record.configuration import (
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, make_cell, median_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_rates
+from sdbench.statistics.occasions import Time
 
 T = TypeVar("T")
 
@@ -72,6 +74,25 @@ def read_steps(
         if len(steps) < least:
             raise ValueError(f"it has {counted(len(steps), 'step')}, and {least} are needed")
     return steps
+
+
+def read_time(started_utc: str | None, *, of: str | Path) -> Time:
+    """The start of a run, given in ISO 8601. Raises ConfigError if it cannot be read."""
+    if started_utc is None:
+        return Time(None)
+    try:
+        # A time without a zone is in UTC.
+        started = datetime.datetime.fromisoformat(started_utc)
+        if started.tzinfo is None:
+            started = started.replace(tzinfo=datetime.UTC)
+        return Time(started.timestamp())
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            "the start time of a run cannot be read",
+            value=started_utc,
+            allowed="a time such as 2026-11-21T05:48:24+00:00",
+            flag=f"started_utc of {of}",
+        ) from None
 
 
 def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:

@@ -14,6 +14,7 @@ from sdbench.record.row import make_feed_row, make_row, make_training_row
 from sdbench.record.store import RECORD_NAME
 from sdbench.report.figures import QUOTED, mark_copies, read_figures
 from sdbench.report.runs import read_record, use_each
+from sdbench.results.submissions import load_submissions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,9 +33,10 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
     """Load all figures of a folder, one in a row.
 
     A figure is a run of benchmark.py, train.py, data.py or precompute, of any status, or one that
-    somebody else published. The columns are those of `sdbench.record.columns.COLUMNS`, in which
-    units and meanings stand; what is not known is NA. A run counts once, however many copies of
-    its record there are. A file that cannot be read is named on stderr and left out.
+    somebody else submitted or published. The columns are those of
+    `sdbench.record.columns.COLUMNS`, in which units and meanings stand; what is not known is NA. A
+    run counts once, however many copies of its record there are. A file that cannot be read is
+    named on stderr and left out.
 
     Args:
         folder: A folder of results (its ``quoted/*.csv`` are read too), or one with runs in it, at
@@ -47,7 +49,9 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
     import pandas as pd
 
     place = Path(folder)
-    rows = [*_rows_of_records(place), *_rows_of_tables(place)]
+    rows = list(_rows_of_records(place))
+    submitted, _ = load_submissions(place, known=[row["source"] for row in rows])
+    rows += [*map(make_row, submitted), *_rows_of_tables(place)]
     if not rows:
         raise ConfigError(
             "this folder holds no figure",

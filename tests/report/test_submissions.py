@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from sdbench.analysis.submissions import load_submissions
 from sdbench.cli import main
 from sdbench.record.provenance import is_in_history
+from sdbench.results.submissions import load_submissions
 from tests.refusals import refusal_of
 from tests.report.results_folder import RESULTS, make_record, make_results, write_run
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.analysis.compare_sides import read_time
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import refused_unless_read
 from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_json_object, read_text
@@ -21,7 +20,7 @@ from sdbench.record.configuration import as_key, settings_of
 from sdbench.record.contradictions import parse_steps
 from sdbench.record.provenance import is_in_history
 from sdbench.record.store import BENCHMARK, OK, SCHEMA_FILE, check_record, check_schema, kind_of
-from sdbench.report.runs import use_each
+from sdbench.report.runs import read_time, use_each
 from sdbench.statistics.intervals import MIN_RUNS
 
 SUBMITTED = "submitted"
