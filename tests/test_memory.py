@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_a_flag_lowers_the_memory_as_told(tables):
     for typed, gib in flags.items():
         run = plan(*typed.split(), f"--{MICROBATCH}", "1")
         assert gib == pytest.approx(find_need(run).total_gib, abs=0.005), typed
+
+
+def test_the_answer_for_a_program_has_the_figures_of_the_tables(tables, capfd):
+    assert main(["memory", *MODEL, "--gpu_memory_gib", ",".join(SIZES), "--json"]) == 0
+    needs = json.loads(capfd.readouterr().out)
+    recipes, levers = needs["recipes"], needs["levers"]
+    assert needs["gpu_memory_gib"] == {f"{size} GiB": float(size) for size in SIZES}
+    fitting = [[one["recipe"], *map(str, one["largest_micro_batch"].values())] for one in recipes]
+    assert fitting == tables[0][1:]
+    for one, (name, peak, *_, phase) in zip(recipes, tables[1][1:], strict=True):
+        assert (one["recipe"], one["phase"]) == (name, phase)
+        assert one["memory_gib"] == pytest.approx(float(peak), abs=0.005)
+        assert one["memory_gib"] == pytest.approx(sum(one["memory_parts_gib"].values()))
+    assert [one["flags"] for one in levers] == [row[0] for row in tables[2][1:]]
+    assert needs["left_out"] == []
 
 
 @pytest.mark.parametrize(
