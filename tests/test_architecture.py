@@ -104,7 +104,7 @@ MISTYPED = (
     (["doctor", "--model_name", "sd2base"], "sd2-base"),
     (["dreambooth", "a", "--prompt", "b", "--model", "tiny"], "--model_name"),
     (["predict", "--gpu", "H10"], "H100"),
-    (["predict", "--gpu", "h200", "--price", "spheron-h20"], "spheron-h200"),
+    (["predict", "--gpu", "h200", "--price", "sperhon-h200"], "spheron-h200"),
 )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import show_progress
 from sdbench.base.units import counted
+from sdbench.forecast.known_steps import use_known_steps, versions_of
 from sdbench.measure.hardware import Machine
 from sdbench.plan.batch import AUTO_MEMORY_FRACTION, find_largest_microbatch
 from sdbench.plan.draft import Plan
-from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers
+from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers, step_of
 from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import Field, make_table, tabulate, to_terminal
@@ -59,8 +60,10 @@ def find_needs(request: Request[MemorySettings]) -> tuple[dict[str, Any], Plan[M
     """What fits and what the memory is made of, as --json prints it; and the plan of the first row.
 
     ``recipes`` have for each GPU the largest micro-batch that fits, None if none does, and the
-    memory at `micro_batch`.
+    memory at `micro_batch`. `replayed_with` has the versions that `known_steps` were made with;
+    None: the steps are replayed now.
     """
+    use_known_steps()
     config = request.config
     sizes = {f"{name} GB": size for name, size in CARDS.items()}
     if config.gpu_memory_gib is not None:
@@ -79,6 +82,7 @@ def find_needs(request: Request[MemorySettings]) -> tuple[dict[str, Any], Plan[M
         "global_batch": first.config.batch_size,
         "micro_batch": getattr(first.config, MICROBATCH),
         "gpu_memory_gib": sizes,
+        "replayed_with": versions_of(step_of(first)),
         "recipes": list(show_progress(recipes, total=len(plans), unit="recipe")),
         "left_out": left_out,
     }
@@ -152,10 +156,14 @@ def plan_on_gpus(request: Request[MemorySettings]) -> Plan[MemorySettings]:
 
 def _describe(needs: dict[str, Any]) -> str:
     place = "encoded in the step" if needs["encodes_in_step"] else "encoded beforehand"
+    beforehand, versions = "", needs["replayed_with"]
+    if versions is not None:
+        packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+        beforehand = f" Its steps were replayed beforehand, with {packages}."
     return (
         f"{needs['model']} at {needs['image_size']} px, pictures {place}, {needs['global_batch']} "
         f"in a step of {counted(needs['num_gpus'], 'GPU')}, in {needs['precision']} unless a "
-        "recipe says otherwise."
+        f"recipe says otherwise.{beforehand}"
     )
 
 

@@ -175,6 +175,7 @@ def predict_rows(
     request: Request[PredictSettings], cases: Sequence[Case], tested: Sequence[Tested]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each GPU; the rate is None where no micro-batch fits."""
+    from sdbench.forecast.known_steps import use_known_steps
     from sdbench.forecast.memory_tables import CARDS, plan_on_gpus
     from sdbench.models.replay import Step
     from sdbench.plan.batch import AUTO_MEMORY_FRACTION, find_largest_microbatch
@@ -183,6 +184,7 @@ def predict_rows(
 
     cards = choose_cards(request.config.gpu, cases)
     prices = find_prices([card.name for card in cards], request.config.price)
+    use_known_steps()
     plan = plan_on_gpus(request)
     config, num_gpus = plan.config, request.config.num_gpus
     name = plan.architecture.name
