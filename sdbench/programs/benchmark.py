@@ -18,7 +18,7 @@ examples:
       a miniature in seconds, on two processes
   python benchmark.py --preset seed --print_config
       what a run would use, and who chose it
-  composer benchmark.py --use_synth_data --json > result.json
+  torchrun --nproc_per_node gpu benchmark.py --use_synth_data --json > result.json
       the result for a program: its row of runs.csv, null where a figure is unknown
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped

@@ -25,7 +25,7 @@ from sdbench.base.output import fit, results_only_on_stdout
 from sdbench.base.stop import STOP_SIGNALS, ignore_terminations, keep_exit_code, stop_signals_ask
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end, refuse_tasks_without_launcher
-from sdbench.ranks.launcher import end_with_launcher
+from sdbench.ranks.launcher import COMPOSER, end_with_launcher, launcher_name
 from sdbench.run.ahead import resolve_ahead
 from sdbench.settings.ray import RAY
 
@@ -77,6 +77,12 @@ def run(
                     request, command=command, rank_main=rank_main, ahead=ahead, answer=answer
                 )
             show = show if ranks.rank == 0 else None
+            if show is not None and launcher_name() == COMPOSER:
+                print(
+                    "caution: composer adds a line to stdout behind what --json prints; torchrun "
+                    "does not",
+                    file=sys.stderr,
+                )
             return _run(entry, request, command=command, ranks=ranks, began=began, show=show)
     except (ConfigError, RunError) as error:  # before there was a run
         is_known_to_all = isinstance(error, ConfigError) or error in _SHARED
