@@ -16,8 +16,10 @@ Tell beforehand what fits a GPU: the largest micro-batch of each recipe by memor
 the memory of a step is made of, and what each flag saves. Takes the flags of benchmark.py, which
 hold for every recipe; with one that a recipe sets, such as --lora_rank, only what is given is told.
 It needs no GPU, no weights and no data: a step is replayed on tensors without content, and every
-allocation is counted. A micro-batch fits if its estimate is at most 90% of the memory, as with
---device_train_microbatch_size auto.
+allocation is counted. That takes minutes for a real model, the first time; of some models the steps
+of these recipes, at the model's own resolution, were replayed beforehand, which the answer tells
+(sdbench/forecast/known_steps.json). A micro-batch fits if its estimate is at most 90% of the
+memory, as with --device_train_microbatch_size auto.
 """
 EPILOG = """\
 examples:
