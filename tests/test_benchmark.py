@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,15 @@ def test_the_result_for_a_program_is_all_that_is_on_stdout(tmp_path, capfd, monk
     assert benchmark.main([*argv, "--batch_size", "0"]) == 2
     assert capfd.readouterr().out == ""
     assert benchmark.main([*argv, "--print_config"]) == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_print_one_result(tmp_path, repository):
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    argv = [*QUICK, "--num_threads", "1", "--results_dir", str(tmp_path), "--json"]
+    done = subprocess.run([*ranks, "benchmark.py", *argv], cwd=repository, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["num_devices"] == 2
 
 
 def fail(*_, **__):
