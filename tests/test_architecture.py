@@ -95,6 +95,34 @@ def test_programs_start_without_heavy_packages(repository):
     assert loaded_packages(repository, modules) == set()
 
 
+# Each with the nearest name, which the error tells.
+MISTYPED = (
+    (["benchmark", "--model_name", "sdx"], "sdxl"),
+    (["generate", "--model_name", "tinny", "--prompts", "a", "--folder", "b"], "tiny"),
+    (["benchmark", "--engine", "tourch"], "torch"),
+    (["memory", "--model_name", "Flux-Schnel"], "flux-schnell"),
+    (["doctor", "--model_name", "sd2base"], "sd2-base"),
+    (["dreambooth", "a", "--prompt", "b", "--model", "tiny"], "--model_name"),
+    (["predict", "--gpu", "H10"], "H100"),
+    (["predict", "--gpu", "h200", "--price", "sperhon-h200"], "spheron-h200"),
+)
+
+
+def test_a_mistyped_name_is_told_before_a_heavy_package_is_loaded(repository):
+    program = f"""if True:
+        import sys
+        from sdbench.cli import main
+        codes = [main(argv) for argv, _ in {MISTYPED}]
+        print(codes, *sys.modules)"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=repository, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str([2] * len(MISTYPED)))
+    assert HEAVY_PACKAGES & set(done.stdout.split()) == set()
+    for line, (argv, meant) in zip(done.stderr.splitlines(), MISTYPED, strict=True):
+        assert re.search(rf"(nearest is|allowed:) {meant}\b", line), (argv, line)
+
+
 @pytest.mark.slow
 def test_a_run_of_the_lean_engine_loads_what_it_needs(repository, tmp_path):
     command = [sys.executable, "-X", "importtime", "benchmark.py", "--engine", "torch"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,7 @@ import benchmark
 from sdbench.measure.timer import StepTimer
 from sdbench.measure.watch import StepWatch
 from sdbench.models.diffusion import DiffusionModel
+from sdbench.record.row import make_row
 from sdbench.training import pretrain
 from tests.refusals import printed_refusal, refusal_of
 from tests.report.results_folder import make_results
@@ -89,6 +93,42 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_result_for_a_program_is_all_that_is_on_stdout(tmp_path, capfd, monkeypatch):
+    argv = (*QUICK, "--batch_size", "2", "--json")
+    record, exit_code = run(tmp_path, *argv)
+    captured = capfd.readouterr()
+    row = json.loads(captured.out)
+    folder = str(tmp_path / "runs" / record["run_id"])
+    assert row == {**make_row(record), "record": folder} and exit_code == 0
+    assert row["images_per_second"] == record["summary"]["images_per_second"]
+    assert row["gpu"] is None and row["ema"] is False
+    assert "images/s" in captured.err and captured.err in Path(folder, "stdout.log").read_text()
+
+    monkeypatch.setattr(pretrain, "_loss", fail)
+    record, exit_code = run(tmp_path, *argv)
+    captured = capfd.readouterr()
+    row = json.loads(captured.out)
+    assert (exit_code, row["status"], row["reason"]) == (1, "failed", record["reason"])
+    assert row["images_per_second"] is None and "failed: " in captured.err
+
+    assert benchmark.main([*argv, "--batch_size", "0"]) == 2
+    assert capfd.readouterr().out == ""
+    assert benchmark.main([*argv, "--print_config"]) == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_print_one_result(tmp_path, repository):
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    argv = [*QUICK, "--num_threads", "1", "--results_dir", str(tmp_path), "--json"]
+    done = subprocess.run([*ranks, "benchmark.py", *argv], cwd=repository, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["num_devices"] == 2
+
+
+def fail(*_, **__):
+    raise RuntimeError("as asked")
+
+
 def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
     argv = (*TINY, "--engine", "torch", "--batch_size", "1")
     argv += ("--warmup_batches", "0", "--max_warmup_batches", "0")

@@ -92,7 +92,7 @@ def test_help_lists_the_flags_of_every_day_alone_and_help_all_every_flag(
     assert ended.value.code == 0
     text = capsys.readouterr().out
     listed = set(re.findall(r"^  (--\w+)", text, re.MULTILINE))
-    listed -= {"--version", "--help_all", "--config", "--print_config"}
+    listed -= {"--version", "--help_all", "--config", "--print_config", "--json"}
     assert (len(listed), among <= listed) == (number, True), listed
     others = flags_of([program]).keys() - listed
     if of_many is None:

@@ -169,7 +169,7 @@ def test_the_installed_package_has_the_recipes_and_the_tables(sdbench, picture_f
     assert "\nmax_duration: 300ba" in sdbench(*train, "laptop")
     for caption in picture_folder.glob("*.txt"):
         caption.unlink()
-    prompts = ("--prompt", "a unqtkn dog", "--class_prompt", "a dog", "--model", "tiny")
+    prompts = ("--prompt", "a unqtkn dog", "--class_prompt", "a dog", "--model_name", "tiny")
     steps = sdbench("dreambooth", picture_folder, *prompts, "--dry_run").splitlines()
     assert steps[2].startswith("python -m sdbench train --config configs/dreambooth.yaml ")
     for argv, name, flag in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,10 +10,15 @@ import sys
 import pytest
 
 from sdbench.cli import main
-from sdbench.plan.memory_limit import MICROBATCH, find_need
+from sdbench.forecast.known_steps import load_known_steps, versions_of
+from sdbench.forecast.memory_tables import plan_on_gpus
+from sdbench.models import replay
+from sdbench.plan.memory_limit import MICROBATCH, estimate_memory, find_need, step_of
 from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import parse_request
+from sdbench.settings.fitting import MemorySettings
+from sdbench.settings.request import parse
 from tests.machines import make_machine
 
 pytestmark = pytest.mark.slow
@@ -94,6 +100,60 @@ def test_a_flag_lowers_the_memory_as_told(tables):
     for typed, gib in flags.items():
         run = plan(*typed.split(), f"--{MICROBATCH}", "1")
         assert gib == pytest.approx(find_need(run).total_gib, abs=0.005), typed
+
+
+def test_the_answer_for_a_program_has_the_figures_of_the_tables(tables, capfd):
+    assert main(["memory", *MODEL, "--gpu_memory_gib", ",".join(SIZES), "--json"]) == 0
+    needs = json.loads(capfd.readouterr().out)
+    recipes, levers = needs["recipes"], needs["levers"]
+    assert needs["gpu_memory_gib"] == {f"{size} GiB": float(size) for size in SIZES}
+    fitting = [[one["recipe"], *map(str, one["largest_micro_batch"].values())] for one in recipes]
+    assert fitting == tables[0][1:]
+    for one, (name, peak, *_, phase) in zip(recipes, tables[1][1:], strict=True):
+        assert (one["recipe"], one["phase"]) == (name, phase)
+        assert one["memory_gib"] == pytest.approx(float(peak), abs=0.005)
+        assert one["memory_gib"] == pytest.approx(sum(one["memory_parts_gib"].values()))
+    assert [one["flags"] for one in levers] == [row[0] for row in tables[2][1:]]
+    (left_out,) = needs["left_out"]  # its linear layers are too small
+    assert left_out["recipe"] == "LoRA on 4-bit weights, recomputed"
+
+
+@pytest.mark.parametrize(
+    ("model", "latents"),
+    [
+        ("tiny", "online"),
+        pytest.param("sdxl", "precomputed", marks=pytest.mark.full),
+        ("sd2-base", "precomputed"),
+    ],
+)
+def test_a_step_that_was_replayed_beforehand_is_that_of_today(model, latents, monkeypatch):
+    flags = ["--model_name", model, "--latents", latents, f"--{MICROBATCH}", "2"]
+    request = parse(MemorySettings, flags, description="", epilog="")
+    for changes in ({}, {"precision": "bf16", "activation_checkpointing": "full"}):
+        plan = plan_on_gpus(request.changed(changes))
+        totals = []
+        for known in (load_known_steps()["steps"], {}):
+            monkeypatch.setattr(replay, "KNOWN", known)
+            replay.profile_step.cache_clear()
+            totals.append([estimate_memory(plan, size).total_gib for size in (1, 2, 64)])
+        assert versions_of(step_of(plan)) is not None
+        # With other versions of torch a few operations are others.
+        assert totals[0] == pytest.approx(totals[1], rel=0.01)
+
+
+# A recipe of tiny is refused by a replay.
+@pytest.mark.parametrize("model", sorted({*load_known_steps()["models"]} - {"tiny"}))
+@pytest.mark.parametrize("latents", ["online", "precomputed"])
+def test_a_model_that_was_replayed_beforehand_is_told_without_a_replay(
+    model, latents, monkeypatch, tmp_path, capfd
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(replay, "_replay_step", None)
+    replay.profile_step.cache_clear()
+    assert main(["memory", "--model_name", model, "--latents", latents, "--json"]) == 0
+    needs = json.loads(capfd.readouterr().out)
+    assert needs["replayed_with"] == load_known_steps()["versions"]
+    assert len(needs["recipes"]) + len(needs["left_out"]) == 9
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from sdbench.base.carried import RESULTS  # noqa: E402
 from sdbench.forecast import law  # noqa: E402
-from sdbench.forecast.cost import price_of  # noqa: E402
+from sdbench.forecast.cost import find_prices  # noqa: E402
 from sdbench.forecast.law import Case, Tested  # noqa: E402
 from sdbench.forecast.predict import PredictSettings, predict_rows  # noqa: E402
 from sdbench.record.configuration import group  # noqa: E402
@@ -168,7 +168,7 @@ def list_page_rows(cases: Sequence[Case], tested: Sequence[Tested]) -> Iterator[
                 yield row
     for case in law.load_cases({**law.SOURCES, **IN_8_BITS, **UNSEEN}):
         if (case.model, case.image_size, case.latents) in works:
-            price = price_of(case.card.name)
+            price = find_prices([case.card.name])[case.card.name]
             rate = case.images_per_second
             is_own = case.source.startswith("this suite")
             yield {

@@ -137,7 +137,8 @@ class CompareFlags:
     where: tuple[str, ...] = setting(
         TEXT,
         (),
-        "COLUMN=VALUE: use only rows with this value, given in full or by an unambiguous beginning",
+        "COLUMN=VALUE: use only rows with this value, given in full, or by a beginning or words "
+        "that no other has; gpu=A100 means each GPU with A100 in its name",
         takes_several=True,
     )
     allow: tuple[str, ...] = setting(

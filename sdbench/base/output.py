@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from sdbench.base.escape import without_controls
@@ -65,6 +65,30 @@ def protected_output() -> Iterator[None]:
                 # An error of flushing at Python's exit would change the exit code.
                 stdout.flush()
                 stderr.flush()
+
+
+@contextlib.contextmanager
+def results_only_on_stdout() -> Iterator[Callable[[str], None]]:
+    """Redirect the output of the block, also that of C libraries, to stderr.
+
+    Yields a function that prints a text on stdout all the same.
+    """
+    stdout = sys.stdout
+    stdout.flush()
+    descriptor = os.dup(1)
+
+    def show(text: str) -> None:
+        os.dup2(descriptor, 1)
+        print(text, file=stdout, flush=True)
+        os.dup2(2, 1)
+
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield show
+    finally:
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
 
 
 def _open_standard_descriptors() -> None:

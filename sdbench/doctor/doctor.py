@@ -7,11 +7,11 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED
-from sdbench.base.output import terminal_width
+from sdbench.base.output import results_only_on_stdout, terminal_width
 from sdbench.base.stop import STOPS
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network_cards, speed
@@ -37,6 +37,7 @@ examples:
   srun --ntasks-per-node=1 python -m sdbench doctor --strict
       on each node of a Slurm job, with an all-reduce between the nodes
   python -m sdbench doctor --json > doctor.json
+      the same for a program, without host names
   torchrun --nproc_per_node gpu -m sdbench doctor --speed > node.txt
       with the rates of each GPU, and verdicts on them
 
@@ -67,9 +68,6 @@ class DoctorSettings(BenchmarkConfig):
 
     strict: bool = setting(
         SWITCH, False, "let warnings count as errors in the exit code", is_everyday=True
-    )
-    json: bool = setting(
-        SWITCH, False, "print one JSON document, without host names", is_everyday=True
     )
     speed: bool = setting(
         SWITCH,
@@ -103,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         epilog=EPILOG,
         takes_file=True,
+        answers_json=True,
     )
     flags = request.config
     if flags.data_format != "auto":  # else it is detected at the place, which may not answer
@@ -116,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     exit_code = 0
     try:
-        with _only_results_on_stdout():
+        with results_only_on_stdout():
             examined = examine(job)
         if examined is not None:
             lines, hosts, measured = examined
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 strict=flags.strict,
             )
             as_text = to_text(report, hosts=hosts, width=terminal_width())
-            text = to_json(report, hosts=hosts) if flags.json else as_text
+            text = to_json(report, hosts=hosts) if request.json else as_text
             # A rank that cannot reach the first one must not write into its output.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
             exit_code = int(report["status"] == "error")
@@ -210,17 +209,3 @@ def _look(job: Job) -> dict[str, Any]:
         # The last of the rank, when all others of the node wait.
         "speed": speed.measure_node(job) if checks and job.with_speed else None,
     }
-
-
-@contextlib.contextmanager
-def _only_results_on_stdout() -> Iterator[None]:
-    """Redirect output of libraries, from Python or C, to standard error."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)

@@ -34,6 +34,7 @@ from sdbench.report.figures import (
     as_text,
     find_name,
     mark_copies,
+    names_device,
     read_figures,
     select_rows,
     write_out,
@@ -92,9 +93,9 @@ class CostFlags:
         PATH, None, "YAML file of trainings (default: sdbench/forecast/recipes.yaml)"
     )
     price: float | str | None = setting(
-        Kind("a name, or a number above 0", _parse_price, "TEXT"),
+        Kind("a name, or a number above 0", _parse_price, "USD_PER_GPU_HOUR"),
         None,
-        "a row of --prices, or dollars per GPU-hour",
+        "dollars per GPU-hour, or the name of a row of --prices",
     )
     prices: Path | None = setting(
         PATH, None, "YAML file of prices and powers (default: sdbench/forecast/prices.yaml)"
@@ -103,10 +104,14 @@ class CostFlags:
 
 
 class Tariff(NamedTuple):
-    """The price of a GPU-hour in dollars or the power of a GPU board in watts, and its source."""
+    """The price of a GPU-hour in dollars or the power of a GPU board in watts, and its source.
+
+    `others` are the names of further rows for the same GPU, in words.
+    """
 
     value: float
     source: str
+    others: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +204,8 @@ def _describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | Non
                 f"{'/'.join(PRICES_FILE.parts[-3:])}, or in a file like it given with --prices"
             )
             continue
-        lines.append(f"{title}: {format_number(tariff.value)} {unit} ({tariff.source})")
+        source = tariff.source + (f"; --price chooses {tariff.others}" if tariff.others else "")
+        lines.append(f"{title}: {format_number(tariff.value)} {unit} ({source})")
     return lines
 
 
@@ -214,21 +220,38 @@ def _load_recipe(arguments: CostFlags) -> Row:
 
 def _load_price(gpu: str | None, arguments: CostFlags) -> Tariff | None:
     """The price of a GPU-hour: --price, or the first row for this GPU; None without a row."""
-    chosen = arguments.price
+    rows, chosen = _read_rows(arguments.prices, "prices"), arguments.price
+    return _first_for(gpu, rows) if chosen is None else _choose_price(chosen, rows)[0]
+
+
+def _choose_price(chosen: float | str, rows: Sequence[Row]) -> tuple[Tariff, list[str] | None]:
+    """The price that --price gives, and the GPUs that it is for; None: for any."""
     if isinstance(chosen, float):
-        return Tariff(chosen, "given with --price")
-    rows = _read_rows(arguments.prices, "prices")
-    if chosen is None:
-        return _first_for(gpu, rows)
+        return Tariff(chosen, "given with --price"), None
     by_name = {row["name"]: row for row in rows}
     name = find_name(chosen, list(by_name), what="there is no such price", flag="--price")
-    return Tariff(float(by_name[name]["value"]), _source_of(by_name[name]))
+    return Tariff(float(by_name[name]["value"]), _source_of(by_name[name])), by_name[name]["gpus"]
 
 
-def price_of(gpu: str) -> Tariff | None:
-    """The first price of a GPU-hour in prices.yaml, and its source; None without a row."""
-    rows = [row for row in _read_rows(None, "prices") if gpu in row["gpus"]]
-    return _first_for(gpu, rows[:1])
+def find_prices(gpus: Sequence[str], chosen: float | str | None = None) -> dict[str, Tariff | None]:
+    """The price of a GPU-hour of each GPU: as `chosen` by --price, else the first in prices.yaml.
+
+    A number is the price of all. The name of a row is refused if it is for none of them. None: a
+    GPU without a row.
+    """
+    rows = _read_rows(None, "prices")
+    found = {gpu: _first_for(gpu, rows) for gpu in gpus}
+    if chosen is None:
+        return found
+    price, of_row = _choose_price(chosen, rows)
+    if of_row is not None and not set(of_row) & set(gpus):
+        raise ConfigError(
+            "this price is for none of the GPUs asked for",
+            value=chosen,
+            allowed=f"a number, or a row of prices.yaml for {' or '.join(gpus)}",
+            flag="--price",
+        )
+    return {gpu: price if of_row is None or gpu in of_row else found[gpu] for gpu in gpus}
 
 
 def _source_of(row: Row) -> str:
@@ -237,14 +260,18 @@ def _source_of(row: Row) -> str:
 
 
 def _first_for(gpu: str | None, rows: Sequence[Row]) -> Tariff | None:
-    """The first row for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``."""
+    """The first row for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``.
+
+    A name that no row has means the GPUs whose names have its words, as ``A100`` does.
+    """
     names = () if gpu is None else (gpu, gpu.split(" (")[0])
     found = [row for row in rows if any(name in row["gpus"] for name in names)]
+    if not found and names:
+        found = [row for row in rows if any(names_device(names[1], one) for one in row["gpus"])]
     if not found:
         return None
     others = " or ".join(row["name"] for row in found[1:] if "name" in row)
-    source = _source_of(found[0]) + (f"; --price chooses {others}" if others else "")
-    return Tariff(float(found[0]["value"]), source)
+    return Tariff(float(found[0]["value"]), _source_of(found[0]), others)
 
 
 def _read_rows(path: Path | None, key: str) -> list[Row]:

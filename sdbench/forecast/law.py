@@ -34,7 +34,13 @@ from sdbench.base.yaml_file import read_mapping
 from sdbench.record.configuration import group
 from sdbench.record.formulas import PEAKS_FILE
 from sdbench.record.store import OK
-from sdbench.report.figures import MEASURED, describe_source, device_of, read_figures
+from sdbench.report.figures import (
+    MEASURED,
+    describe_source,
+    device_of,
+    names_device,
+    read_figures,
+)
 
 WORK_FILE = Path(__file__).with_name("work.yaml")
 
@@ -304,6 +310,13 @@ def _make_case(row: dict[str, Any], source: str, kernels: str) -> Case | None:
 def find_card(name: str | None) -> Card | None:
     """The card of a name, which may have its machine in brackets: ``H100 (p5.48xlarge)``."""
     return load_cards().get((name or "").split(" (")[0].lower())
+
+
+def find_cards(text: str) -> list[Card]:
+    """The card of this name, or all that the text means: ``A100`` is that of several."""
+    card = find_card(text)
+    cards = [one for name, one in load_cards().items() if names_device(text, name)]
+    return list(dict.fromkeys(cards)) if card is None else [card]
 
 
 @functools.cache

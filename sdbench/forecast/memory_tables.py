@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.progress import show_progress
 from sdbench.base.units import counted
+from sdbench.forecast.known_steps import use_known_steps, versions_of
 from sdbench.measure.hardware import Machine
 from sdbench.plan.batch import AUTO_MEMORY_FRACTION, find_largest_microbatch
 from sdbench.plan.draft import Plan
-from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers
+from sdbench.plan.memory_limit import MICROBATCH, find_need, pull_levers, step_of
 from sdbench.plan.resolve import plan_step
 from sdbench.ranks.distributed import Ranks
 from sdbench.report.tables import Field, make_table, tabulate, to_terminal
@@ -55,28 +56,62 @@ RECIPES: dict[str, dict[str, Any]] = {
 AS_GIVEN = "these flags"
 
 
-def print_tables(request: Request[MemorySettings]) -> None:
-    """Print what fits, what the memory is made of, and what lowers it."""
+def find_needs(request: Request[MemorySettings]) -> tuple[dict[str, Any], Plan[MemorySettings]]:
+    """What fits and what the memory is made of, as --json prints it; and the plan of the first row.
+
+    ``recipes`` have for each GPU the largest micro-batch that fits, None if none does, and the
+    memory at `micro_batch`. `replayed_with` has the versions that `known_steps` were made with;
+    None: the steps are replayed now.
+    """
+    use_known_steps()
     config = request.config
     sizes = {f"{name} GB": size for name, size in CARDS.items()}
     if config.gpu_memory_gib is not None:
         sizes = {f"{size:g} GiB": size for size in config.gpu_memory_gib}
-    plans = dict(_plan_recipes(request))
+    left_out: list[dict[str, str]] = []
+    plans = dict(_plan_recipes(request, left_out))
     first = next(iter(plans.values()))
-    size = getattr(first.config, MICROBATCH)
-    print(_describe(first))
+    recipes = _find_fitting(plans, sizes)
+    needs = {
+        "model": first.architecture.name,
+        "image_size": first.config.image_size,
+        "latents": first.config.latents,
+        "encodes_in_step": first.config.step_has_encoders,
+        "precision": first.config.precision,
+        "num_gpus": first.ranks.world_size,
+        "global_batch": first.config.batch_size,
+        "micro_batch": getattr(first.config, MICROBATCH),
+        "gpu_memory_gib": sizes,
+        "replayed_with": versions_of(step_of(first)),
+        "recipes": list(show_progress(recipes, total=len(plans), unit="recipe")),
+        "left_out": left_out,
+    }
+    return needs, first
+
+
+def print_needs(needs: dict[str, Any]) -> None:
+    """Print what `find_needs` has found."""
+    recipes = needs["recipes"]
+    for one in needs["left_out"]:
+        print(f"Without {one['recipe']}: {one['reason']}.")
+    print(_describe(needs))
     print("\nLargest micro-batch, by memory of the GPU\n")
-    fitting = show_progress(_find_fitting(plans, sizes), total=len(plans), unit="recipe")
-    columns = [Field("recipe", "recipe"), *(Field(card, card, unknown="-") for card in sizes)]
-    print(to_terminal(tabulate(columns, fitting)))
-    print(f"\nPeak of a GPU at micro-batch {size}, in GiB\n")
-    print(to_terminal(make_table(_list_parts(plans))))
-    print(f"\nFlags that lower the {find_need(first).total_gib:.1f} GiB of the first row\n")
-    print(to_terminal(make_table(_list_levers(first))))
+    columns = [
+        Field(card, lambda row, card=card: row["largest_micro_batch"][card], unknown="-")
+        for card in needs["gpu_memory_gib"]
+    ]
+    print(to_terminal(tabulate([Field("recipe", "recipe"), *columns], recipes)))
+    print(f"\nPeak of a GPU at micro-batch {needs['micro_batch']}, in GiB\n")
+    print(to_terminal(make_table(map(_in_gib, recipes))))
 
 
-def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan[MemorySettings]]]:
-    """Plan all recipes; or what is given alone, if a setting of a recipe is."""
+def _plan_recipes(
+    request: Request[MemorySettings], left_out: list[dict[str, str]]
+) -> Iterator[tuple[str, Plan[MemorySettings]]]:
+    """Plan all recipes; or what is given alone, if a setting of a recipe is.
+
+    Recipes that the model cannot have are added to `left_out`.
+    """
     names = {name for values in RECIPES.values() for name in values} - {"num_gpus"}
     if any(map(request.is_users, names)):
         yield AS_GIVEN, plan_on_gpus(request)
@@ -90,12 +125,13 @@ def _plan_recipes(request: Request[MemorySettings]) -> Iterator[tuple[str, Plan[
         except ConfigError as error:
             if not values:
                 raise
-            print(f"Without {name}: {error.what}.")
+            left_out.append({"recipe": name, "reason": error.what})
             continue
         if all(getattr(plan.config, key) == value for key, value in values.items()):
             yield name, plan
         else:
-            print(f"Without {name}: {plan.architecture.name} cannot have all of its settings.")
+            reason = f"{plan.architecture.name} cannot have all of its settings"
+            left_out.append({"recipe": name, "reason": reason})
 
 
 def plan_on_gpus(request: Request[MemorySettings]) -> Plan[MemorySettings]:
@@ -118,13 +154,16 @@ def plan_on_gpus(request: Request[MemorySettings]) -> Plan[MemorySettings]:
     return plan_step(request, machine=machine, ranks=ranks)
 
 
-def _describe(plan: Plan[MemorySettings]) -> str:
-    config = plan.config
-    place = "encoded in the step" if config.step_has_encoders else "encoded beforehand"
+def _describe(needs: dict[str, Any]) -> str:
+    place = "encoded in the step" if needs["encodes_in_step"] else "encoded beforehand"
+    beforehand, versions = "", needs["replayed_with"]
+    if versions is not None:
+        packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+        beforehand = f" Its steps were replayed beforehand, with {packages}."
     return (
-        f"{plan.architecture.name} at {config.image_size} px, pictures {place}, "
-        f"{config.batch_size} in a step of {counted(plan.ranks.world_size, 'GPU')}, in "
-        f"{config.precision} unless a recipe says otherwise."
+        f"{needs['model']} at {needs['image_size']} px, pictures {place}, {needs['global_batch']} "
+        f"in a step of {counted(needs['num_gpus'], 'GPU')}, in {needs['precision']} unless a "
+        f"recipe says otherwise.{beforehand}"
     )
 
 
@@ -133,28 +172,47 @@ def _find_fitting(
 ) -> Iterator[dict[str, Any]]:
     for name, plan in plans.items():
         num_own = plan.config.batch_size // plan.ranks.world_size
+        estimate = find_need(plan).estimate
         yield {
             "recipe": name,
-            **{
+            "num_gpus": plan.ranks.world_size,
+            "largest_micro_batch": {
                 card: find_largest_microbatch(plan, num_own, budget_gib=AUTO_MEMORY_FRACTION * gib)
                 for card, gib in sizes.items()
             },
+            "micro_batch": getattr(plan.config, MICROBATCH),
+            "memory_gib": estimate.total_gib,
+            "memory_parts_gib": estimate.parts(),
+            "phase": estimate.phase,
         }
 
 
-def _list_parts(plans: dict[str, Plan[MemorySettings]]) -> Iterator[dict[str, Any]]:
-    for name, plan in plans.items():
-        estimate = find_need(plan).estimate
-        parts = {part.replace("_", " "): round(gib, 2) for part, gib in estimate.parts().items()}
-        yield {"recipe": name, "peak": round(estimate.total_gib, 2), **parts, "at": estimate.phase}
+def _in_gib(row: dict[str, Any]) -> dict[str, Any]:
+    parts = row["memory_parts_gib"].items()
+    rounded = {part.replace("_", " "): round(gib, 2) for part, gib in parts}
+    peak = round(row["memory_gib"], 2)
+    return {"recipe": row["recipe"], "peak": peak, **rounded, "at": row["phase"]}
 
 
-def _list_levers(plan: Plan[MemorySettings]) -> Iterator[dict[str, Any]]:
+def list_levers(plan: Plan[MemorySettings]) -> Iterator[dict[str, Any]]:
+    """Each flag that lowers the memory of a run, with what it leaves, and what it costs."""
     before_gib = find_need(plan).total_gib
     for pulled in pull_levers(plan):
         yield {
             "flags": pulled.flags,
-            "GiB": round(pulled.need.total_gib, 2),
-            "saved": round(before_gib - pulled.need.total_gib, 2),
+            "memory_gib": pulled.need.total_gib,
+            "saved_gib": before_gib - pulled.need.total_gib,
             "cost": pulled.cost,
         }
+
+
+def print_levers(needs: dict[str, Any], levers: Iterable[dict[str, Any]]) -> None:
+    """Print what `list_levers` has found."""
+    before_gib = needs["recipes"][0]["memory_gib"]
+    print(f"\nFlags that lower the {before_gib:.1f} GiB of the first row\n")
+    print(to_terminal(make_table(map(_as_saving, levers))))
+
+
+def _as_saving(row: dict[str, Any]) -> dict[str, Any]:
+    gib = {"GiB": round(row["memory_gib"], 2), "saved": round(row["saved_gib"], 2)}
+    return {"flags": row["flags"], **gib, "cost": row["cost"]}

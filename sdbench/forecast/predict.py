@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import EXIT_OK, ConfigError
-from sdbench.base.output import fit
+from sdbench.base.names import nearest
+from sdbench.base.output import fit, results_only_on_stdout
 from sdbench.base.units import counted
 from sdbench.forecast import law
-from sdbench.forecast.cost import price_of
+from sdbench.forecast.cost import CostFlags, Tariff, find_prices
 from sdbench.forecast.law import Card, Case, Law, Tested, Work, pool_of
 from sdbench.record.configuration import group
 from sdbench.record.row import format_csv
@@ -21,7 +24,7 @@ from sdbench.report.terminal import format_number
 from sdbench.settings.config import SETTINGS, BenchmarkConfig
 from sdbench.settings.kinds import PATH, POSITIVE, TEXT, list_of
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import describe_flags, setting
+from sdbench.settings.setting import describe_flags, setting, shared
 
 DESCRIPTION = """\
 Predict how fast this suite trains on GPUs that nobody has measured it on, with the memory and what
@@ -36,8 +39,12 @@ examples:
   python -m sdbench predict --model_name flux-schnell --image_size 256 --latents precomputed \\
       --sharding full --gpu B200 --num_gpus 16
       16 of one kind
+  python -m sdbench predict --model_name sdxl --latents precomputed --gpu A100 --price 1.20
+      both A100s, with 40 and 80 GB, at a price of your own
   python -m sdbench predict --model_name sd2-base --preset seed --num_gpus 8 --out predicted.csv
       the reference's software, as CSV
+  python -m sdbench predict --model_name sd2-base --gpu H200 --json
+      for a program: the same rows, and how the interval was tested
 
 exit codes: 0 ok, 2 bad input
 """
@@ -57,10 +64,20 @@ class PredictSettings(BenchmarkConfig):
     """Settings of predict: its own, and those of the run that is predicted."""
 
     gpu: tuple[str, ...] | None = setting(
-        list_of(TEXT), None, "GPUs, such as B200 (default: all that are known)", is_everyday=True
+        list_of(TEXT),
+        None,
+        "GPUs, such as B200, or A100, which is two (default: all that are known)",
+        is_everyday=True,
     )
     num_gpus: int = setting(
         POSITIVE, 1, f"GPUs that share the global batch, up to {law.MAX_GPUS}", is_everyday=True
+    )
+    price: float | str | None = shared(
+        CostFlags,
+        "price",
+        help="dollars per GPU-hour of the GPUs of --gpu, or the name of a row of "
+        "sdbench/forecast/prices.yaml (default: the first row for each GPU)",
+        is_everyday=True,
     )
     out: Path | None = setting(
         PATH, None, "write the rows, of the kind predicted, as CSV", is_everyday=True
@@ -75,22 +92,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m sdbench predict",
         description=DESCRIPTION,
         epilog=EPILOG,
+        answers_json=True,
     )
-    _check(request)
     cases = law.load_cases()
-    tested = law.leave_out(cases)
-    rows = list(predict_rows(request, cases, tested))
-    given = {name: getattr(request.config, name) for name in SETTINGS if request.is_users(name)}
-    for line in describe(rows, tested, describe_flags(given)):
-        print(fit(line, hanging=2))
-    if request.config.out:
-        print()
-        shown = [{key: value for key, value in row.items() if key != "why"} for row in rows]
-        write_out(request.config.out, format_csv(shown, columns=tuple(shown[0])))
+    _check(request, cases)
+    with results_only_on_stdout() if request.json else contextlib.nullcontext() as show:
+        tested = law.leave_out(cases)
+        rows = list(predict_rows(request, cases, tested))
+        if show is not None:
+            show(json.dumps(make_document(rows, tested), indent=2, allow_nan=False))
+        else:
+            given = {name: getattr(request.config, name) for name in SETTINGS}
+            flags = describe_flags({name: given[name] for name in given if request.is_users(name)})
+            for line in describe(rows, tested, flags):
+                print(fit(line, hanging=2))
+        if request.config.out:
+            print()
+            shown = [{key: value for key, value in row.items() if key != "why"} for row in rows]
+            write_out(request.config.out, format_csv(shown, columns=tuple(shown[0])))
     return EXIT_OK
 
 
-def _check(request: Request[PredictSettings]) -> None:
+def _check(request: Request[PredictSettings], cases: Sequence[Case]) -> None:
+    """Find mistakes before torch is imported."""
+    cards, price = choose_cards(request.config.gpu, cases), request.config.price
+    if isinstance(price, float) and request.config.gpu is None:
+        raise ConfigError(
+            "dollars per GPU-hour are the price of one kind of GPU, and all kinds are asked for",
+            value=price,
+            allowed="such a price with --gpu; the name of a row of prices.yaml",
+            flag="--price or --gpu",
+        )
+    find_prices([card.name for card in cards], price)
     given = [name for name in SETTINGS if request.is_users(name) and name not in PREDICTED]
     if given:
         raise ConfigError(
@@ -117,20 +150,24 @@ def _check(request: Request[PredictSettings]) -> None:
 
 def choose_cards(names: Sequence[str] | None, cases: Sequence[Case]) -> list[Card]:
     """The GPUs of these names; None: all of which a figure was predicted."""
-    known = sorted({case.card for case in cases}, key=lambda card: card.tflops)
+    known = sorted({case.card for case in cases}, key=lambda card: (card.tflops, card.name))
     if names is None:
         return known
     found = []
     for name in names:
-        card = law.find_card(name)
-        if card not in known:
+        meant = law.find_cards(name)
+        if set(meant).isdisjoint(known):
+            close = nearest(name.upper(), [word for card in known for word in card.name.split()])
             raise ConfigError(
-                "the speed of this GPU cannot be predicted: no figure of it was",
+                "the speed of this GPU cannot be predicted: no figure of it was"
+                if meant
+                else "there is no such GPU",
                 value=name,
-                allowed=", ".join(card.name for card in known),
+                allowed=", ".join(card.name for card in known)
+                + (f", the nearest is {close}" if close and not meant else ""),
                 flag="--gpu",
             )
-        found.append(card)
+        found += [card for card in known if card in meant]
     return list(dict.fromkeys(found))
 
 
@@ -138,6 +175,7 @@ def predict_rows(
     request: Request[PredictSettings], cases: Sequence[Case], tested: Sequence[Tested]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each GPU; the rate is None where no micro-batch fits."""
+    from sdbench.forecast.known_steps import use_known_steps
     from sdbench.forecast.memory_tables import CARDS, plan_on_gpus
     from sdbench.models.replay import Step
     from sdbench.plan.batch import AUTO_MEMORY_FRACTION, find_largest_microbatch
@@ -145,6 +183,8 @@ def predict_rows(
     from sdbench.profile.work import count_image
 
     cards = choose_cards(request.config.gpu, cases)
+    prices = find_prices([card.name for card in cards], request.config.price)
+    use_known_steps()
     plan = plan_on_gpus(request)
     config, num_gpus = plan.config, request.config.num_gpus
     name = plan.architecture.name
@@ -181,6 +221,7 @@ def predict_rows(
             "memory_gib": None,
             "known": describe_known(like, card),
             "pool": pool,
+            "usd_per_gpu_hour": None,
             "price_source": None,
             "why": f"more than its {size_gib:g} GiB",
         }
@@ -195,7 +236,7 @@ def predict_rows(
                 num_own=num_own,
                 **alike,
             )
-            row |= {"memory_gib": memory_gib, **_predict(fitted, case, factor)}
+            row |= {"memory_gib": memory_gib, **_predict(fitted, case, factor, prices[card.name])}
         yield row
 
 
@@ -208,10 +249,9 @@ RATES = (
 )
 
 
-def _predict(fitted: Law, case: Case, factor: float) -> dict[str, Any]:
+def _predict(fitted: Law, case: Case, factor: float, price: Tariff | None) -> dict[str, Any]:
     parts_s = fitted.parts_s(case)
     rate = case.num_gpus / sum(parts_s)
-    price = price_of(case.card.name)
     row = {
         "images_per_second": rate,
         "images_per_second_low": rate / factor,
@@ -225,7 +265,7 @@ def _predict(fitted: Law, case: Case, factor: float) -> dict[str, Any]:
         usd = 1e6 / rate * case.num_gpus / 3600 * price.value
         costs = zip(("", "_low", "_high"), (usd, usd / factor, usd * factor), strict=True)
         row |= {f"usd_per_million{end}": cost for end, cost in costs}
-        row["price_source"] = price.source
+        row |= {"usd_per_gpu_hour": price.value, "price_source": price.source}
     return row
 
 
@@ -237,6 +277,28 @@ def describe_known(like: Sequence[Case], card: Card) -> str | None:
         low, high = min(1 / case.seconds for case in some), max(1 / case.seconds for case in some)
         texts.append(f"{low:.3g}{'' if low == high else f' to {high:.3g}'} ({source})")
     return "; ".join(texts) or None
+
+
+def make_document(rows: Sequence[dict[str, Any]], tested: Sequence[Tested]) -> dict[str, Any]:
+    """The predictions as --json prints them; `reason` says why a GPU has none."""
+    errors = find_errors(tested, rows[0]["pool"])
+    return {
+        "num_tests": len(errors),
+        "median_error_percent": 100 * errors[len(errors) // 2],
+        "interval_factor": law.find_factor(tested, rows[0]["pool"]),
+        "is_proven": rows[0]["pool"] == law.PROVEN,
+        "rows": [
+            {key: value for key, value in row.items() if key != "why"}
+            | {"reason": row["why"] if row["images_per_second"] is None else None}
+            for row in rows
+        ],
+    }
+
+
+def find_errors(tested: Sequence[Tested], pool: str) -> list[float]:
+    """By how much the tested predictions with one error were off, in order; 0.1 is 10 %."""
+    members = (one for one in tested if one.pool == pool)
+    return sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
 
 
 def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: str) -> Iterator[str]:
@@ -253,10 +315,9 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: st
     yield from to_terminal(tabulate(TABLE, rows)).splitlines()
     yield ""
     pool = first["pool"]
-    members = [one for one in tested if one.pool == pool]
-    errors = sorted(abs(one.predicted / one.case.images_per_second - 1) for one in members)
+    errors = find_errors(tested, pool)
     yield (
-        f"Error: in {len(members)} tests figures of {pool} were predicted without all of their "
+        f"Error: in {len(errors)} tests figures of {pool} were predicted without all of their "
         f"GPU, source or model, half to {100 * errors[len(errors) // 2]:.0f} %. The interval, also "
         f"of step and MFU, is a factor of {law.find_factor(tested, pool):.2f} both ways; the "
         "memory is what `python -m sdbench memory` estimates."
@@ -266,9 +327,11 @@ def describe(rows: Sequence[dict[str, Any]], tested: Sequence[Tested], flags: st
             f"Caution: that intervals of {pool} are right was not shown by the tests "
             "(results/predictions.md), and LoRA was not tested: take them for ranges."
         )
-    for source in dict.fromkeys(row["price_source"] for row in rows if row["price_source"]):
-        names = [row["gpu"] for row in rows if row["price_source"] == source]
-        yield f"Price of {', '.join(names)}: {source}"
+    by_price = group(rows, key_of=lambda row: (row["usd_per_gpu_hour"], row["price_source"]))
+    for (usd, source), some in by_price.items():
+        if usd is not None:
+            names = ", ".join(row["gpu"] for row in some)
+            yield f"Price of {names}: {format_number(usd)} USD per GPU-hour, {source}"
     yield "To measure one, on a machine that has it:"
     of_each = " (on each machine)" if first["num_gpus"] > law.GPUS_OF_A_MACHINE else ""
     yield (

@@ -61,7 +61,6 @@ SAMPLE_SEED = 1_000_000
 OWN_FLAGS = {
     "--remote, --local or --streams": "SUBJECT",
     "--remote or --local": "SUBJECT",
-    "--model_name": "--model",
     "--instance_prompt": "--prompt",
     "--run_name": "--folder",
 }
@@ -74,9 +73,9 @@ SAVING_GRACE_S = 120.0
 EPILOG = """\
 examples:
   python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
-      --class_prompt "photo of a dog" --model stable-diffusion-2-base --num_ranks 2
+      --class_prompt "photo of a dog" --model_name stable-diffusion-2-base --num_ranks 2
   python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
-      --class_prompt "photo of a dog" --model stable-diffusion-2-base --lora_rank 4 \\
+      --class_prompt "photo of a dog" --model_name stable-diffusion-2-base --lora_rank 4 \\
       -- --max_duration 400ba --precision bf16
 
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
@@ -105,7 +104,12 @@ class DreamboothFlags:
     class_prompt: str | None = setting(
         TEXT, None, 'the prompt without the rare word: "photo of a dog"; its pictures show drift'
     )
-    model: str = setting(TEXT, REQUIRED, "diffusers folder of the model that learns the subject")
+    model_name: str = shared(
+        ModelSettings,
+        "model_name",
+        default=REQUIRED,
+        help="diffusers folder of the model that learns the subject",
+    )
     folder: Path | None = setting(
         PATH, None, "folder for all results (default: runs/<name of SUBJECT>)"
     )
@@ -181,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> list[Step]:
     """The steps in their order; `rest` goes to train.py, which may refuse it."""
-    untrained = {"model_name": flags.model}
+    untrained = {"model_name": flags.model_name}
     samples = {
         "prompts": PROMPT_SEPARATOR.join(_sample_prompts(flags)),
         "num_images_per_prompt": flags.num_samples,
@@ -249,7 +253,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     on_ray = flags.engine == RAY
     own: dict[str, Any] = {
         "task": DREAMBOOTH,
-        "model_name": flags.model,
+        "model_name": flags.model_name,
         "remote": flags.subject,
         "instance_prompt": flags.prompt,
         "results_dir": str(folder),
@@ -266,7 +270,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         unsaid = []
         own["class_remote"] = str(folder / CLASS / PICTURES_NAME)
         own["class_prompt"] = flags.class_prompt
-    if "train_text_encoder" in resolve_architecture(flags.model).family.unsuitable:
+    if "train_text_encoder" in resolve_architecture(flags.model_name).family.unsuitable:
         unsaid.append("train_text_encoder=false")
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
     for declared in declarations(DreamboothFlags).values():
@@ -358,15 +362,14 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
             allowed="a folder outside SUBJECT",
             flag="--folder",
         )
-    if flags.model not in built_in_names() and not Path(flags.model).is_dir():
+    if flags.model_name not in built_in_names() and not Path(flags.model_name).is_dir():
         raise ConfigError(
             "there is no such model here, and nothing is downloaded",
-            value=flags.model,
+            value=flags.model_name,
             allowed=f"a diffusers folder, or for a trial {', '.join(built_in_names())}",
-            flag="--model",
+            flag="--model_name",
         )
-    with blamed_on("--model"):
-        architecture = resolve_architecture(flags.model)
+    architecture = resolve_architecture(flags.model_name)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
     return image_size

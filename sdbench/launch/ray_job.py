@@ -95,11 +95,13 @@ def launch_ranks(
     command: list[str],
     rank_main: Callable[..., int],
     ahead: Callable[..., None],
+    answer: Callable[[Path | None], None] | None = None,
 ) -> int:
     """Run a command's ranks; returns the exit code of the first one, or 1 if a rank was lost.
 
     `rank_main(command, began=...)` runs a rank and returns its exit code. `ahead(is_here=...)`
     raises an error that ranks would raise before they begin, here or on unknown machines.
+    `answer` is called with the folder of the run when it has ended.
     """
     ray_cluster.check_installed()
     ahead(is_here=ray_cluster.address_of(request.config.ray_address) is None)
@@ -121,6 +123,8 @@ def launch_ranks(
             driver = _Driver(desk, request.config, _make_trainer(request.config, rank, scratch))
             with _signals_counted() as signals:
                 exit_code = driver.run(signals)
+            if answer is not None:
+                answer(driver.folder)
         finally:
             if driver is None or driver.can_shut_down():
                 ray.shutdown()
@@ -201,6 +205,11 @@ class _Driver:
                 self._tell_of_wait(has_room=has_room)
         self._listen()
         return self._conclude()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run, once the first rank has made it."""
+        return self._heard.folder
 
     def can_shut_down(self) -> bool:
         """Whether Ray can: it crashes while a thread waits for it, or without the head."""

@@ -20,7 +20,7 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.launcher import typed_command
 from sdbench.ranks.nccl_log import NcclLog
-from sdbench.record.row import append_row
+from sdbench.record.row import append_row, make_row
 from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
 from sdbench.report.outlook import describe_outlook
 from sdbench.report.terminal import format_summary
@@ -117,6 +117,11 @@ class Benchmark(TrainingTask):
         for caution in filter(None, [on_cpus, *on_gpus]):
             print(fit(f"caution: {caution}", hanging=4))
         return on_cpus is not None
+
+    @classmethod
+    def result(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The row of runs.csv."""
+        return make_row(content)
 
     def write_partial(self, folder: Path) -> None:
         """Write steps.csv, and log to W&B, the steps that the first rank has timed."""

@@ -269,6 +269,22 @@ def built_in_names() -> list[str]:
     return sorted(built_in_files())
 
 
+def find_name(text: str) -> str:
+    """The name of the model that a text means: that of a built-in one in any case, or the text.
+
+    What names no model here is refused, but hub ids and paths are not looked at. It is called for
+    each command line, before anything heavy is imported.
+    """
+    names = built_in_names()
+    if text in names or "/" in text or os.path.exists(text):
+        return text
+    name = text.lower()  # as all built-in names are
+    cut = FEWER_BLOCKS.fullmatch(name)
+    if (name if cut is None else cut["whole"]) in names:
+        return name
+    raise _no_such_model(text)
+
+
 def is_beside_program(model_name: str) -> bool:
     """Whether a model is built in or in a folder beside the program: the same on all machines."""
     return "/" not in model_name
@@ -279,16 +295,16 @@ def resolve_architecture(
 ) -> Architecture:
     """Find the architecture and the weights of a model.
 
-    `model_name` is a built-in name, perhaps with fewer blocks (``flux-dev-2+4-blocks``), a local
-    diffusers folder, or a hub id (`owner/name`), which may have a revision: a branch, tag or
-    commit. With `random_weights` the weights of a folder or hub id are not loaded; hub ids of
-    built-in architectures then need no network.
+    `model_name` is a built-in name in any case, perhaps with fewer blocks
+    (``flux-dev-2+4-blocks``), a local diffusers folder, or a hub id (`owner/name`), which may have
+    a revision: a branch, tag or commit. With `random_weights` the weights of a folder or hub id are
+    not loaded; hub ids of built-in architectures then need no network.
 
     Raises:
         ConfigError: There is no such model, a part of it is missing, its weights are in a format
             that can carry code, or it is of no family of this suite.
     """
-    names = built_in_names()
+    names, model_name = built_in_names(), find_name(model_name)
     is_folder = os.path.isdir(model_name)  # False also for a text that cannot be a path
     cut = None if is_folder else FEWER_BLOCKS.fullmatch(model_name)
     if cut is not None and cut["whole"] not in names:
@@ -320,10 +336,7 @@ def resolve_architecture(
     if os.path.isfile(model_name):
         raise _single_file(model_name)
     if re.fullmatch(r"(?![.~])[^/]+/[^/]+", model_name) is None:
-        meant = nearest(model_name, names)
-        allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
-        allowed += f", the nearest is {meant}" if meant else ""
-        raise _refusal("there is no such model", model_name, allowed)
+        raise _no_such_model(model_name)
     built_in = next((name for name in names if model_name in _read_built_in(name)["hub_ids"]), None)
     if random_weights and built_in is not None and revision is None:
         return _load_built_in(built_in)
@@ -347,6 +360,14 @@ def _settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusal(what: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(what, value=value, allowed=allowed, flag=MODEL_FLAG)
+
+
+def _no_such_model(given: str) -> ConfigError:
+    names = built_in_names()
+    meant = nearest(given.lower(), names)
+    allowed = f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
+    allowed += f", the nearest is {meant}" if meant else ""
+    return _refusal("there is no such model", given, allowed)
 
 
 def _single_file(path: str) -> ConfigError:

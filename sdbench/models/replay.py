@@ -43,6 +43,8 @@ from sdbench.settings.recipe import EngineConfig
 from sdbench.settings.training import DENOISER
 
 REPLAYS_FOLDER = "replayed-steps"
+# What `profile_step` finds, by `key_of` the steps, where a program takes it from an earlier time.
+KNOWN: dict[str, dict[str, Any]] = {}
 
 # Larger than the prime factors of usual tensor sizes (2, 3, 5; 7 and 11 of 77 tokens).
 PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
@@ -130,7 +132,8 @@ class StepProfile:
     Attributes:
         timeline: After each operation the live bytes that do not depend on the micro-batch (weight
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
-            are part of the first number. The weights are not counted.
+            are part of the first number. The weights are not counted. Without the operations after
+            which no micro-batch can have its peak.
         trained_start: Index of the first operation of a trained sub-model.
         trained_sizes: How many numbers each trained weight has.
         frozen_weights: Those of all sub-models, and all buffers.
@@ -201,7 +204,15 @@ class _CudaAutocastRules(TorchFunctionMode):
 @functools.cache
 def profile_step(step: Step) -> StepProfile:
     """Replay a training step, or take the replay of an earlier process from the cache."""
-    return StepProfile(**remember("memory", step, lambda: dataclasses.asdict(_replay_step(step))))
+    found = KNOWN.get(key_of(step)) if KNOWN else None
+    if found is None:
+        found = remember("memory", step, lambda: dataclasses.asdict(_replay_step(step)))
+    return StepProfile(**found)
+
+
+def key_of(step: Step) -> str:
+    """Hash of a step, whatever code replays it, and wherever the model comes from."""
+    return hashlib.sha256(repr(step).encode()).hexdigest()[:16]
 
 
 def remember(what: str, step: Step, find: Callable[[], Any]) -> Any:
@@ -315,21 +326,66 @@ def _replay_step(step: Step) -> StepProfile:
     with _FakeCpuMode():
         model = build_replayed(step, device="cpu")
         modules = [model.get_submodule(name) for name in step.architecture.modules_of(step.trained)]
-        timeline, trained_start = _replay(model, modules, step)
+        whole, start = _replay(model, modules, step)
+        sizes = [one.numel() for one in model.parameters() if one.requires_grad]
+        trained_weights = _num_bytes(model, trained=True)
+        find_peaks = functools.partial(
+            _find_peaks, largest=trained_weights * max(sizes) // sum(sizes)
+        )
+        frozen, trained = find_peaks(whole[:start]), find_peaks(whole[start:])
         gathered = functools.partial(
             _num_gathered_bytes, kinds=step.architecture.family.load_network().sharded_blocks
         )
         return StepProfile(
-            timeline=timeline,
-            trained_start=trained_start,
-            trained_weights=_num_bytes(model, trained=True),
-            trained_sizes=[one.numel() for one in model.parameters() if one.requires_grad],
+            timeline=[*frozen, *trained],
+            trained_start=len(frozen),
+            trained_weights=trained_weights,
+            trained_sizes=sizes,
             frozen_weights=_num_bytes(model, trained=False)
             + sum(buffer.nbytes for buffer in model.buffers()),
             frozen_beside=sum(_num_bytes(module, trained=False) for module in modules),
             gathered_weights=sum(gathered(module, trained=True) for module in modules),
             gathered_beside=sum(gathered(module, trained=False) for module in modules),
         )
+
+
+def _find_peaks(
+    timeline: Sequence[tuple[int, int, int]], *, largest: int
+) -> list[tuple[int, int, int]]:
+    """The moments at which some micro-batch has its peak; `largest` are the bytes of a gradient.
+
+    Of the gradients that are complete, all are there, or at most one; or all are there from the
+    beginning, so that they change no comparison.
+    """
+    kept: set[tuple[int, int, int]] = set()
+    for constant in (
+        lambda one: one[0],
+        lambda one: one[0] - one[2] + min(one[2], largest),
+        lambda one: one[0] - one[2],
+    ):
+        kept.update(_upper_envelope(timeline, constant))
+    return [one for one in dict.fromkeys(timeline) if one in kept]
+
+
+def _upper_envelope(
+    timeline: Sequence[tuple[int, int, int]], constant: Callable[[tuple[int, int, int]], int]
+) -> list[tuple[int, int, int]]:
+    """The moments that have the most bytes for some number of images: constant + number x slope."""
+    most: list[tuple[int, int, int]] = []
+    for third in sorted(timeline, key=lambda one: (one[1], constant(one))):
+        # The last one goes if this one has more for any number, or for each for which it had most.
+        while most:
+            second = most[-1]
+            if constant(third) < constant(second):
+                if len(most) == 1:
+                    break
+                first = most[-2]
+                fell, falls = (constant(first) - constant(one) for one in (second, third))
+                if falls * (second[1] - first[1]) > fell * (third[1] - first[1]):
+                    break
+            most.pop()
+        most.append(third)
+    return most
 
 
 def _replay(

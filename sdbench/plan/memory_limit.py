@@ -33,10 +33,13 @@ def per_rank_gib(draft: Plan[EngineConfig], memory_gib: float) -> float:
 def estimate_memory(draft: Plan[EngineConfig], microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     # A mistake in the layers of a LoRA is found here, before any weights are built.
-    step = Step.of(
-        draft.config, draft.architecture, on_cuda=draft.on_gpu, shape=draft.largest_shape
-    )
-    return estimate_peak_memory(step, draft.config, draft.ranks, micro_batch=microbatch)
+    return estimate_peak_memory(step_of(draft), draft.config, draft.ranks, micro_batch=microbatch)
+
+
+def step_of(draft: Plan[EngineConfig]) -> Step:
+    """The step whose memory is estimated."""
+    shape = draft.largest_shape
+    return Step.of(draft.config, draft.architecture, on_cuda=draft.on_gpu, shape=shape)
 
 
 class Need(NamedTuple):

@@ -18,6 +18,8 @@ examples:
       a miniature in seconds, on two processes
   python benchmark.py --preset seed --print_config
       what a run would use, and who chose it
+  torchrun --nproc_per_node gpu benchmark.py --use_synth_data --json > result.json
+      the result for a program: its row of runs.csv, null where a figure is unknown
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
@@ -32,6 +34,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m sdbench be
     from sdbench.run.runner import run
 
     parse = functools.partial(
-        parse_recorded, "benchmark", description=DESCRIPTION, epilog=EPILOG, prog=prog
+        parse_recorded,
+        "benchmark",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        prog=prog,
+        answers_json=True,
     )
     return run(TASKS["benchmark"], parse, argv, launch=launch_ranks)

@@ -23,6 +23,9 @@ from sdbench.record.columns import COLUMNS, COUNT, NAME, POSITIVE
 TIME = "run_time_s"
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+WORD = re.compile(r"[^\W_]+")
+# Columns with the names of devices.
+DEVICES = ("gpu", "device")
 MEASURED, QUOTED = "measured", "quoted"
 COPY = "copy of a run that is counted"
 # Names in an error message.
@@ -95,6 +98,15 @@ def device_of(row: Mapping[str, Any]) -> str | None:
     return row.get("gpu") or row.get("device")
 
 
+def names_device(text: str, name: str) -> bool:
+    """Whether a text means a device: all of its words are in the device's name, in any case.
+
+    So ``A100`` means both A100-40GB and NVIDIA A100-SXM4-80GB, and ``H100 PCIe`` no other H100.
+    """
+    words, of_name = (set(WORD.findall(one.lower())) for one in (text, name))
+    return bool(words) and words <= of_name
+
+
 def describe_source(row: Mapping[str, Any]) -> str | None:
     """The source of a figure, with who submitted it and where it was read."""
     parts = (row.get(name) for name in ("source", "submitter", "read_from"))
@@ -129,7 +141,10 @@ def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[dict[str, Any]]:
-    """Keep the rows that meet every condition of --where: a value, or the beginning of one."""
+    """Keep the rows that meet every condition of --where: a value, or what `find_name` finds.
+
+    A GPU may be named by words that several have, as ``A100`` is; the rows of all of them stay.
+    """
     values = {}
     for text in conditions:
         column, equals, values[column] = text.partition("=")
@@ -150,22 +165,28 @@ def select_rows(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> li
                 flag="--where",
             )
         texts = list(dict.fromkeys(as_text(row.get(column)) for row in rows))
-        wanted = find_name(value, texts, what=f"no row has this {column}", flag="--where")
-        rows = [row for row in rows if as_text(row.get(column)) == wanted]
+        wanted = [one for one in texts if column in DEVICES and names_device(value, one)]
+        if value in texts or not wanted:
+            wanted = [find_name(value, texts, what=f"no row has this {column}", flag="--where")]
+        rows = [row for row in rows if as_text(row.get(column)) in wanted]
     return list(rows)
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """The name that equals this text, or the only one that begins with it; else a ConfigError."""
+    """The name that equals this text, or the only one that it can mean; else a ConfigError.
+
+    It means those that begin with it, or if there are none those that have all of its words.
+    """
     if name in names:
         return name
-    beginning = [one for one in names if name and one.lower().startswith(name.lower())]
-    if len(beginning) == 1:
-        return beginning[0]
+    meant = [one for one in names if name and one.lower().startswith(name.lower())]
+    meant = meant or [one for one in names if names_device(name, one)]
+    if len(meant) == 1:
+        return meant[0]
     raise ConfigError(
-        "several names begin like this" if beginning else what,
+        "this may mean several names" if meant else what,
         value=name,
-        allowed=nearest_names(name, beginning or names),
+        allowed=nearest_names(name, meant or names),
         flag=flag,
     )
 

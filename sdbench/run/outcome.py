@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -59,9 +60,20 @@ class RunRecord:
     """The record of a run of any task, from its start to its end."""
 
     def __init__(
-        self, task: Task, folder: Path, *, command: Sequence[str], num_restarts: int
+        self,
+        task: Task,
+        folder: Path,
+        *,
+        command: Sequence[str],
+        num_restarts: int,
+        show: Callable[[str], None] | None = None,
     ) -> None:
-        """Begin a record, which is not written yet; `command` are the program's arguments."""
+        """Begin a record, which is not written yet; `command` are the program's arguments.
+
+        `show` prints the result as JSON, however the run ends; None: nobody has asked for it.
+        """
+        self._task = task
+        self._show = show
         self._folder = RunFolder(folder, record_name=task.record_name)
         self._folder_flag = task.folder_flag
         self._started_s = time.perf_counter()
@@ -103,7 +115,9 @@ class RunRecord:
                 merged[name] = known | value
         # Read at the end: it would lengthen the start-up by 0.4 s.
         merged["other_versions"] = provenance.other_versions()
-        return self._end(status=store.OK, reason=None, **merged)
+        content = self._end(status=store.OK, reason=None, **merged)
+        self._tell(content)
+        return content
 
     def end_badly(self, failure: Failure) -> None:
         """Write status and reason, unless another rank has: the first rank to fail knows why."""
@@ -112,6 +126,11 @@ class RunRecord:
                 self._end(status=failure.status, reason=failure.reason)
             except RunError as error:
                 print(f"error: {error}", file=sys.stderr)
+        self._tell({**self._content, "status": failure.status, "reason": failure.reason})
+
+    def _tell(self, content: dict[str, Any]) -> None:
+        if self._show is not None:
+            self._show(format_result(type(self._task), content, self._folder.path))
 
     def _end(self, **ended: Any) -> dict[str, Any]:
         duration_s = time.perf_counter() - self._started_s
@@ -123,6 +142,11 @@ class RunRecord:
                 f"the record cannot be written to {self._folder.path} ({error.strerror}): free "
                 f"space there, or choose another folder with {self._folder_flag}"
             ) from None
+
+
+def format_result(task_class: type[Task], content: dict[str, Any], folder: Path) -> str:
+    """What --json prints of a record: the result, and the folder that has all of it."""
+    return json.dumps({**task_class.result(content), "record": str(folder)}, indent=2)
 
 
 @contextlib.contextmanager

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError, RunError
-from sdbench.base.output import fit
+from sdbench.base.output import fit, results_only_on_stdout
 from sdbench.base.stop import STOP_SIGNALS, ignore_terminations, keep_exit_code, stop_signals_ask
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end, refuse_tasks_without_launcher
-from sdbench.ranks.launcher import end_with_launcher
+from sdbench.ranks.launcher import COMPOSER, end_with_launcher, launcher_name
 from sdbench.run.ahead import resolve_ahead
 from sdbench.settings.ray import RAY
 
@@ -56,19 +56,34 @@ def run(
     The caller handles a stop signal before there is a record, see `stop.stoppable`.
 
     The task, `entry` of `TASKS`, is imported after `parse` has turned the arguments into a request.
-    `began` is called with the folder of the run, on the first rank. `launch` is
-    `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
+    `began` is called with the folder of the run, on the first rank; what has it runs a rank for a
+    driver. `launch` is `ray_job.launch_ranks`, which starts the ranks of the engine ray without a
+    launcher. With --json the result of the first rank is all that is on stdout.
     """
     end_with_launcher()
     command = list(sys.argv[1:] if argv is None else argv)
     ranks = Ranks.from_environment()
     try:
         request = parse(command)
-        if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
-            rank_main = functools.partial(run, entry, parse)
-            ahead = functools.partial(resolve_ahead, entry, request)
-            return launch(request, command=command, rank_main=rank_main, ahead=ahead)
-        return _run(entry, request, command=command, ranks=ranks, began=began)
+        with contextlib.ExitStack() as output:
+            show = None
+            if request.json and began is None:  # else a driver answers
+                show = output.enter_context(results_only_on_stdout())
+            if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
+                rank_main = functools.partial(run, entry, parse)
+                ahead = functools.partial(resolve_ahead, entry, request)
+                answer = None if show is None else functools.partial(_answer_for_ranks, entry, show)
+                return launch(
+                    request, command=command, rank_main=rank_main, ahead=ahead, answer=answer
+                )
+            show = show if ranks.rank == 0 else None
+            if show is not None and launcher_name() == COMPOSER:
+                print(
+                    "caution: composer adds a line to stdout behind what --json prints; torchrun "
+                    "does not",
+                    file=sys.stderr,
+                )
+            return _run(entry, request, command=command, ranks=ranks, began=began, show=show)
     except (ConfigError, RunError) as error:  # before there was a run
         is_known_to_all = isinstance(error, ConfigError) or error in _SHARED
         if ranks.rank == 0 or not is_known_to_all:
@@ -89,6 +104,7 @@ def _run(
     command: list[str],
     ranks: Ranks,
     began: Callable[[Path], None] | None,
+    show: Callable[[str], None] | None,
 ) -> int:
     from sdbench.measure import startup
     from sdbench.record.store import OutputLog
@@ -105,7 +121,7 @@ def _run(
             list(map(pkgutil.resolve_name, task.imports))
             clock.ends(startup.IMPORTS)
             machine = inspect_machine(local_rank=ranks.local_rank)
-            _agree(task, machine=machine, ranks=ranks, command=command)
+            _agree(task, machine=machine, ranks=ranks, command=command, show=show)
             heartbeat = Heartbeat(ranks, timeout_s=task.timeout_s)
         config = task.printed_config()
         if config is not None:
@@ -121,7 +137,8 @@ def _run(
             print("\n".join(map(fit, task.for_person().splitlines())), flush=True)
             return folder
 
-        return _work(task, begin, command=command, clock=clock, heartbeat=heartbeat, ranks=ranks)
+        timers = {"clock": clock, "heartbeat": heartbeat}
+        return _work(task, begin, command=command, ranks=ranks, show=show, **timers)
 
 
 @contextlib.contextmanager
@@ -135,7 +152,26 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> None:
+def _answer_for_ranks(entry: str, show: Callable[[str], None], folder: Path | None) -> None:
+    """Print the result of ranks that Ray has run, if this node sees their record."""
+    from sdbench.record.store import load_record
+    from sdbench.run.outcome import format_result
+
+    task_class = pkgutil.resolve_name(entry)
+    if folder is None or not (folder / task_class.record_name).is_file():
+        print("warning: --json has no record to answer with", file=sys.stderr)
+        return
+    show(format_result(task_class, load_record(folder / task_class.record_name), folder))
+
+
+def _agree(
+    task: Task,
+    *,
+    machine: Any,
+    ranks: Ranks,
+    command: list[str],
+    show: Callable[[str], None] | None,
+) -> None:
     """Resolve the request on every rank and connect the ranks; all raise the error of one."""
     from sdbench.measure.hardware import check_gpu_code
 
@@ -160,7 +196,7 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
         distributed.connect(ranks, device_type=machine.device_type, timeout_s=task.timeout_s)
     except RunError as absence:
         if error is None:
-            _record_failure(task, absence, ranks=ranks, command=command)
+            _record_failure(task, absence, ranks=ranks, command=command, show=show)
         raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
     if errors:
@@ -173,7 +209,7 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
             "each flag a value that suits all of them"
         )
         _SHARED.append(failure)
-        _record_failure(task, failure, ranks=ranks, command=command)
+        _record_failure(task, failure, ranks=ranks, command=command, show=show)
         raise failure
 
 
@@ -205,13 +241,21 @@ def _find_differences(task: Task, ranks: Ranks) -> str:
     return "; ".join(differences)
 
 
-def _record_failure(task: Task, failure: RunError, *, ranks: Ranks, command: list[str]) -> None:
+def _record_failure(
+    task: Task,
+    failure: RunError,
+    *,
+    ranks: Ranks,
+    command: list[str],
+    show: Callable[[str], None] | None,
+) -> None:
     """Write the record of a run that fails before the ranks agree on it; on the first rank."""
     from sdbench.run.outcome import RunRecord, explain
 
     if ranks.rank == 0:
         num_restarts = distributed.num_restarts()
-        record = RunRecord(task, task.make_folder(), command=command, num_restarts=num_restarts)
+        folder = task.make_folder()
+        record = RunRecord(task, folder, command=command, num_restarts=num_restarts, show=show)
         record.end_badly(explain(failure, rank=0))
 
 
@@ -238,6 +282,7 @@ def _work(
     clock: StartupClock,
     heartbeat: Heartbeat,
     ranks: Ranks,
+    show: Callable[[str], None] | None,
 ) -> int:
     """Begin the record, do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
@@ -264,7 +309,7 @@ def _work(
     try:
         with stop_signals_ask():  # or a stop would leave a folder without a record
             folder = _on_first_rank(begin, ranks)
-            record = RunRecord(task, folder, command=command, num_restarts=num_restarts)
+            record = RunRecord(task, folder, command=command, num_restarts=num_restarts, show=show)
             _on_first_rank(record.write_unfinished, ranks)
             has_begun = True
         heartbeat.watch(end_as_one_is_lost)

@@ -29,7 +29,8 @@ class Run:
 class Task(abc.ABC):
     """One run of a task; its methods are called in the order of their definition.
 
-    Of the last two, `write_partial` is called after a failure and `conclude` after success.
+    Of the last three, `result` is asked of any run that has ended, `write_partial` is called after
+    a failure and `conclude` after success.
 
     Attributes:
         kind: Key of the task in `TASKS` and, where its records have a schema, in
@@ -96,6 +97,11 @@ class Task(abc.ABC):
 
         ``summary`` is among them; mappings are merged into those of `for_record`.
         """
+
+    @classmethod
+    def result(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """What --json prints of a record of any status; only of a program that has the flag."""
+        raise NotImplementedError
 
     def write_partial(self, folder: Path) -> None:
         """Write what was measured before `work` ended with an error; on the first rank.

@@ -28,7 +28,8 @@ class Kind:
     """A kind of value.
 
     Attributes:
-        parse: Turns the received value into the setting's, or raises ValueError or TypeError.
+        parse: Turns the received value into the setting's, or raises ValueError, TypeError or the
+            ConfigError to show.
         metavar: Stands for the value in the help.
     """
 
@@ -78,20 +79,24 @@ def one_of(*choices: str) -> Kind:
     return _choice(lambda: choices)
 
 
-def row_of(table: str, *others: str, or_text: bool = False) -> Kind:
+def row_of(table: str, *others: str, find: str | None = None) -> Kind:
     """The name of a row in a table of another room.
 
     The table, ``module:name`` of a dictionary or of a function that lists names, is imported when a
     value is checked, because settings may not import the rooms with tables. `others` are further
-    choices; `or_text` accepts any other text too.
+    choices; `find` is a function that turns any text into a value, or refuses it.
     """
 
     def choices() -> Sequence[str]:
         rows = pkgutil.resolve_name(table)
         return (*others, *(rows() if callable(rows) else rows))
 
-    if or_text:
-        return Kind(TEXT.allowed, _parse_text, TEXT.metavar, choices)
+    if find is not None:
+
+        def parse(value: Any) -> Any:
+            return pkgutil.resolve_name(find)(_parse_text(value))
+
+        return Kind(TEXT.allowed, parse, TEXT.metavar, choices)
     return _choice(choices)
 
 

@@ -45,6 +45,7 @@ COMMON_FLAGS = ("--help", "--version")
 HELP_ALL = "--help_all"
 # One action, two names: the second is that of the commands that start others.
 PRINT_FLAGS = ("--print_config", "--dry_run")
+JSON_FLAG = "--json"
 # The --help of a program with more lists those of every day alone.
 MAX_LISTED = 40
 # Variable of argcomplete: the place of the program among the words of the line, from 1.
@@ -59,6 +60,7 @@ class Request(Generic[ConfigT]):
         config: Merged from defaults, preset, file and flags; None where nobody said.
         origin: Name of each setting to where its value came from: default, preset, file or flag.
         print_config: The user wants to see the resolved config instead of a run.
+        json: The user wants the answer as one JSON document, for a program to read.
         rest: The arguments behind ``--``, for another program.
         translation: Of a file in another program's form; of a record its notes.
     """
@@ -68,6 +70,7 @@ class Request(Generic[ConfigT]):
     print_config: bool
     rest: tuple[str, ...] = ()
     translation: Translation = NOTHING_TRANSLATED
+    json: bool = False
 
     def is_users(self, name: str) -> bool:
         """Whether the user gave this setting a value, in a flag or in a file."""
@@ -95,6 +98,7 @@ def parse(
     epilog: str,
     prog: str | None = None,
     takes_file: bool = False,
+    answers_json: bool = False,
     translate: Callable[[dict[str, Any]], Translation] | None = None,
     read_record: Callable[[str, Collection[str]], dict[str, Any] | None] | None = None,
     rest: str | None = None,
@@ -109,6 +113,8 @@ def parse(
         prog: Name of the program; None takes the name that the process was started by.
         takes_file: Whether the command has ``--config``, ``--print_config`` and arguments
             ``key=value``.
+        answers_json: Whether the command has ``--json``. It is no setting: what a run records
+            does not have it.
         translate: Takes from the content of a file what it has in another program's form.
         read_record: Reads the settings of a record at the path of ``--config``, but those whose
             names are given; returns None for another file.
@@ -143,10 +149,18 @@ def parse(
             action="store_true",
             help="check everything, print every value of the run and who chose it, then stop",
         )
+    if answers_json:
+        parser.add_argument(
+            JSON_FLAG,
+            action="store_true",
+            help="print the answer as one JSON document on stdout, all other lines on stderr",
+        )
     _add_arguments(parser, settings, only_everyday=is_short)
     if _wants_completion():
         _complete(parser)
-    _refuse_unknown_flags(arguments, settings, takes_file=takes_file, rest=rest)
+    known = [*COMMON_FLAGS, HELP_ALL, *((CONFIG_FLAG, *PRINT_FLAGS) if takes_file else ())]
+    known += [JSON_FLAG] if answers_json else []
+    _refuse_unknown_flags(arguments, settings, known=known, rest=rest)
     namespace, others = parser.parse_known_args(arguments)
     assignments = [other for other in others if takes_file and is_assignment(other)]
     for other in others:
@@ -187,19 +201,29 @@ def parse(
     for layer_name, layer in (("preset", preset), ("file", file), ("flag", flags)):
         merged.update(layer)
         origin.update(dict.fromkeys(layer, layer_name))
-    print_config = given.get("print_config", False)
-    return Request(config_type(**merged), origin, print_config, tuple(behind), translation)
+    print_config, json = given.get("print_config", False), given.get("json", False)
+    if print_config and json:
+        raise ConfigError(
+            "the values of a run are printed as YAML, which --config reads again",
+            value=" ".join(one for one in arguments if one in (*PRINT_FLAGS, JSON_FLAG)),
+            allowed=f"one of {PRINT_FLAGS[0]} and {JSON_FLAG}",
+            flag=JSON_FLAG,
+        )
+    return Request(config_type(**merged), origin, print_config, tuple(behind), translation, json)
 
 
 def _refuse_unknown_flags(
     arguments: Sequence[str],
     settings: Mapping[str, Setting],
     *,
-    takes_file: bool,
+    known: list[str],
     rest: str | None,
 ) -> None:
-    """Refuse an unknown flag, with the nearest known one, which argparse does not tell."""
-    known = [*COMMON_FLAGS, HELP_ALL, *((CONFIG_FLAG, *PRINT_FLAGS) if takes_file else ())]
+    """Refuse an unknown flag, with the nearest known one, which argparse does not tell.
+
+    `known` are the flags that are no settings.
+    """
+    known = [*known]
     same = {flag: declared for declared in settings.values() for flag in declared.diffusers}
     for declared in settings.values():
         if not declared.is_positional:

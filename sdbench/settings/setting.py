@@ -308,6 +308,8 @@ class Setting:
     def _parse_one(self, value: Any) -> Any:
         try:
             return self.kind.parse(value)
+        except ConfigError:
+            raise
         except OutOfBoundsError as error:
             what, allowed = "a number out of bounds", f"{self.kind.allowed}; {error}"
         except (TypeError, ValueError):

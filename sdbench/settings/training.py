@@ -38,7 +38,10 @@ class ModelSettings:
     IDENTIFIES = True
 
     model_name: str = setting(
-        row_of("sdbench.models.architecture:built_in_names", or_text=True),
+        row_of(
+            "sdbench.models.architecture:built_in_names",
+            find="sdbench.models.architecture:find_name",
+        ),
         "sd2-base",
         "built-in architecture with random weights (sd2-base, sdxl, sd3-medium, flux-schnell, "
         "tiny, ...: docs/models.md), a local diffusers folder, or a hub id",

@@ -106,6 +106,15 @@ def test_a_price_is_found_by_the_gpu_or_chosen(write_table, cost, files, gpu, pr
     assert rows[0]["cost_usd"] == pytest.approx(usd)
 
 
+def test_a_gpu_is_found_by_what_people_call_it(capsys, write_table, cost, files):
+    row = cost(write_table("A100,4,64,10"), "--recipe", "small", *files[2:])[0]
+    assert row["cost_usd"] == pytest.approx(2 * row["gpu_hours"])  # the first row of an A100
+    assert "--price chooses spheron-a100 or p4de-reserved" in capsys.readouterr().out
+    table = write_table("NVIDIA X100 NVL,4,64,10", "NVIDIA Y200,4,64,20", name="several")
+    (row,) = cost(table, "--recipe", "small", "--where", "gpu=x100", *files)
+    assert row["gpu"] == "NVIDIA X100 NVL"
+
+
 def test_an_unknown_gpu_has_no_price_and_no_power(capsys, write_table, cost, files):
     row = cost(write_table("Y200,4,64,10"), "--recipe", "small", *files)[0]
     assert (row["cost_usd"], row["energy_kwh"]) == (None, None)
@@ -176,6 +185,7 @@ def test_tables_without_a_rate_and_a_folder_that_is_not_there_are_refused(quoted
 
 
 MIXED = ("X,8,256,online,4,10", "X,8,512,precomputed,4,10")
+BOTH = ("A100-40GB,8,256,online,4,10", "A100-SXM4-80GB,8,256,online,4,20", "B,8,256,online,4,9")
 SEVERAL = ("X,8,256,online,4,10", "X,8,256,online,8,20", "X,8,512,online,4,20")
 
 
@@ -193,6 +203,7 @@ SEVERAL = ("X,8,256,online,4,10", "X,8,256,online,8,20", "X,8,512,online,4,20")
         (SEVERAL, "any --price -1", "--price", "-1"),
         (SEVERAL, "any --prices none.yaml", "--prices", "none.yaml"),
         (MIXED, "any", "--where latents=...", "online and precomputed"),
+        (BOTH, "any --where gpu=A100", "--where gpu=...", "A100-40GB and A100-SXM4-80GB"),
         (SEVERAL, "any", "--where micro_batch=...", "4 and 8"),
     ],
 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 
 import pytest
 
 from sdbench.base.shape import Shape
-from sdbench.forecast import law
+from sdbench.forecast import law, predict
 from sdbench.forecast.law import EAGER, FUSED, Card, Case, Law, Work
+from sdbench.forecast.predict import choose_cards
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.replay import Step
 from sdbench.profile.work import count_image
@@ -198,16 +200,67 @@ def test_a_table_of_runs_elsewhere_is_left_out(tmp_path, repository):
     ],
 )
 def test_what_no_figure_tells_is_refused(argv, flag):
-    from sdbench.forecast import predict
-
     with refused(flag):
         predict.main(["--model_name", "tiny", *argv])
 
 
+@pytest.mark.parametrize(
+    ("names", "cards"),
+    [
+        (["A100"], ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"]),
+        (["a100-80gb", "A100"], ["NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"]),
+        # Not every H100: the other ones have this word in their names as well.
+        (["H100"], ["NVIDIA H100 80GB HBM3"]),
+        (["b200"], ["NVIDIA B200"]),
+    ],
+)
+def test_a_gpu_is_found_by_what_people_call_it(cases, names, cards):
+    assert [card.name for card in choose_cards(names, cases)] == cards
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--price", "2"), "--price or --gpu"),
+        (("--price", "p4de", "--gpu", "A100"), "--price"),
+        (("--price", "spheron-h200", "--gpu", "A100"), "--price"),
+        (("--price", "0", "--gpu", "A100"), "--price"),
+        (("--gpu", "H100 PCIe"), "--gpu"),
+        (("--gpu", "RTX"), "--gpu"),
+    ],
+)
+def test_a_price_or_gpu_that_is_not_there_is_refused(argv, flag):
+    with refused(flag):
+        predict.main([*argv])
+
+
+@pytest.mark.slow
+def test_the_answer_for_a_program_is_all_that_is_on_stdout(capfd, tmp_path):
+    argv = ["--model_name", "tiny", "--batch_size", "256", "--gpu", "A100,B200"]
+    argv += ["--price", "p4de-on-demand", "--out", str(tmp_path / "out.csv")]
+    assert predict.main([*argv, "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    rows = {row["gpu"]: row for row in document["rows"]}
+    assert [*rows] == ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"]
+    # The row of the file is for one of them; the others keep their own.
+    prices = [row["usd_per_gpu_hour"] for row in rows.values()]
+    assert prices == [2.0, 5.12, 8.32]
+    for row in rows.values():
+        usd = 1e6 / row["images_per_second"] / 3600 * row["usd_per_gpu_hour"]
+        assert row["usd_per_million"] == pytest.approx(usd)
+        high = row["images_per_second"] * document["interval_factor"]
+        assert row["images_per_second_high"] == pytest.approx(high)
+        assert row["reason"] is None
+    for written, row in zip(read_figures(tmp_path / "out.csv"), rows.values(), strict=True):
+        del row["reason"]
+        assert written == row
+    assert predict.main([*argv[:6], "--price", "0.5", "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert {row["usd_per_gpu_hour"] for row in rows} == {0.5}
+
+
 @pytest.mark.slow
 def test_auto_is_the_micro_batch_that_fits_and_flags_are_told_again(capsys):
-    from sdbench.forecast import predict
-
     argv = ["--model_name", "tiny", "--gpu", "b200,B200", "--batch_size", "256", "--use_ema"]
     assert predict.main([*argv, "--device_train_microbatch_size", "auto"]) == 0
     given = capsys.readouterr().out

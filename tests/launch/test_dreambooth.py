@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, CLASS_PROMPT = "photo of a unqtkn dog", "photo of a dog"
 SUBJECT = ("my-dog", "--prompt", PROMPT)
-SMALL = ("--model", "tiny", "--engine", "torch", "--generate_flags", "--num_steps 2")
+SMALL = ("--model_name", "tiny", "--engine", "torch", "--generate_flags", "--num_steps 2")
 SMALL += ("--num_samples", "1", "--num_class_images", "2", "--sample_prompts", "unqtkn on the moon")
 COMMAND = (*SUBJECT, "--class_prompt", CLASS_PROMPT, *SMALL)
 FOLDER = Path("runs", "my-dog")
@@ -58,7 +58,7 @@ KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/laten
 def test_a_text_encoder_that_a_family_keeps_frozen_is_not_trained(model, is_frozen, rank) -> None:
     flags = DreamboothFlags(
         subject="my-dog",
-        model=model,
+        model_name=model,
         prompt=PROMPT,
         class_prompt=CLASS_PROMPT,
         lora_rank=rank,
@@ -241,8 +241,8 @@ def test_the_sample_prompts_may_be_a_file(started, capsys) -> None:
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
-        (("--model", "stabilityai/stable-diffusion-2-base"), "--model"),
-        (("--model", "my-dog"), "--model"),
+        (("--model_name", "stabilityai/stable-diffusion-2-base"), "--model_name"),
+        (("--model_name", "my-dog"), "--model_name"),
         (("--prompt", "Photo of a dog"), "--prompt"),
         (("--prompt", "a unqtkn | dog"), "--prompt"),
         (("--sample_prompts", "nothing.txt"), "--sample_prompts"),

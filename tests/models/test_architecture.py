@@ -22,6 +22,7 @@ from sdbench.cli import main
 from sdbench.models.architecture import DRAWING, built_in_names, resolve_architecture
 from sdbench.models.components import make_part
 from sdbench.models.diffusion import build_model
+from sdbench.settings.config import parse_request
 from tests.refusals import refused
 from tests.train.smallest_model import write_model
 
@@ -29,6 +30,20 @@ from tests.train.smallest_model import write_model
 @pytest.fixture(autouse=True)
 def hub_out_of_reach(monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("SDXL", "sdxl"), ("Sd2-Base", "sd2-base"), ("FLUX-dev-2+4-Blocks", "flux-dev-2+4-blocks")],
+)
+def test_a_built_in_model_has_one_name_however_it_is_typed(given, name) -> None:
+    # The name that the record has.
+    request = parse_request(["--model_name", given], description="", epilog="")
+    assert request.config.model_name == name
+    assert resolve_architecture(given) is resolve_architecture(name)
+    Path(given).mkdir()  # a folder comes first
+    request = parse_request(["--model_name", given], description="", epilog="")
+    assert request.config.model_name == given
 
 
 @pytest.fixture(scope="module")

@@ -347,6 +347,35 @@ def test_the_peak_of_a_replay_is_that_of_torchs_profiler(name, changes, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_moments_that_a_replay_leaves_out_are_no_peaks(monkeypatch, tmp_path, on_cuda) -> None:
+    variants = [
+        {"micro_batch": size, "on_cuda": on_cuda, **changes}
+        for size in (1, 2, 24, 256)
+        for changes in (
+            {},
+            {"num_microbatches": 2},
+            {"update_in_backward": True, "optimizer": "adamw_8bit"},
+            {"has_subject": True, "encodes_images": False, "encoder_batch_size": 8},
+            {"num_ranks": 4, "sharding": "full"},
+        )
+    ]
+
+    def estimate_all() -> list[tuple[float, int]]:
+        replay.profile_step.cache_clear()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(replay._find_peaks)))
+        totals = [estimate(**one).total_gib for one in variants]
+        return totals, len(replay.profile_step(Step(**PLAIN_STEP, on_cuda=on_cuda)).timeline)
+
+    kept, num_kept = estimate_all()
+    monkeypatch.setattr(replay, "_find_peaks", lambda timeline, largest: list(timeline))
+    whole, num_all = estimate_all()
+    replay.profile_step.cache_clear()
+    assert kept == pytest.approx(whole, rel=1e-9)
+    assert num_kept < num_all / 20
+
+
+@pytest.mark.slow
 def test_a_step_is_replayed_and_counted_once_on_a_machine(monkeypatch, tmp_path) -> None:
     def estimate_anew():
         replay.profile_step.cache_clear()

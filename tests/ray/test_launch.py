@@ -81,12 +81,14 @@ def test_fewer_ranks_say_so_and_have_the_drivers_threads(tmp_path, repository, m
     ranks = ("--num_ray_workers", "2", "--min_ray_workers", "1", "--batch_size", "2")
     resources = ("--ray_worker_resources", json.dumps({"CPU": NUM_PLACES}))
     command = [sys.executable, "benchmark.py", *TINY, *SHORT, *ranks, *resources]
-    command += ["--results_dir", str(tmp_path)]
+    command += ["--results_dir", str(tmp_path), "--json"]
     ended = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "; free now: CPU" in ended.stderr.splitlines()[0]
-    assert ended.stdout.startswith("Ray has started 1 of 2 ranks, as it had no room for more")
+    assert "\nRay has started 1 of 2 ranks, as it had no room for more" in ended.stderr
     record = only_record(tmp_path)
+    # What the ranks print comes to the driver, which answers.
+    assert json.loads(ended.stdout)["source"] == record["run_id"]
     assert record["ranks"]["world_size"] == 1
     assert record["config"]["num_threads"] == 1
     assert record["chosen"]["num_threads"] == "OMP_NUM_THREADS"
