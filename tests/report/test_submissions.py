@@ -139,6 +139,12 @@ def changed(**changes):
     return lambda runs: edit(runs[1], **changes)
 
 
+# As read from a GPU on which another process computed.
+GPU = {
+    **dict.fromkeys(("utilization_percent", "power_w", "energy_j", "temperature_c")),
+    **dict.fromkeys(("power_limit_w", "default_power_limit_w", "sm_clock_mhz")),
+    **{"max_sm_clock_mhz": None, "throttle_reasons": [], "num_other_processes": 1},
+}
 FAILED = {"status": "failed", "reason": "no disk", "summary": None}
 INVALID = {"status": "invalid", "reason": "a short epoch", "summary": None}
 PLACE = "the place of the second run"
@@ -160,6 +166,10 @@ BAD = {
     "too-few": (lambda runs: runs[:2], 2),
     "none": (lambda runs: [], 0),
     "a-busy-machine": (changed(summary__flags=["busy"]), ["busy"]),
+    "a-shared-gpu": (
+        changed(summary__flags=["shared"], summary__gpu=GPU, summary__gpu_utilization_percent=None),
+        ["shared"],
+    ),
     "flags-not-known": (changed(summary__flags=None), None),
     "an-invalid-run": (changed(**INVALID), "invalid"),
     "a-failed-run": (changed(**FAILED), "failed"),
