@@ -270,7 +270,9 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     left_out += [*bad_quoted, *bad_submitted, *bad_steps]
     figures = _figures_of(quoted)
     rows = [*map(make_row, [*_of_kind(records, BENCHMARK), *submitted]), *figures]
-    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *(name for row in rows for name in row))))
+    # Those of figures first: a submitted result must not move the cells of all other rows.
+    names = (name for row in [*figures, *rows] for name in row)
+    columns = tuple(dict.fromkeys((*RUN_COLUMNS, *names)))
 
     # Everything is made before anything is written.
     shown = [section for section in sections.values() if section.has_content]

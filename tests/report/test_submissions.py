@@ -81,15 +81,22 @@ def test_an_accepted_result_is_told_apart_and_goes_with_its_file(tmp_path, runs,
     # The same machine and configuration were measured here, faster.
     own = make_record(summary__flags=[])
     results = make_results(tmp_path / "results", own, quoted=False)
+    (results / "quoted").mkdir()
+    figure = "source,watts,submitter,images_per_second\nx,9,B,5\n"
+    (results / "quoted" / "a.csv").write_text(figure)
+    assert main(["report", "--folder", str(results)]) == 0
+    before = [[*row.items()] for row in rows_of(results)]
     assert main(submit(results, *runs)) == 0
     (file,) = (results / "submitted").iterdir()
     assert file.name == f"{runs[0].name}.json"
     printed = capsys.readouterr().out
     assert f"published {file}\n" in printed and f"git add {results}\n" in printed
     rows = rows_of(results)
-    assert [row["kind"] for row in rows] == ["measured", *["submitted"] * 3]
-    assert {(row["source"], row["submitter"]) for row in rows[1:]} == {(file.stem, NAME)}
-    assert [float(row["images_per_second"]) for row in rows[1:]] == list(RATES)
+    assert [row["kind"] for row in rows] == ["measured", *["submitted"] * 3, "quoted"]
+    assert {(row["source"], row["submitter"]) for row in rows[1:4]} == {(file.stem, NAME)}
+    assert [float(row["images_per_second"]) for row in rows[1:4]] == list(RATES)
+    # No cell of the other rows has moved.
+    assert [[*row.items()] for row in (rows[0], rows[4])] == before
     readme = (results / "README.md").read_text()
     best = [line for line in readme.splitlines() if line.startswith("| ") and "0.4" in line]
     assert [NAME in line for line in best] == [False, True]
@@ -100,7 +107,7 @@ def test_an_accepted_result_is_told_apart_and_goes_with_its_file(tmp_path, runs,
     assert f"published before: {file}\n" in capsys.readouterr().out
     file.unlink()
     assert main(["report", "--folder", str(results)]) == 0
-    assert [row["kind"] for row in rows_of(results)] == ["measured"]
+    assert [row["kind"] for row in rows_of(results)] == ["measured", "quoted"]
     pages = [path for path in results.rglob("*") if path.suffix in (".md", ".html", ".csv")]
     assert not [path for path in pages if NAME in path.read_text()]
 
@@ -132,6 +139,12 @@ def changed(**changes):
     return lambda runs: edit(runs[1], **changes)
 
 
+# As read from a GPU on which another process computed.
+GPU = {
+    **dict.fromkeys(("utilization_percent", "power_w", "energy_j", "temperature_c")),
+    **dict.fromkeys(("power_limit_w", "default_power_limit_w", "sm_clock_mhz")),
+    **{"max_sm_clock_mhz": None, "throttle_reasons": [], "num_other_processes": 1},
+}
 FAILED = {"status": "failed", "reason": "no disk", "summary": None}
 INVALID = {"status": "invalid", "reason": "a short epoch", "summary": None}
 PLACE = "the place of the second run"
@@ -153,6 +166,10 @@ BAD = {
     "too-few": (lambda runs: runs[:2], 2),
     "none": (lambda runs: [], 0),
     "a-busy-machine": (changed(summary__flags=["busy"]), ["busy"]),
+    "a-shared-gpu": (
+        changed(summary__flags=["shared"], summary__gpu=GPU, summary__gpu_utilization_percent=None),
+        ["shared"],
+    ),
     "flags-not-known": (changed(summary__flags=None), None),
     "an-invalid-run": (changed(**INVALID), "invalid"),
     "a-failed-run": (changed(**FAILED), "failed"),
