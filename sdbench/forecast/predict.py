@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,12 @@ def choose_cards(names: Sequence[str] | None, cases: Sequence[Case]) -> list[Car
     for name in names:
         meant = law.find_cards(name)
         if set(meant).isdisjoint(known):
-            close = nearest(name.upper(), [word for card in known for word in card.name.split()])
+            words = [word for card in known for word in re.split("[ -]", card.name)]
+            close = nearest(name.upper(), words)
             raise ConfigError(
                 "the speed of this GPU cannot be predicted: no figure of it was"
                 if meant
-                else "there is no such GPU",
+                else "no GPU of this name is known",
                 value=name,
                 allowed=", ".join(card.name for card in known)
                 + (f", the nearest is {close}" if close and not meant else ""),

@@ -101,10 +101,18 @@ def device_of(row: Mapping[str, Any]) -> str | None:
 def names_device(text: str, name: str) -> bool:
     """Whether a text means a device: all of its words are in the device's name, in any case.
 
-    So ``A100`` means both A100-40GB and NVIDIA A100-SXM4-80GB, and ``H100 PCIe`` no other H100.
+    So ``A100`` means both A100-40GB and NVIDIA A100-SXM4-80GB, and ``H100 PCIe`` no other H100. A
+    number may lack its unit, and letters their number: ``A100 SXM 80``, but no ``A10`` or ``A``.
     """
-    words, of_name = (set(WORD.findall(one.lower())) for one in (text, name))
-    return bool(words) and words <= of_name
+    words, of_name = (WORD.findall(one.lower()) for one in (text, name))
+    return bool(words) and all(any(_means(one, other) for other in of_name) for one in words)
+
+
+def _means(word: str, other: str) -> bool:
+    rest = other.removeprefix(word)
+    lacks_number = len(word) > 1 and word.isalpha() and rest.isdigit()
+    lacks_unit = word.isdigit() and rest.isalpha()
+    return word == other or (other.startswith(word) and (lacks_number or lacks_unit))
 
 
 def describe_source(row: Mapping[str, Any]) -> str | None:

@@ -146,7 +146,8 @@ class RunRecord:
 
 def format_result(task_class: type[Task], content: dict[str, Any], folder: Path) -> str:
     """What --json prints of a record: the result, and the folder that has all of it."""
-    return json.dumps({**task_class.result(content), "record": str(folder)}, indent=2)
+    result = {**task_class.result(content), "record": str(folder)}
+    return json.dumps(result, indent=2, allow_nan=False)
 
 
 @contextlib.contextmanager

@@ -137,8 +137,15 @@ def _run(
             print("\n".join(map(fit, task.for_person().splitlines())), flush=True)
             return folder
 
-        timers = {"clock": clock, "heartbeat": heartbeat}
-        return _work(task, begin, command=command, ranks=ranks, show=show, **timers)
+        return _work(
+            task,
+            begin,
+            command=command,
+            clock=clock,
+            heartbeat=heartbeat,
+            ranks=ranks,
+            show=show,
+        )
 
 
 @contextlib.contextmanager

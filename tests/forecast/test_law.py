@@ -212,6 +212,7 @@ def test_what_no_figure_tells_is_refused(argv, flag):
         # Not every H100: the other ones have this word in their names as well.
         (["H100"], ["NVIDIA H100 80GB HBM3"]),
         (["b200"], ["NVIDIA B200"]),
+        (["H100 SXM", "A100 80"], ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"]),
     ],
 )
 def test_a_gpu_is_found_by_what_people_call_it(cases, names, cards):
@@ -227,6 +228,10 @@ def test_a_gpu_is_found_by_what_people_call_it(cases, names, cards):
         (("--price", "0", "--gpu", "A100"), "--price"),
         (("--gpu", "H100 PCIe"), "--gpu"),
         (("--gpu", "RTX"), "--gpu"),
+        # Other GPUs, whose names are in those of known ones.
+        (("--gpu", "A10"), "--gpu"),
+        (("--gpu", "A40"), "--gpu"),
+        (("--gpu", "L4"), "--gpu"),
     ],
 )
 def test_a_price_or_gpu_that_is_not_there_is_refused(argv, flag):
