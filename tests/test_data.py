@@ -10,10 +10,9 @@ import time
 import pytest
 
 import data as script
-from sdbench.analysis import feed_table
 from sdbench.base.errors import RunError
 from sdbench.data.batches.loader import CheckedLoader
-from sdbench.record.row import format_csv
+from sdbench.record.row import FEED_COLUMNS, format_csv, make_feed_row
 from sdbench.report.terminal import format_number
 from tests.refusals import printed_refusal
 from tests.runs import run_and_load
@@ -53,7 +52,7 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert output.endswith(told)
     assert (folder / "stdout.log").read_text() == output
     assert not (folder / "steps.csv").exists()
-    text = format_csv([feed_table.make_row(record)], columns=feed_table.COLUMNS)
+    text = format_csv([make_feed_row(record)], columns=FEED_COLUMNS)
     (row,) = csv.DictReader(text.splitlines())
     assert float(row["images_per_second"]) == summary["images_per_second"]
 

@@ -91,7 +91,6 @@ WARMUP_FLAGS = "--num_warmup_batches, --num_workers or --prefetch_factor"
             0,
         ),
         ("--image_size 100", None, "--image_size", 100),
-        ("--model_name tinny", None, "--model_name", "tinny"),
         ("--remote pictures", None, f"--use_synth_data, --data_format, {PLACE_FLAGS}", "pictures"),
     ],
 )
