@@ -14,6 +14,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.batches.loader import CheckedLoader
 from sdbench.record.row import FEED_COLUMNS, format_csv, make_feed_row
 from sdbench.report.terminal import format_number
+from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal
 from tests.runs import run_and_load
 from tests.schemas import validate
@@ -83,6 +84,14 @@ def test_no_is_an_answer_for_synthetic_data_by_default(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "No --remote, --local or --streams: measuring synthetic data." in output
     assert re.search(r"images/s\? +no\. It takes \d+ worker", output)
+
+
+def test_a_source_that_is_named_is_not_said_to_be_missing(tmp_path, capsys):
+    write_folder(tmp_path / "pictures")
+    argv = ("--remote", tmp_path / "pictures", *SMALL[1:], "--num_workers", "0")
+    record, exit_code = run(tmp_path, *map(str, argv), "--num_batches", "2")
+    assert (exit_code, record["config"]["data_format"]) == (0, "folder")
+    assert "synthetic" not in capsys.readouterr().out
 
 
 def test_a_clock_that_is_set_back_changes_no_time(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     record = run("--prompts", PROMPTS, "--folder", "out")
     assert (record["kind"], record["status"]) == ("generate", "ok")
     assert record["config"]["scheduler"] == record["job"]["scheduler"] == "ddim"
+    assert record["job"]["model_name"] == "nano"
     assert (record["summary"]["num_pictures"], record["summary"]["num_drawn"]) == (3, 3)
     with Path("out", "prompts.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -212,6 +212,16 @@ def test_a_damaged_tar_or_none_is_named(damage, tmp_path):
         data.check(make_config(tar))
 
 
+def test_a_tar_that_ends_with_as_many_zeros_as_fill_a_record_is_whole(tmp_path):
+    # Its members take 19 of the 20 blocks of a record: the second zero block begins another one.
+    blocks_of_png = -(-len(PIXEL) // 512)
+    caption = b"a" * 512 * (19 - 1 - blocks_of_png - 1)
+    tar = write_tar(tmp_path / "a.tar", [("0.png", PIXEL), ("0.txt", caption)])
+    content = tar.read_bytes()
+    assert len(content) - len(content.rstrip(b"\0")) == 10_240 + 512
+    assert data.check(make_config(tar)) == 1
+
+
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])
 def test_a_tar_that_is_packed_is_read_like_its_twin(name, tmp_path, temporary_folder, capsys):
     tar = write_tar(tmp_path / "packed" / name, pairs(0, 1, 2), mode="w:gz")

@@ -201,6 +201,14 @@ def test_the_page_of_a_benchmark_has_its_charts_or_why_there_is_none(tmp_path, c
     assert state[0] == ["state", "oom: no memory"]
 
 
+def test_a_run_that_has_made_all_of_its_steps_has_none_left_to_train(tmp_path):
+    steps = [(n, 1.0, 1e-4, 0.5, 0.5) for n in range(1, 5001)]  # of 8 seconds each
+    folder = make_run(tmp_path / "run", steps=steps)
+    assert main(["report", str(folder)]) == 0
+    state = dict(rows_of((folder / "report.html").read_text(), "state"))
+    assert (state["steps"], state["left to train"]) == ("5,000 of 5,000", "0:00:00")
+
+
 def test_an_infinite_loss_is_not_part_of_the_mean(tmp_path):
     losses = ("inf", "1e308", 0.5)
     run = make_run(tmp_path / "run", steps=[(n, loss, 0, 8, 0) for n, loss in enumerate(losses, 1)])

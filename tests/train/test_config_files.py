@@ -93,6 +93,8 @@ def test_a_mapping_is_replaced_by_its_setting_and_changed_by_its_keys(file):
         ("system: {batch_size: 0}", (), "system.batch_size=VALUE", 0),
         ("system: {gradient_accumulation: 2}", (), "system.batch_size=VALUE", None),
         ("model_parts: {unet: {random: nano}}", (), "--model_parts", {"unet": {"random": "nano"}}),
+        ("lora_layers: [to_q, '']", (), "--lora_layers", ["to_q", ""]),
+        ("lora_layers: 5", (), "--lora_layers", 5),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(file, text, argv, flag, value):
