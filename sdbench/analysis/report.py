@@ -21,6 +21,7 @@ from sdbench.analysis.ladder_tables import make_ladder_tables, make_pair_tables
 from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_table, make_target_table
 from sdbench.analysis.run_page import make_run_page
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
+from sdbench.analysis.which_gpu import make_gpu_rows, read_extras
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
@@ -56,6 +57,12 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "Eight GPUs of one machine, Stable Diffusion 2 at 512 px, global batch 2048, images/s over "
         "all eight: the figures of AWS (2024), each of one run, and their ratio.",
         (throughput_plots.MICRO_BATCH,),
+    ),
+    SPEED_UPS: (
+        "Speed-ups",
+        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+        "micro-batches and ranks cost or gain.",
+        (),
     ),
     HEADLINES: (
         "Best of each machine",
@@ -97,17 +104,26 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "encoded beforehand.",
         (),
     ),
-    SPEED_UPS: (
-        "Speed-ups",
-        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-        "micro-batches and ranks cost or gain.",
-        (),
-    ),
 }
 # Places for tables in the texts that are written by hand. Texts other than README.md are optional.
 PLACES = {
     README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
     LADDER_PAGE: ("ladder", "engines", "ema", "micro-batches", "ranks", MEASURED),
+}
+# Other pages of a folder of results that the page links to, if they are there.
+LINKS = {
+    "results in words": README,
+    "predictions and their errors": "predictions.md",
+    "speed-ups": LADDER_PAGE,
+    "engines": "engines.md",
+    "memory": "memory.md",
+    "limits": "limits.md",
+    "nodes": "scaling.md",
+    "figures of others": "quoted/README.md",
+    "all runs": "runs/",
+    "how to compare, cost and publish": "../docs/results.md",
+    "how to measure": "../docs/measure.md",
+    "how to train": "../docs/train.md",
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
 MADE_FROM = (
@@ -269,7 +285,12 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         results / "data.csv": format_csv(
             map(feed_table.make_row, _loaded(records)), columns=feed_table.COLUMNS
         ),
-        results / "index.html": format_page(shown, made_from=MADE_FROM),
+        results / "index.html": format_page(
+            shown,
+            gpus=make_gpu_rows(_ended_well(records), figures, *read_extras(results)),
+            links=[link for link in LINKS.items() if (results / link[1]).exists()],
+            made_from=MADE_FROM,
+        ),
     }
     generated = {name: _format_section(section) for name, section in sections.items()}
     generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}

@@ -6,6 +6,7 @@ results/quoted/, or a user's own.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
 from sdbench.base.names import by_similarity
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
+from sdbench.settings.kinds import TEXT
+from sdbench.settings.setting import setting
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
 TEXT_COLUMNS = frozenset(
@@ -42,6 +45,18 @@ MEASURED = "measured"
 COPY = "copy of a run that is counted"
 # Names in an error message.
 MAX_NAMES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceFlags:
+    """The flag of all commands that use some rows of a table: see `select_rows`."""
+
+    where: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "COLUMN=VALUE: use only rows with this value, given in full or by an unambiguous beginning",
+        takes_several=True,
+    )
 
 
 def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:
