@@ -273,7 +273,8 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         where=f"{results.absolute().name}/{RUNS}",
         quoted=quoted,
     )
-    left_out += [*bad_quoted, *bad_steps]
+    predicted, sources, bad_extras = read_extras(results)
+    left_out += [*bad_quoted, *bad_steps, *bad_extras]
     figures = _figures_of(quoted)
     rows = [*map(make_row, _of_kind(records, BENCHMARK)), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
@@ -287,7 +288,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         ),
         results / "index.html": format_page(
             shown,
-            gpus=make_gpu_rows(_ended_well(records), figures, *read_extras(results)),
+            gpus=make_gpu_rows(_ended_well(records), figures, predicted, sources),
             links=[link for link in LINKS.items() if (results / link[1]).exists()],
             made_from=MADE_FROM,
         ),

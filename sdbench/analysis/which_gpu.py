@@ -18,10 +18,20 @@ from sdbench.forecast.law import find_card, load_work
 from sdbench.record.configuration import WORK, describe_place, group
 from sdbench.record.store import RECORD_NAME
 from sdbench.report.figures import as_text, describe_source, device_of, read_figures
-from sdbench.report.runs import describe_configuration, group_runs, notes_cell
+from sdbench.report.runs import describe_configuration, group_runs, notes_cell, use_each
 from sdbench.statistics.intervals import between_runs_interval
 
 PREDICTIONS, SOURCES = "predictions.csv", "sources.csv"
+# What their rows must have.
+COLUMNS = {
+    PREDICTIONS: (
+        *("gpu", "num_gpus", *WORK, "lora_rank", "preset", "sharding", "precision", "why"),
+        *("micro_batch", "global_batch", "images_per_second", "images_per_second_low"),
+        *("images_per_second_high", "mfu_percent", "pool", "pool_tests", "predicted_on"),
+        *("pool_median_error_percent", "tested_inside_percent"),
+    ),
+    SOURCES: ("source", "published", "torch", "address"),
+}
 PLACES = {
     "precomputed": "latents made beforehand",
     "online": "encoders in the step",
@@ -35,11 +45,18 @@ FROM_LAW = "predictions.md"
 Row = dict[str, Any]
 
 
-def read_extras(results: Path) -> tuple[list[Row], dict[str, Row]]:
-    """The predictions of a results folder, and what is known of its sources, by their names."""
-    tables = (results / PREDICTIONS, results / SOURCES)
-    predicted, sources = (read_figures(path) if path.is_file() else [] for path in tables)
-    return predicted, {row["source"]: row for row in sources}
+def read_extras(results: Path) -> tuple[list[Row], dict[str, Row], list[Path]]:
+    """The predictions of a results folder, what is known of its sources, and what cannot be read.
+
+    A folder may have neither. Sources are by their names.
+    """
+    found, left_out = {}, []
+    for name, columns in COLUMNS.items():
+        read = functools.partial(read_figures, required=columns)
+        tables, bad = use_each(filter(Path.is_file, [results / name]), read)
+        found[name] = [row for table in tables for row in table]
+        left_out += bad
+    return found[PREDICTIONS], {row["source"]: row for row in found[SOURCES]}, left_out
 
 
 def make_gpu_rows(
@@ -53,8 +70,8 @@ def make_gpu_rows(
     Args:
         ended_well: Records of runs that ended well.
         figures: Published figures that have a rate.
-        predicted: What `read_extras` returns first.
-        sources: What it returns second.
+        predicted: The predictions of `read_extras`.
+        sources: The sources of `read_extras`.
     """
     on_gpu = [record for record in ended_well if record["machine"]["device_type"] == "cuda"]
     rows = [*map(_measured_row, group_runs(on_gpu)), *_published_rows(figures, sources)]

@@ -117,7 +117,7 @@ def _check(request: Request[PredictSettings]) -> None:
 
 def choose_cards(names: Sequence[str] | None, cases: Sequence[Case]) -> list[Card]:
     """The GPUs of these names; None: all of which a figure was predicted."""
-    known = sorted({case.card for case in cases}, key=lambda card: card.tflops)
+    known = sorted({case.card for case in cases}, key=lambda card: (card.tflops, card.name))
     if names is None:
         return known
     found = []

@@ -10,6 +10,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from sdbench.analysis.which_gpu import PREDICTIONS, SOURCES
+from sdbench.cli import main
+from tests.report.results_folder import make_results
 from tests.report.test_page import in_browser, opened, seen_in_frames
 from tools.picture_page import PICTURE, hash_first_view, read_hash
 
@@ -27,9 +30,10 @@ ASK = """
   const ask = page.getElementById("ask");
   const headings = [...page.querySelectorAll("#gpus thead th")].map((cell) => cell.textContent);
   const seen = asked.map((question) => {
-    for (const name of ["model", "px", "trained", "count", "gpu", "images", "budget", "days"]) {
+    for (const name of ["gpu", "images", "budget", "days"]) ask[name].value = question[name] ?? "";
+    for (const name of ["model", "px", "trained", "count"]) {
       ask[name].value = question[name] ?? "";
-      ask.dispatchEvent(new view.Event("input"));
+      ask.dispatchEvent(new view.Event("input"));  // which offers what is left to choose
     }
     const rows = [...page.querySelectorAll("#gpus tbody tr")].filter((row) => !row.hidden);
     return {
@@ -253,6 +257,7 @@ def test_the_address_has_the_question_and_a_price_is_of_all_rows_of_its_gpu(page
     assert set(none) == {"n/a"}
 
 
+@pytest.mark.slow
 @in_browser
 def test_links_of_the_page_end_below_the_bar(page, tmp_path):
     script = """
@@ -298,6 +303,7 @@ CONTRAST = """
 """
 
 
+@pytest.mark.slow
 @in_browser
 def test_every_text_is_readable_in_both_schemes(page, tmp_path):
     seen = seen_in_frames(page, CONTRAST, tmp_path, sizes=SIZES[:1])
@@ -337,3 +343,16 @@ def test_no_prediction_is_called_measured_and_no_guess_has_an_interval(known):
 
 def test_the_picture_in_the_readme_shows_the_page_as_it_is(committed):
     assert read_hash(PICTURE) == hash_first_view(committed), "make results"
+
+
+def test_a_table_of_predictions_without_its_columns_is_left_out(tmp_path, capsys):
+    results = make_results(tmp_path, quoted=False)
+    for name, header in ((PREDICTIONS, "gpu,num_gpus"), (SOURCES, "source")):
+        (results / name).write_text(f"{header}\n")
+    assert main(["report", "--folder", str(results)]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert [name in line for name, line in zip((PREDICTIONS, SOURCES), errors, strict=True)] == [
+        True,
+        True,
+    ]
+    assert "Which GPU?" not in (results / "index.html").read_text()
