@@ -71,7 +71,7 @@ define install_wheels
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help lock wheels benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish needs-run results page-picture settings clean
+.PHONY: help lock wheels benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster lint publish needs-run results settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.11|2.7] [VENV=.venv]"
@@ -123,12 +123,9 @@ publish: $(if $(RUN),$(STAMP),needs-run) ## Copy a run into results/: make publi
 needs-run:
 	@echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2
 
-results: $(STAMP) ## Make the tables, plots and page in results/ again from its records
+results: $(STAMP) ## Make the tables, plots and pages in results/ again, and README.md's picture; CHROMIUM=chromium
 	$(VENV)/bin/python -m sdbench report
-
-page-picture: ## Make the picture of results/index.html that README.md shows; CHROMIUM=chromium
-	$(CHROMIUM) --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
-	  --window-size=1280,900 --screenshot=results/plots/page.png results/index.html
+	$(VENV)/bin/python tools/picture_page.py $(CHROMIUM)
 
 settings: $(STAMP) ## Make docs/settings.md again from the declarations of the settings
 	$(VENV)/bin/python -m sdbench.settings.page > docs/settings.md.new

@@ -1,31 +1,33 @@
-"""Writes what is known of the predictions: results/predictions.md, its plot, and the page of GPUs.
+"""Writes what is known of the predictions: results/predictions.csv, and tables and a plot.
 
     python tools/try_predictions.py
 
-Every GPU, source and model is predicted from the figures of the others; the page has predictions
-for the works of `WORKS` beside all published and measured figures of the same work.
+Every GPU, source and model is predicted from the figures of the others, for the tables of
+results/predictions.md. results/predictions.csv has the predictions for the works of `WORKS`;
+results/index.html shows them beside measured and published figures.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sdbench.analysis.which_gpu import PREDICTIONS  # noqa: E402
 from sdbench.base.carried import RESULTS  # noqa: E402
 from sdbench.forecast import law  # noqa: E402
-from sdbench.forecast.cost import find_prices  # noqa: E402
 from sdbench.forecast.law import Case, Tested  # noqa: E402
 from sdbench.forecast.predict import PredictSettings, predict_rows  # noqa: E402
 from sdbench.record.configuration import group  # noqa: E402
-from sdbench.report.page import format_page  # noqa: E402
+from sdbench.record.row import format_csv  # noqa: E402
 from sdbench.report.plots import make_figure, plain_style  # noqa: E402
 from sdbench.report.tables import make_table, to_markdown  # noqa: E402
 from sdbench.settings.request import parse  # noqa: E402
@@ -33,7 +35,7 @@ from sdbench.settings.request import parse  # noqa: E402
 # Of the tables of the seed documents that have images/s.
 SEED_SOURCES = ("AWS", "MosaicML, benchmark", "MosaicML, latents")
 LORA = "--latents precomputed --lora_rank 16 --precision bf16"
-# What the page knows, as flags of predict, for the numbers of GPUs of `COUNTS`.
+# What is predicted, as flags of predict, for the numbers of GPUs of `COUNTS`.
 WORKS = (
     "--model_name sd2-base --image_size 512 --latents precomputed",
     "--model_name sd2-base --image_size 512 --latents online",
@@ -47,8 +49,6 @@ WORKS = (
     f"--model_name flux-schnell --image_size 1024 {LORA}",
 )
 COUNTS = (1, 8, 16, 64)
-# Figures that the page shows and the law does not know: in 8 bits arithmetic is faster.
-IN_8_BITS = {"mlperf_training_flux1_v6": ("MLPerf v6.0, Flux.1", law.FUSED)}
 # Figures that were looked up when the law was done, of GPUs that it does not know.
 UNSEEN = {"milabench_diffusion_more": ("milabench", law.EAGER)}
 
@@ -155,48 +155,40 @@ def draw(tested: Sequence[Tested], path: Path) -> None:
         figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def list_page_rows(cases: Sequence[Case], tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
-    """The rows of the page: predictions, and known figures of the same work."""
-    works = set()
+# Columns of predictions.csv that are of the kind of prediction: `list_pools` by its headings.
+OF_POOL = {
+    "pool_tests": "tests",
+    "pool_median_error_percent": "median error, %",
+    "tested_inside_percent": "figures inside, %",
+}
+# Columns of a prediction that are not of the prediction alone.
+OTHERS = ("known", "price_source", "usd_per_million", "usd_per_million_low", "usd_per_million_high")
+
+
+def list_predictions(cases: Sequence[Case], tested: Sequence[Tested]) -> Iterator[dict[str, Any]]:
+    """The rows of predictions.csv, each with the error of its kind of prediction."""
+    pools = {row["predictions of"]: row for row in list_pools(cases, tested)}
     for flags in WORKS:
         for num_gpus in COUNTS if "sharding" not in flags else COUNTS[1:]:
             argv = [*flags.split(), "--num_gpus", str(num_gpus)]
             request = parse(PredictSettings, argv, prog="predict", description="", epilog="")
             for row in predict_rows(request, cases, tested):
-                works.add((row["model"], row["image_size"], row["latents"]))
                 print(row["model"], row["image_size"], row["gpu"], row["images_per_second"])
-                yield row
-    for case in law.load_cases({**law.SOURCES, **IN_8_BITS, **UNSEEN}):
-        if (case.model, case.image_size, case.latents) in works:
-            price = find_prices([case.card.name])[case.card.name]
-            rate = case.images_per_second
-            is_own = case.source.startswith("this suite")
-            yield {
-                "kind": "measured" if is_own else "published",
-                "gpu": case.card.name,
-                **{name: getattr(case, name) for name in ("num_gpus", "model", "image_size")},
-                "latents": case.latents,
-                "lora_rank": None,
-                "micro_batch": case.micro_batch,
-                "images_per_second": rate,
-                "usd_per_million": price and 1e6 / rate * case.num_gpus / 3600 * price.value,
-                "price_source": price and price.source,
-                "known": case.source if is_own else case.origin,
-            }
-
-
-def write_page(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write the page, which needs no other file."""
-    content = format_page([], template="which_gpu.html.j2", rows=list(rows))
-    path.write_text(content, encoding="utf-8")
+                yield {
+                    **{name: value for name, value in row.items() if name not in OTHERS},
+                    "why": None if row["images_per_second"] else row["why"],
+                    **{name: pools[row["pool"]][of] for name, of in OF_POOL.items()},
+                    "predicted_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                }
 
 
 if __name__ == "__main__":
     cases = law.load_cases()
     tested = law.leave_out(cases)
     tables = (list_groups(tested), list_seed(tested), list_unseen(cases))
-    for rows in (list_pools(cases, tested), *tables):
-        print(to_markdown(make_table(rows)))
+    for table in (list_pools(cases, tested), *tables):
+        print(to_markdown(make_table(table)))
         print()
     draw(tested, RESULTS / "predictions.png")
-    write_page(list_page_rows(cases, tested), RESULTS / "which_gpu.html")
+    rows = list(list_predictions(cases, tested))
+    (RESULTS / PREDICTIONS).write_text(format_csv(rows, columns=tuple(rows[0])), encoding="utf-8")

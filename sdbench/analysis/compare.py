@@ -38,11 +38,11 @@ from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.base.output import fit
 from sdbench.record.configuration import group
 from sdbench.record.row import format_csv
-from sdbench.report.figures import as_text, select_rows, write_out
+from sdbench.report.figures import ChoiceFlags, as_text, select_rows, write_out
 from sdbench.report.tables import Cell, Field, tabulate, to_markdown, to_terminal
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting
+from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.statistics.intervals import MIN_RUNS, NO_DIFFERENCE, NOT_TESTED
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
@@ -134,13 +134,7 @@ class CompareFlags:
     )
     baseline: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
     candidate: str | None = setting(TEXT, None, "value in the --between column, or its beginning")
-    where: tuple[str, ...] = setting(
-        TEXT,
-        (),
-        "COLUMN=VALUE: use only rows with this value, given in full, or by a beginning or words "
-        "that no other has; gpu=A100 means each GPU with A100 in its name",
-        takes_several=True,
-    )
+    where: tuple[str, ...] = shared(ChoiceFlags, "where")
     allow: tuple[str, ...] = setting(
         list_of(one_of(*GUARDED)), (), "compare even if the sides differ in these settings"
     )

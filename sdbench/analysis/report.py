@@ -21,6 +21,7 @@ from sdbench.analysis.quoted import fold_by_source, load_figures, make_seed_tabl
 from sdbench.analysis.run_page import make_run_page
 from sdbench.analysis.throughput_table import make_headline_table, make_tables
 from sdbench.analysis.version_table import make_version_table
+from sdbench.analysis.which_gpu import make_gpu_rows, read_extras
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.base.files import refused_unless_read, refused_unless_written, replace_file
@@ -57,6 +58,12 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "Eight GPUs of one machine, Stable Diffusion 2 at 512 px, global batch 2048, images/s over "
         "all eight: the figures of AWS (2024), each of one run, and their ratio.",
         (throughput_plots.MICRO_BATCH,),
+    ),
+    SPEED_UPS: (
+        "Speed-ups",
+        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+        "micro-batches and ranks cost or gain.",
+        (),
     ),
     HEADLINES: (
         "Best of each machine",
@@ -99,12 +106,6 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "encoded beforehand.",
         (),
     ),
-    SPEED_UPS: (
-        "Speed-ups",
-        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-        "micro-batches and ranks cost or gain.",
-        (),
-    ),
     VERSIONS: (
         "Versions",
         "The same work measured on several versions of torch, diffusers and this suite, with the "
@@ -116,6 +117,21 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
 PLACES = {
     README: (COMPARISON, HEADLINES, TARGETS, OTHERS, DATA, TIMES),
     LADDER_PAGE: ("ladder", "engines", "ema", "micro-batches", "ranks", MEASURED),
+}
+# Other pages of a folder of results that the page links to, if they are there.
+LINKS = {
+    "results in words": README,
+    "predictions and their errors": "predictions.md",
+    "speed-ups": LADDER_PAGE,
+    "engines": "engines.md",
+    "memory": "memory.md",
+    "limits": "limits.md",
+    "nodes": "scaling.md",
+    "figures of others": "quoted/README.md",
+    "all runs": "runs/",
+    "how to compare, cost and publish": "../docs/results.md",
+    "how to measure": "../docs/measure.md",
+    "how to train": "../docs/train.md",
 }
 CHARTS = (*throughput_plots.NAMES, *run_plots.NAMES)
 MADE_FROM = (
@@ -267,7 +283,8 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         quoted=quoted,
         submitted=submitted,
     )
-    left_out += [*bad_quoted, *bad_submitted, *bad_steps]
+    predicted, sources, bad_extras = read_extras(results)
+    left_out += [*bad_quoted, *bad_submitted, *bad_steps, *bad_extras]
     figures = _figures_of(quoted)
     rows = [*map(make_row, [*_of_kind(records, BENCHMARK), *submitted]), *figures]
     # Those of figures first: a submitted result must not move the cells of all other rows.
@@ -281,7 +298,12 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         results / "data.csv": format_csv(
             map(make_feed_row, _loaded(records)), columns=FEED_COLUMNS
         ),
-        results / "index.html": format_page(shown, made_from=MADE_FROM),
+        results / "index.html": format_page(
+            shown,
+            gpus=make_gpu_rows(_ended_well(records), figures, predicted, sources),
+            links=[link for link in LINKS.items() if (results / link[1]).exists()],
+            made_from=MADE_FROM,
+        ),
     }
     generated = {name: _format_section(section) for name, section in sections.items()}
     generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sdbench.analysis.compare import CompareFlags
 from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import refused_unless_read
@@ -31,6 +30,7 @@ from sdbench.record.row import format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, check_schema, kind_of
 from sdbench.report.figures import (
     MEASURED,
+    ChoiceFlags,
     as_text,
     find_name,
     mark_copies,
@@ -87,7 +87,7 @@ class CostFlags:
         takes_several=True,
         spelling="[TABLE ...]",
     )
-    where: tuple[str, ...] = shared(CompareFlags, "where")
+    where: tuple[str, ...] = shared(ChoiceFlags, "where")
     recipe: str = setting(TEXT, REQUIRED, "name of a training in --recipes")
     recipes: Path | None = setting(
         PATH, None, "YAML file of trainings (default: sdbench/forecast/recipes.yaml)"

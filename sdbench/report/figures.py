@@ -6,6 +6,7 @@ results/quoted/, or a user's own.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from sdbench.base.files import refused_unless_read, refused_unless_written, repl
 from sdbench.base.names import by_similarity
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
 from sdbench.record.columns import COLUMNS, COUNT, NAME, POSITIVE
+from sdbench.settings.kinds import TEXT
+from sdbench.settings.setting import setting
 
 # The seconds of a whole run.
 TIME = "run_time_s"
@@ -30,6 +33,19 @@ MEASURED, QUOTED = "measured", "quoted"
 COPY = "copy of a run that is counted"
 # Names in an error message.
 MAX_NAMES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceFlags:
+    """The flag of all commands that use some rows of a table: see `select_rows`."""
+
+    where: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "COLUMN=VALUE: use only rows with this value, given in full, or by a beginning or words "
+        "that no other has; gpu=A100 means each GPU with A100 in its name",
+        takes_several=True,
+    )
 
 
 def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:

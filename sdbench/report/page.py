@@ -8,7 +8,7 @@ text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,21 @@ class Section:
         return bool(self.tables or self.folds or self.plots or self.pictures)
 
 
-def format_page(sections: Sequence[Section], **values: Any) -> str:
-    """Render a page from the template beside this file, with values that it shows."""
+def format_page(
+    sections: Sequence[Section],
+    *,
+    gpus: Sequence[Mapping[str, Any]] = (),
+    links: Sequence[tuple[str, str]] = (),
+    **values: Any,
+) -> str:
+    """Render a page from the template beside this file, with values that it shows.
+
+    Args:
+        sections: The parts of the page.
+        gpus: Rows of the question "which GPU?", which the page then begins with.
+        links: Names and addresses of other pages.
+        values: `made_from`, and the `name` of the page if it has one.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -54,4 +67,7 @@ def format_page(sections: Sequence[Section], **values: Any) -> str:
     for plot in (plot for section in sections for plot in section.plots):
         notes |= plot.notes
     page = environment.get_template("page.html.j2")
-    return page.render(sections=sections, notes=notes, kinds=KINDS, **values) + "\n"
+    return (
+        page.render(sections=sections, notes=notes, kinds=KINDS, gpus=gpus, links=links, **values)
+        + "\n"
+    )
