@@ -21,7 +21,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sdbench.analysis.which_gpu import PREDICTIONS  # noqa: E402
 from sdbench.base.carried import RESULTS  # noqa: E402
 from sdbench.forecast import law  # noqa: E402
 from sdbench.forecast.law import Case, Tested  # noqa: E402
@@ -30,6 +29,7 @@ from sdbench.record.configuration import group  # noqa: E402
 from sdbench.record.row import format_csv  # noqa: E402
 from sdbench.report.plots import make_figure, plain_style  # noqa: E402
 from sdbench.report.tables import make_table, to_markdown  # noqa: E402
+from sdbench.results.frame import PREDICTIONS  # noqa: E402
 from sdbench.settings.request import parse  # noqa: E402
 
 # Of the tables of the seed documents that have images/s.

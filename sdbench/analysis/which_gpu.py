@@ -19,9 +19,10 @@ from sdbench.record.configuration import WORK, describe_place, group
 from sdbench.record.store import RECORD_NAME
 from sdbench.report.figures import as_text, describe_source, device_of, read_figures
 from sdbench.report.runs import describe_configuration, group_runs, notes_cell, use_each
+from sdbench.results.frame import PREDICTIONS
 from sdbench.statistics.intervals import between_runs_interval
 
-PREDICTIONS, SOURCES = "predictions.csv", "sources.csv"
+SOURCES = "sources.csv"
 # What their rows must have.
 COLUMNS = {
     PREDICTIONS: (

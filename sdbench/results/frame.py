@@ -19,6 +19,8 @@ from sdbench.results.submissions import load_submissions
 if TYPE_CHECKING:
     import pandas as pd
 
+# The table of predictions in a folder of results.
+PREDICTIONS = "predictions.csv"
 # pandas' types that have a value for what is not known.
 TYPES = {
     NAME: "string",
@@ -33,15 +35,15 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
     """Load all figures of a folder, one in a row.
 
     A figure is a run of benchmark.py, train.py, data.py or precompute, of any status, or one that
-    somebody else submitted or published. The columns are those of
+    somebody else submitted or published, or that is predicted. The columns are those of
     `sdbench.record.columns.COLUMNS`, in which units and meanings stand; what is not known is NA. A
     run counts once, however many copies of its record there are. A file that cannot be read is
     named on stderr and left out.
 
     Args:
-        folder: A folder of results (its ``quoted/*.csv`` are read too), or one with runs in it, at
-            any depth. The default is ``results/`` of this checkout; an installed package has the
-            published figures without the records that they come from.
+        folder: A folder of results (its quoted tables and predictions are read too), or one with
+            runs in it, at any depth. The default is ``results/`` of this checkout; an installed
+            package has the published figures without the records that they come from.
 
     Raises:
         ConfigError: The folder holds no figure.
@@ -85,3 +87,6 @@ def _rows_of_tables(folder: Path) -> Iterator[dict[str, Any]]:
     tables, _ = use_each(sorted(folder.glob("quoted/*.csv")), read_figures)
     for table in tables:
         yield from ({**row, "kind": QUOTED} for row in table)
+    predicted, _ = use_each(folder.glob(PREDICTIONS), read_figures)
+    for table in predicted:
+        yield from table

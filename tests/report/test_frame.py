@@ -36,6 +36,9 @@ def test_the_frame_has_each_figure_of_the_tables_once_with_its_value(figures):
             assert all(pd.isna(found[column]) for column, value in row.items() if value is None)
     quoted = figures[figures.kind == "quoted"]
     assert len(quoted) == sum(len(read_figures(path)) for path in RESULTS.glob("quoted/*.csv"))
+    predicted = read_figures(RESULTS / "predictions.csv")
+    assert (figures.kind == "predicted").sum() == len(predicted) > 0
+    assert predicted[0].keys() <= COLUMNS.keys()
 
 
 def test_names_stay_text_and_unknown_numbers_are_no_zeros(figures):
