@@ -16,7 +16,7 @@ from sdbench.report.plots import MARKERS, Plot
 from sdbench.report.tables import Fold, Table
 
 # Of rows, which a reader may hide by their kind.
-KINDS = (*MARKERS, "submitted")
+KINDS = (*MARKERS, "submitted", "predicted")
 
 
 @dataclasses.dataclass(frozen=True)
