@@ -45,7 +45,7 @@ TWO_RANKS = {"world_size": 2, "num_nodes": 2, "ranks_per_node": 1}
 # torchrun is there in a third of the time that composer takes.
 QUICK = {"LAUNCHER": "torchrun"}
 LONG = "--measure_batches=1000000"
-RATE_MBIT = 20
+RATE_MBIT = 10
 DIST_TIMEOUT_S = 8
 # From the time-out to the end of the last process of a pod.
 NOTICED_WITHIN_S = 60
