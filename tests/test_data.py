@@ -46,6 +46,7 @@ def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
     assert 0 < busy_s <= summary["window_s"]
 
     assert "Chosen, each by a flag of its name: num_warmup_batches=1" in output
+    assert "--remote" not in output  # synthetic data were asked for
     assert f"  images/s              {format_number(summary['images_per_second'])} (" in output
     folder = tmp_path / "runs" / record["run_id"]
     command = "python -m sdbench benchmark --use_synth_data --image_size 64"

@@ -129,7 +129,9 @@ class Feed(Task):
         if names:
             values = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
             lines.insert(0, f"Chosen, each by a flag of its name: {values}")
-        if settings.data_format == "synthetic" and self.request.config.data_format == "auto":
+        given = self.request.config
+        is_asked = given.use_synth_data or given.data_format != "auto"
+        if settings.data_format == "synthetic" and not is_asked:
             lines.insert(0, "No --remote, --local or --streams: measuring synthetic data.")
         return "\n".join(lines)
 
