@@ -12,22 +12,19 @@ from sdbench.analysis.ladder_tables import comparison_cell
 from sdbench.record.configuration import group
 from sdbench.report.runs import describe_run, group_runs, notes_cell, rates_cell
 from sdbench.report.tables import Cell, Field, Table, tabulate
+from sdbench.statistics.intervals import Comparison
 
 # The suite's version is its commit.
 PACKAGES = ("torch", "diffusers")
 
 
 class _Change(NamedTuple):
-    """Runs of one configuration before and after a change of versions, each given by name."""
+    """Runs of one configuration before and after a change of versions, which is in words."""
 
     before: Sequence[dict[str, Any]]
     after: Sequence[dict[str, Any]]
-    changed: dict[str, tuple[str, str]]
-
-    @property
-    def rows(self) -> list[list[dict[str, Any]]]:
-        """The rows of both sides of a comparison."""
-        return [[row_of_run(run) for run in runs] for runs in (self.before, self.after)]
+    changed: str
+    comparison: Comparison
 
 
 def make_version_table(records: Iterable[dict[str, Any]]) -> Table:
@@ -42,8 +39,11 @@ def _find_changes(records: Iterable[dict[str, Any]]) -> Iterator[_Change]:
         by_versions = group(runs, key_of=lambda run: tuple(_versions_of(run).items()))
         for before, after in itertools.pairwise(by_versions.values()):
             old, new = _versions_of(before[0]), _versions_of(after[0])
-            changed = {name: (old[name], new[name]) for name in new if old[name] != new[name]}
-            yield _Change(before, after, changed)
+            changed = ", ".join(
+                f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]
+            )
+            sides = ([row_of_run(run) for run in some] for some in (before, after))
+            yield _Change(before, after, changed, compare_rows(*sides))
 
 
 def _versions_of(record: dict[str, Any]) -> dict[str, str]:
@@ -51,20 +51,16 @@ def _versions_of(record: dict[str, Any]) -> dict[str, str]:
     return versions | {"this suite": (record["git"]["commit"] or "unknown")[:7]}
 
 
-def _describe(change: _Change) -> str:
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in change.changed.items())
-
-
 def _ratio_cell(change: _Change) -> Cell:
-    return comparison_cell(compare_rows(*change.rows), "{:.3f}".format, unit="x")
+    return comparison_cell(change.comparison, "{:.3f}".format, unit="x")
 
 
 FIELDS = (
     Field("configuration", lambda change: describe_run(change.after[0])),
-    Field("change", _describe),
+    Field("change", lambda change: change.changed),
     Field("images/s before", lambda change: rates_cell(change.before), is_left=True),
     Field("images/s after", lambda change: rates_cell(change.after), is_left=True),
     Field("after over before", _ratio_cell, is_left=True),
-    Field("verdict", lambda change: compare_rows(*change.rows).verdict),
+    Field("verdict", lambda change: change.comparison.verdict),
     Field("notes", lambda change: notes_cell([*change.before, *change.after])),
 )

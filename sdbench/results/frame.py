@@ -12,7 +12,7 @@ from sdbench.record.columns import COLUMNS, COUNT, NAME, NUMBER, POSITIVE, SWITC
 from sdbench.record.record_kinds import BENCHMARK, TRAIN, kind_of
 from sdbench.record.row import make_feed_row, make_row, make_training_row
 from sdbench.record.store import RECORD_NAME
-from sdbench.report.figures import QUOTED, mark_copies, read_figures
+from sdbench.report.figures import COPY, QUOTED, mark_copies, read_figures
 from sdbench.report.runs import read_record, use_each
 from sdbench.results.submissions import load_submissions
 
@@ -41,8 +41,8 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
     named on stderr and left out.
 
     Args:
-        folder: A folder of results (its quoted tables and predictions are read too), or one with
-            runs in it, at any depth. The default is ``results/`` of this checkout; an installed
+        folder: A folder of results (its runs/, quoted tables and predictions are read), or one
+            with runs in it, at any depth. The default is ``results/`` of this checkout; an installed
             package has the published figures without the records that they come from.
 
     Raises:
@@ -66,13 +66,11 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
 
 
 def _rows_of_records(folder: Path) -> Iterator[dict[str, Any]]:
-    files = sorted(folder.rglob(RECORD_NAME))
+    # A folder of results has other records beside its runs, whose times say nothing.
+    runs = folder / "runs"
+    files = sorted((runs if runs.is_dir() else folder).rglob(RECORD_NAME))
     rows, _ = use_each(files, lambda file: _make_row(read_record(file, flag="folder")))
-    seen: set[str] = set()
-    for row in mark_copies(rows):
-        if row["source"] not in seen:
-            seen.add(row["source"])
-            yield row
+    yield from (row for row in mark_copies(rows) if row["status"] != COPY)
 
 
 def _make_row(record: dict[str, Any]) -> dict[str, Any]:

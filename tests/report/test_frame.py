@@ -25,7 +25,8 @@ def figures() -> pd.DataFrame:
 def test_the_frame_has_each_figure_of_the_tables_once_with_its_value(figures):
     assert list(figures.columns) == list(COLUMNS)
     runs = figures[figures.kind == "measured"]
-    assert runs.source.is_unique
+    # Records beside runs/ are of runs whose times say nothing, or of what was removed.
+    assert sorted(runs.source) == sorted(path.name for path in RESULTS.glob("runs/2*"))
     for name in ("throughput.csv", "data.csv"):
         for row in read_figures(RESULTS / name):
             if row["kind"] != "measured":
