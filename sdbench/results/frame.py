@@ -42,8 +42,8 @@ def load(folder: str | Path = RESULTS) -> pd.DataFrame:
 
     Args:
         folder: A folder of results (its runs/, quoted tables and predictions are read), or one
-            with runs in it, at any depth. The default is ``results/`` of this checkout; an installed
-            package has the published figures without the records that they come from.
+            with runs in it, at any depth. The default is ``results/`` of this checkout; an
+            installed package has the published figures without the records that they come from.
 
     Raises:
         ConfigError: The folder holds no figure.
